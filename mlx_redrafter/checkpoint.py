@@ -1,0 +1,153 @@
+"""Checkpoint folders: finding them, reading their config and headers, writing them atomically.
+
+A checkpoint is a folder with ``config.json`` and ``*.safetensors``, local or on the Hugging Face
+Hub. Nothing here runs code from a file, and nothing allocates what a header merely claims.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from mlx_redrafter.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None) -> Path:
+    """Folder of a checkpoint, downloaded from the hub unless it exists locally.
+
+    Args:
+        path_or_repo: A local folder, or a repository id such as ``org/name``.
+        patterns: Files to fetch from the hub, as shell patterns; all of them by default.
+
+    Raises:
+        CheckpointError: There is neither such a folder nor such a repository, or no network.
+    """
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"expected a checkpoint folder, found a file: {path}")
+    name = str(path_or_repo)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise CheckpointError(
+            f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name"
+        )
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name!r} is neither a local folder nor a repository that can be reached on the "
+            f"Hugging Face Hub ({reason})"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in ``folder/config.json``.
+
+    Raises:
+        CheckpointError: The file is missing, unreadable, or not a JSON object.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"expected a JSON object in {path}, found {type(config).__name__}")
+    return config
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in ``folder/model*.safetensors``, from the headers alone.
+
+    Raises:
+        CheckpointError: There is no such file, or one is truncated or no safetensors file.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file ({error}); download or convert it "
+                "again"
+            ) from error
+    return shapes
+
+
+def read_tensors(folder: Path) -> dict[str, mx.array]:
+    """All tensors in ``folder/model*.safetensors``; the headers are checked first.
+
+    Raises:
+        CheckpointError: As `read_shapes`, or a dtype is unknown to MLX.
+    """
+    read_shapes(folder)
+    tensors: dict[str, mx.array] = {}
+    for path in weight_files(folder):
+        try:
+            tensors.update(mx.load(str(path)))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a checkpoint folder, in order of their names.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"no model*.safetensors in {folder}")
+    return paths
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``; each file appears whole or not at all.
+
+    The config comes last, so that a folder with a config has its weights. Waits for the device.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        folder / WEIGHTS_FILE,
+        lambda path: mx.save_safetensors(str(path), dict(tensors), metadata={"format": "mlx"}),
+    )
+    text = json.dumps(config, indent=2) + "\n"
+    write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` with a temporary path beside ``path``, then move the result into place.
+
+    The temporary name keeps the suffix, which some writers insist on.
+    """
+    handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

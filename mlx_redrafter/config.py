@@ -1,0 +1,197 @@
+"""Validated options, one frozen dataclass per lifetime.
+
+`DrafterConfig` lives as long as a checkpoint, `TreeShape` as long as a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from mlx_redrafter.errors import ConfigError
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+MAX_BEAM_WIDTH = 64
+MAX_BEAM_LENGTH = 16
+# Bounds on what a config file may claim, far above any model.
+MAX_DIMENSION = 2**24
+MAX_DRAFT_LAYERS = 64
+
+Activation = Literal["silu", "identity"]
+Selection = Literal["top_n", "beam"]
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:
+    """Raise `ConfigError` unless ``value`` is an integer in ``[low, high]``."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
+        expected = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be an integer {expected}{hint}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The shape of a recurrent drafter, as stored in its ``config.json``.
+
+    Attributes:
+        vocab_size: Size of the target's vocabulary.
+        hidden_size: Size of the target's last hidden state, H.
+        exit_dim: Width of the head's residual blocks; ``2 * hidden_size`` means no input projection.
+        num_draft_layers: Number of residual SiLU blocks before the final linear layer.
+        rnn: True for the recurrent state update, False for the plain sum of embeddings.
+        rnn_activation: "silu" (Apple) or "identity" (TensorRT-LLM's linear recurrence).
+        rnn_first_step_bias: False leaves the bias of ``rnn_u`` out of the first step (TensorRT-LLM).
+        draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
+            or None to keep them all.
+        draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    exit_dim: int
+    num_draft_layers: int
+    rnn: bool = False
+    rnn_activation: Activation = "silu"
+    rnn_first_step_bias: bool = True
+    draft_top_k: int | None = None
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "exit_dim"):
+            check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
+        check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_DRAFT_LAYERS)
+        for name in ("rnn", "rnn_first_step_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"drafter {name} must be true or false, got {getattr(self, name)!r}"
+                )
+        if self.rnn_activation not in ("silu", "identity"):
+            raise ConfigError(
+                f"drafter rnn_activation must be 'silu' or 'identity', got {self.rnn_activation!r}"
+            )
+        for name in ("draft_top_k", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
+        """Read a ``config.json``; keys that belong to other programs are ignored.
+
+        Raises:
+            ConfigError: The file describes another kind of model, lacks a key or has a bad value.
+        """
+        model_type = values.get("model_type", MODEL_TYPE)
+        if model_type != MODEL_TYPE:
+            raise ConfigError(
+                f"expected a drafter with model_type {MODEL_TYPE!r}, found {model_type!r}; "
+                "a PyTorch drafter is made loadable by `redrafter-mlx convert`"
+            )
+        required = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
+        missing = [name for name in required if name not in values]
+        if missing:
+            raise ConfigError(f"the drafter's config.json lacks {', '.join(missing)}")
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of ``config.json`` that describe this drafter."""
+        return {"model_type": MODEL_TYPE, **asdict(self)}
+
+    @property
+    def has_input_proj(self) -> bool:
+        """Apple's rule: the head projects its input when the widths differ."""
+        return self.exit_dim != 2 * self.hidden_size
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the final linear layer."""
+        return self.draft_vocab_size or self.vocab_size
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What one step drafts: W beams of L tokens, of which a tree of N nodes is verified.
+
+    Attributes:
+        beam_width: W, the children kept per node and the nodes expanded per level.
+        beam_length: L, the tokens of a beam, root included (Apple's ``beam_length``).
+        tree_nodes: N, the tokens verified per step, root included; None with ``select="beam"``,
+            where the merged beams decide.
+        select: "top_n" keeps the N - 1 most probable drafts, "beam" the paper's beams with shared
+            prefixes merged.
+    """
+
+    beam_width: int = 4
+    beam_length: int = 5
+    tree_nodes: int | None = None
+    select: Selection = "top_n"
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        hint = " (the root counts as one)"
+        check_int("beam_length", self.beam_length, 2, MAX_BEAM_LENGTH, hint)
+        if self.select not in ("top_n", "beam"):
+            raise ConfigError(f"select must be 'top_n' or 'beam', got {self.select!r}")
+        if self.select == "beam":
+            if self.tree_nodes is not None:
+                raise ConfigError(
+                    "tree_nodes cannot be chosen with select='beam', whose merged beams decide it; "
+                    "leave it out or use select='top_n'"
+                )
+        elif self.tree_nodes is None:
+            object.__setattr__(self, "tree_nodes", min(9, self.max_nodes))
+        else:
+            hint = f" for beam_width {self.beam_width} and beam_length {self.beam_length}"
+            check_int("tree_nodes", self.tree_nodes, 2, self.max_nodes, hint)
+
+    @property
+    def draft_length(self) -> int:
+        """Levels of drafts below the root."""
+        return self.beam_length - 1
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that the expansion scores: W at the first level, W² at each further one."""
+        return self.beam_width + (self.draft_length - 1) * self.beam_width**2
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes a verified tree can have, root included."""
+        if self.select == "beam":
+            return 1 + self.beam_width * self.draft_length
+        return 1 + self.num_drafted
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target's tokens are chosen, with mlx-lm's meaning of every option.
+
+    Attributes:
+        temp: Temperature; 0 takes the most probable token.
+        top_p: Nucleus mass, off at 0 and at 1.
+        top_k: Number of most probable tokens kept, off at 0.
+        min_p: Least probability relative to the most probable token, off at 0.
+        seed: Key of the noise, 0 to 2**32 - 1. The text depends on nothing else.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temp) or not math.isfinite(self.temp) or self.temp < 0:
+            raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a number from 0 to 1 (0: off), got {value!r}")
+        check_int("top_k", self.top_k, 0, hint=" (0: off)")
+        check_int("seed", self.seed, 0, 2**32 - 1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,170 @@
+"""Loading and saving drafters, quantised ones included.
+
+The folder follows mlx-lm's habits: ``config.json`` (with ``"quantization": {"group_size", "bits"}``
+when the weights are quantised) beside ``model.safetensors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_redrafter.checkpoint import (
+    find_checkpoint,
+    read_config,
+    read_shapes,
+    read_tensors,
+    write_checkpoint,
+)
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
+
+PATTERNS = ["config.json", "model*.safetensors", "README.md"]
+QUANTIZED_BITS = (2, 3, 4, 6, 8)
+QUANTIZED_GROUP_SIZES = (32, 64, 128)
+# Apple's checkpoints may carry it; their forward pass never applies it.
+UNUSED_TENSORS = ("emb_norm.weight",)
+
+
+def load_drafter(path_or_repo: str | Path) -> Drafter:
+    """Load a drafter from a folder or a hub repository.
+
+    Args:
+        path_or_repo: A folder with ``config.json`` and ``model.safetensors``, or a repository id.
+
+    Returns:
+        The drafter in the dtype it was stored in, its weights in memory.
+
+    Raises:
+        CheckpointError: Files are missing, truncated or foreign; every tensor that is missing,
+            unexpected or of another shape is named.
+        ConfigError: The config describes no drafter, or has values out of range.
+        NonFiniteError: A weight is NaN or infinite.
+    """
+    folder = find_checkpoint(path_or_repo, PATTERNS)
+    values = read_config(folder)
+    config = DrafterConfig.from_dict(values)
+    stored = read_shapes(folder)
+    drafter = Drafter(config)
+    if "quantization" in values:
+        _quantize_as_stored(drafter, values["quantization"], stored)
+    _check_shapes(drafter, stored, folder)
+    tensors = read_tensors(folder)
+    drafter.load_weights([(n, t) for n, t in tensors.items() if n not in UNUSED_TENSORS])
+    check_finite(drafter, folder)
+    drafter.eval()
+    return drafter
+
+
+def save_drafter(
+    drafter: Drafter, folder: str | Path, extra_config: Mapping[str, Any] | None = None
+) -> None:
+    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all.
+
+    Args:
+        drafter: The drafter, quantised or not.
+        folder: Destination folder, created when it does not exist.
+        extra_config: Further keys for ``config.json``, such as where the weights come from.
+    """
+    config = drafter.config.to_dict()
+    quantised = [m for m in drafter.modules() if isinstance(m, nn.QuantizedLinear)]
+    if quantised:
+        config["quantization"] = {"group_size": quantised[0].group_size, "bits": quantised[0].bits}
+    config.update(extra_config or {})
+    write_checkpoint(Path(folder), config, dict(tree_flatten(drafter.parameters())))
+
+
+def quantize_drafter(drafter: Drafter, bits: int, group_size: int) -> None:
+    """Quantise the drafter's linear layers in place; layers whose width does not divide stay.
+
+    Raises:
+        ConfigError: MLX has no such bits or group size, or no layer can be quantised with it.
+    """
+    check_quantization(bits, group_size)
+    fitting = [
+        name
+        for name, module in drafter.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0
+    ]
+    if not fitting:
+        raise ConfigError(
+            f"no layer of the drafter is a multiple of group_size {group_size} wide; "
+            "use a smaller one or leave the drafter unquantised"
+        )
+    nn.quantize(drafter, group_size, bits, class_predicate=lambda name, _: name in fitting)
+
+
+def check_quantization(bits: object, group_size: object) -> None:
+    """Raise `ConfigError` unless MLX can quantise so."""
+    if bits not in QUANTIZED_BITS:
+        raise ConfigError(f"quantisation bits must be one of {QUANTIZED_BITS}, got {bits!r}")
+    if group_size not in QUANTIZED_GROUP_SIZES:
+        raise ConfigError(
+            f"quantisation group_size must be one of {QUANTIZED_GROUP_SIZES}, got {group_size!r}"
+        )
+
+
+def check_finite(drafter: Drafter, name: str | Path) -> None:
+    """Raise `NonFiniteError` naming the tensors of ``drafter`` that hold NaN or infinity.
+
+    Waits for the device.
+    """
+    floating = [
+        (key, tensor)
+        for key, tensor in tree_flatten(drafter.parameters())
+        if mx.issubdtype(tensor.dtype, mx.floating)
+    ]
+    finite = mx.stack([mx.all(mx.isfinite(tensor)) for _, tensor in floating]).tolist()
+    bad = [key for (key, _), ok in zip(floating, finite, strict=True) if not ok]
+    if bad:
+        raise NonFiniteError(
+            f"the drafter {name} has NaN or infinite weights in {', '.join(bad)}; "
+            "convert or train it again, in float32 or bfloat16 if float16 overflowed"
+        )
+
+
+def _quantize_as_stored(
+    drafter: Drafter, quantization: object, stored: Mapping[str, tuple[int, ...]]
+) -> None:
+    if not isinstance(quantization, Mapping):
+        raise ConfigError(
+            f'expected "quantization" to be an object in config.json, got {quantization!r}'
+        )
+    bits, group_size = quantization.get("bits"), quantization.get("group_size")
+    check_quantization(bits, group_size)
+    try:
+        nn.quantize(
+            drafter,
+            group_size,
+            bits,
+            class_predicate=lambda name, _: f"{name}.scales" in stored,
+        )
+    except ValueError as error:
+        raise CheckpointError(
+            f"the drafter's config.json says group_size {group_size}, which its shapes contradict: "
+            f"{error}"
+        ) from error
+
+
+def _check_shapes(
+    drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    expected = {name: tensor.shape for name, tensor in tree_flatten(drafter.parameters())}
+    found = {name: shape for name, shape in stored.items() if name not in UNUSED_TENSORS}
+    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    problems += [f"{name} is not part of a drafter" for name in found.keys() - expected.keys()]
+    problems += [
+        f"{name} has shape {list(found[name])}, expected {list(expected[name])}"
+        for name in expected.keys() & found.keys()
+        if tuple(found[name]) != tuple(expected[name])
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json: {'; '.join(sorted(problems))}"
+        )
