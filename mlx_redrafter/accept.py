@@ -1,0 +1,53 @@
+"""The acceptance walk: how far the target's own choices agree with the drafts.
+
+Axes: N nodes of the tree, L beam length (root included).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_redrafter.tree import TokenTree
+
+
+class Acceptance(NamedTuple):
+    """What one step keeps.
+
+    Attributes:
+        path: Node indices from the root on, int32, shape (L,); the first ``num_accepted + 1`` are
+            valid, the rest is junk.
+        num_accepted: Drafts accepted, 0 to L - 1, int32, shape (1,).
+        bonus: The target's own token after the path, the next root, int32, shape (1,).
+    """
+
+    path: mx.array
+    num_accepted: mx.array
+    bonus: mx.array
+
+
+def accept(tree: TokenTree, chosen: mx.array, beam_length: int) -> Acceptance:
+    """Walk from the root for as long as the target's choice is one of the drafts.
+
+    Every token on the path, and the bonus token, is the target's choice after its true prefix: the
+    text is the target's whatever the tree. This is sample-then-match; for drafts that do not
+    depend on the target's noise no lossless rule accepts more.
+
+    Args:
+        tree: The verified drafts.
+        chosen: The target's token after every node, integer, shape (N,).
+        beam_length: L.
+    """
+    chosen = chosen.astype(mx.int32)
+    size = tree.tokens.shape[0]
+    is_root = mx.arange(size) == 0
+    matches = (tree.tokens == chosen[tree.parents]) | is_root
+    # A node is on the path when it and all its ancestors match; siblings are distinct, so the
+    # nodes that are form one path.
+    on_path = mx.all(~tree.ancestors | matches, axis=1)
+    num_accepted = mx.sum(on_path, keepdims=True).astype(mx.int32) - 1
+    path = mx.argsort(mx.where(on_path, tree.depths, beam_length))[:beam_length].astype(mx.int32)
+    if size < beam_length:
+        path = mx.pad(path, (0, beam_length - size))
+    return Acceptance(path, num_accepted, chosen[path[num_accepted]])

@@ -1,0 +1,116 @@
+"""The K/V cache while trees are decoded: stock mlx-lm buffers, and the rows of one tree beside them.
+
+Axes: N nodes of the tree, S committed tokens, L beam length.
+
+A gather from a large buffer in the graph that also attends to it makes MLX copy the buffer. So the
+rows of a tree are kept aside, and the rows of its accepted path are written together with the next
+tree's rows, with one update per buffer. Invariants, per layer: the buffer holds the first
+``layer.offset`` tokens; ``TreeCache.length`` counts the committed tokens; where the two differ, the
+missing rows are ``fresh[path]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, create_attention_mask
+
+
+class TreeCache:
+    """All layers' K/V rows: those of the committed tokens, and those of the tree being verified.
+
+    ``layers`` is what the model takes as its cache. The buffers are the ones of the stock caches
+    given, which `settle` leaves as plain decoding would.
+    """
+
+    def __init__(self, stock: Sequence[KVCache]):
+        self.stock = list(stock)
+        self.layers = [LayerCache(cache, self) for cache in self.stock]
+        self.length = max(cache.offset for cache in self.stock)
+        self.path = mx.zeros((0,), dtype=mx.int32)
+        self.mask: mx.array | None = None
+
+    def expect_token(self) -> None:
+        """Make the next forward pass a plain one, over committed tokens."""
+        self.mask = None
+
+    def expect_tree(self, ancestors: mx.array) -> None:
+        """Make the next forward pass one over a tree with this ancestor mask, shape (N, N)."""
+        committed = mx.ones((ancestors.shape[0], self.length), dtype=mx.bool_)
+        self.mask = mx.concatenate([committed, ancestors], axis=1)
+
+    def commit(self, path: mx.array) -> None:
+        """Keep the rows of ``path``, node indices of shape (k,), of the tree just verified."""
+        self.path = path
+        self.length += path.shape[0]
+
+    def settle(self, length: int) -> None:
+        """Leave the stock caches holding exactly the first ``length`` tokens.
+
+        The row of the newest tree's root counts as one that is there. Safe after an interruption.
+        """
+        for layer in self.layers:
+            layer.write_committed()
+            if layer.stock.keys is not None:
+                layer.stock.offset = length
+        self.length = length
+
+
+class LayerCache:
+    """One layer's part of a `TreeCache`, with the interface that mlx-lm models use."""
+
+    def __init__(self, stock: KVCache, shared: TreeCache):
+        self.stock = stock
+        self.shared = shared
+        self.fresh: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def offset(self) -> int:
+        """Committed tokens."""
+        return self.shared.length
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """What the tokens of the next forward pass may attend to: the tree's mask or mlx-lm's."""
+        if self.shared.mask is not None:
+            return self.shared.mask
+        return create_attention_mask(num_tokens, self.shared.length, return_array, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write committed rows that are still aside and these rows; return all of them.
+
+        Args:
+            keys: Shape (1, heads, N, head size).
+            values: Shape (1, heads, N, value size).
+
+        Returns:
+            Keys and values of the S committed tokens and of these N.
+        """
+        if self._is_behind():
+            kept_keys, kept_values = self._kept_rows()
+            rows = (
+                mx.concatenate([kept_keys, keys], axis=2),
+                mx.concatenate([kept_values, values], axis=2),
+            )
+        else:
+            rows = (keys, values)
+        everything = self.stock.update_and_fetch(*rows)
+        if self.shared.mask is not None:
+            self.stock.offset -= keys.shape[2]
+            self.fresh = (keys, values)
+        return everything
+
+    def write_committed(self) -> None:
+        """Write the committed rows that are still aside into the buffer."""
+        if self._is_behind():
+            self.stock.update_and_fetch(*self._kept_rows())
+
+    def _is_behind(self) -> bool:
+        return self.fresh is not None and self.stock.offset < self.shared.length
+
+    def _kept_rows(self) -> tuple[mx.array, mx.array]:
+        assert self.fresh is not None
+        path = self.shared.path
+        return mx.take(self.fresh[0], path, axis=2), mx.take(self.fresh[1], path, axis=2)

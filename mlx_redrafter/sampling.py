@@ -1,0 +1,149 @@
+"""How the target chooses its tokens: greedily, with noise keyed by position, or by a stock sampler.
+
+Axes: N nodes, V vocabulary, L beam length.
+
+A chooser is asked for the target's token after every node of a tree. The same chooser, asked for
+one node at a time, is plain decoding, and the answers agree: a choice depends on the logits at the
+node and on the node's position, never on the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+from mlx_redrafter.config import SamplingParams
+from mlx_redrafter.errors import ConfigError
+
+Sampler = Callable[[mx.array], mx.array]
+
+# The width of the noise is a multiple of this, so that vector units treat every token alike.
+NOISE_ALIGNMENT = 64
+
+
+class Chooser(Protocol):
+    """Chooses the target's token after every node of a tree."""
+
+    def choose(
+        self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
+    ) -> mx.array:
+        """The target's token after each node.
+
+        Args:
+            log_probs: Natural log-probabilities after logits processors, shape (N, V).
+            depths: Depth of each node, int32, shape (N,).
+            length: Position of the root: the number of tokens before it.
+            beam_length: L; depths are below it.
+
+        Returns:
+            Token ids, integer, shape (N,).
+        """
+        ...
+
+    def keep(self, num_choices: mx.array | int) -> None:
+        """Say that only the first choices along the path counted.
+
+        Args:
+            num_choices: How many tokens of the last `choose` were used, from depth 0 on: int32 of
+                shape (1,), or a number.
+        """
+        ...
+
+
+class KeyedChooser:
+    """Greedy choice, or sampling by Gumbel noise keyed by (seed, absolute position).
+
+    The token at position t is ``argmax(filtered log_probs / temp + G_t)``, a sample from the
+    tempered distribution (Gumbel-max), and a function of the seed and the text before it alone.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int):
+        if params.top_k >= vocab_size:
+            raise ConfigError(
+                f"top_k must be below the vocabulary size {vocab_size}, got {params.top_k}; "
+                "use 0 to keep every token"
+            )
+        self.params = params
+
+    def choose(
+        self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
+    ) -> mx.array:
+        """See `Chooser.choose`."""
+        if self.params.temp == 0:
+            return mx.argmax(log_probs, axis=-1)
+        scores = self._filter(log_probs.astype(mx.float32)) / self.params.temp
+        noise = gumbel_noise(self.params.seed, length + 1, beam_length, log_probs.shape[-1])
+        return mx.argmax(scores + noise[depths], axis=-1)
+
+    def keep(self, num_choices: mx.array | int) -> None:
+        """Nothing to do: the noise belongs to positions, not to choices made."""
+
+    def _filter(self, log_probs: mx.array) -> mx.array:
+        # mlx-lm's order: all filters look at the distribution at temperature 1.
+        params = self.params
+        if 0 < params.top_p < 1:
+            log_probs = apply_top_p(log_probs, params.top_p)
+        if params.min_p > 0:
+            log_probs = apply_min_p(log_probs, params.min_p)
+        if params.top_k > 0:
+            log_probs = apply_top_k(log_probs, params.top_k)
+        return log_probs
+
+
+def gumbel_noise(seed: int, position: int, count: int, vocab_size: int) -> mx.array:
+    """Standard Gumbel noise of ``count`` positions from ``position`` on.
+
+    Returns:
+        float32, shape (count, V). Row i depends on (seed, position + i) alone.
+    """
+    width = -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
+    positions = mx.arange(position, position + count, dtype=mx.uint32)
+    keys = mx.stack([mx.full((count,), seed, dtype=mx.uint32), positions], axis=1)
+    draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
+    return draw(keys)[:, :vocab_size]
+
+
+class StockChooser:
+    """A sampler in mlx-lm's form, exact with the same ``mx.random.seed``.
+
+    All nodes of one depth sample from the same random state, the one that plain decoding would
+    have there, and the state after a step is the one after the last choice that counted. The
+    sampler must depend on its argument and on ``mx.random.state`` only.
+    """
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+        self._keys = mx.zeros((0, 2), dtype=mx.uint32)
+
+    def choose(
+        self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
+    ) -> mx.array:
+        """See `Chooser.choose`. Leaves the random state after the first choice."""
+        keys = [mx.array(mx.random.state[0])]
+        chosen = [self._sample(log_probs[:1], keys[0])]
+        for _ in range(1, beam_length):
+            keys.append(mx.array(mx.random.state[0]))
+            self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
+        keys.append(mx.array(mx.random.state[0]))
+        self._keys = mx.stack(keys)
+        for node in range(1, log_probs.shape[0]):
+            key = self._keys[depths[node]]
+            chosen.append(self._sample(log_probs[node : node + 1], key))
+        self.keep(1)
+        return mx.concatenate(chosen)
+
+    def keep(self, num_choices: mx.array | int) -> None:
+        """See `Chooser.keep`."""
+        _set_random_state(self._keys[num_choices].reshape(2))
+
+    def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
+        _set_random_state(key)
+        return self.sampler(log_probs).reshape(1)
+
+
+def _set_random_state(key: mx.array) -> None:
+    # In place: MLX refuses item assignment, and rebinding the attribute has no effect.
+    mx.random.state[0][:] = key

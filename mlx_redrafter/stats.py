@@ -1,0 +1,51 @@
+"""Counts of what decoding did; ratios are derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DecodingStats:
+    """Counts over the steps of one request. A step is one verify whose outcome was used.
+
+    The first token comes from the prefill and belongs to no step.
+
+    Attributes:
+        num_tokens: Tokens yielded, stop token included.
+        accepted_counts: At index a, the steps that accepted a drafts.
+        num_verified: Nodes verified in all steps, roots included.
+        num_unmerged: What they would have been had shared prefixes not been merged.
+    """
+
+    num_tokens: int = 0
+    accepted_counts: list[int] = field(default_factory=list)
+    num_verified: int = 0
+    num_unmerged: int = 0
+
+    def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
+        """Count one step."""
+        missing = num_accepted + 1 - len(self.accepted_counts)
+        self.accepted_counts.extend([0] * missing)
+        self.accepted_counts[num_accepted] += 1
+        self.num_verified += num_verified
+        self.num_unmerged += num_unmerged
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return sum(self.accepted_counts)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens yielded per step without the first token; None before the first step.
+
+        Mean acceptance length in vLLM's terms.
+        """
+        return (self.num_tokens - 1) / self.steps if self.steps else None
+
+    @property
+    def acceptance_rate_by_depth(self) -> list[float]:
+        """At index d - 1, the share of steps that accepted at least d drafts."""
+        counts = self.accepted_counts
+        return [sum(counts[depth:]) / self.steps for depth in range(1, len(counts))]

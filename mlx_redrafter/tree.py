@@ -1,0 +1,148 @@
+"""Token trees: which drafts one forward pass of the target verifies, and who sees whom.
+
+Axes: N nodes of the tree (node 0 is the root), L beam length, M nodes of the expansion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_redrafter.beam import Expansion
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.host import to_ints
+
+# Trees of data-dependent size are padded to one of these, or to their bound.
+STATIC_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Drafts merged into one tree, parents before children, siblings distinct.
+
+    Padding nodes have the token -1, which matches nothing, and hang below the root.
+
+    Attributes:
+        tokens: Token ids, int32, shape (N,).
+        parents: Node index of each node's parent, int32, shape (N,); the root's is 0.
+        depths: Edges from the root, int32, shape (N,).
+        ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
+        num_nodes: Nodes that are no padding, root included; N unless beams were merged.
+        num_unmerged: Tokens of the beams before their prefixes were merged, root included.
+    """
+
+    tokens: mx.array
+    parents: mx.array
+    depths: mx.array
+    ancestors: mx.array
+    num_nodes: int
+    num_unmerged: int
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What the device has to compute for this tree."""
+        return self.tokens, self.parents, self.depths, self.ancestors
+
+
+def root_only(root: mx.array) -> TokenTree:
+    """The tree of plain decoding: the root alone, integer, shape (1,)."""
+    zero = mx.zeros((1,), dtype=mx.int32)
+    return TokenTree(root.astype(mx.int32), zero, zero, mx.ones((1, 1), dtype=mx.bool_), 1, 1)
+
+
+def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
+    """The tree of the N - 1 most probable nodes of an expansion.
+
+    A child is never more probable than its parent and comes after it, so the best nodes, the first
+    of equals preferred, always form a tree. It maximises the expected number of accepted drafts
+    when the scores are true (OPT-Tree, arXiv 2406.17276).
+
+    Args:
+        expansion: M scored nodes.
+        root: The newest token, integer, shape (1,).
+        shape: Says N.
+    """
+    assert shape.tree_nodes is not None
+    kept = mx.sort(mx.argsort(-expansion.scores)[: shape.tree_nodes - 1])
+    unmerged = 1 + shape.beam_width * shape.draft_length
+    return _pack(expansion, root, kept, shape, shape.tree_nodes, unmerged)
+
+
+def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
+    """The paper's dynamic tree attention: the W beams with shared prefixes merged.
+
+    Node for node what deduplicating and packing the W x L beams gives (``dedup_prefix`` and
+    ``pack_beam`` of ml-recurrent-drafter). Reads the number of nodes, so the device is waited for.
+
+    Args:
+        expansion: M scored nodes.
+        root: The newest token, integer, shape (1,).
+        shape: Says W and L.
+    """
+    scored = shape.num_drafted
+    lineage = [expansion.beams]
+    for _ in range(shape.draft_length - 1):
+        lineage.append(expansion.parents[lineage[-1]])
+    on_beam = mx.zeros((scored,), dtype=mx.int32).at[mx.concatenate(lineage)].maximum(1)
+    ids = mx.arange(scored, dtype=mx.int32)
+    kept = mx.sort(mx.where(on_beam == 1, ids, scored))
+    (count,) = to_ints(mx.sum(on_beam, keepdims=True))
+    size = next((s for s in STATIC_SIZES if s > count), shape.max_nodes)
+    unmerged = 1 + shape.beam_width * shape.draft_length
+    kept = kept[: min(size, shape.max_nodes) - 1]
+    return _pack(expansion, root, kept, shape, count + 1, unmerged)
+
+
+def _pack(
+    expansion: Expansion,
+    root: mx.array,
+    kept: mx.array,
+    shape: TreeShape,
+    num_nodes: int,
+    num_unmerged: int,
+) -> TokenTree:
+    """Number the kept nodes 1 to N - 1 in their order; ids of M and above are padding.
+
+    Padding exists exactly where ``num_nodes`` falls short of N.
+    """
+    scored, width = shape.num_drafted, shape.beam_width
+    size = kept.shape[0] + 1
+    kept = kept.astype(mx.int32)
+    tokens = mx.concatenate([expansion.tokens, mx.array([NO_TOKEN], dtype=mx.int32)])
+    parents = mx.concatenate([expansion.parents, mx.array([-1], dtype=mx.int32)])
+    # Node index by id of the expansion; the last entry stands for the root, whose id is -1.
+    ranks = mx.zeros((scored + 2,), dtype=mx.int32)
+    ranks = mx.put_along_axis(ranks, kept, mx.arange(1, size, dtype=mx.int32), axis=0)
+    kept_parents = parents[kept]
+    parent_nodes = ranks[mx.where(kept_parents < 0, scored + 1, kept_parents)]
+    levels = 1 + (kept >= width) + mx.maximum(kept - width, 0) // width**2
+    depths = mx.where(kept < scored, levels, 0).astype(mx.int32)
+    zero = mx.zeros((1,), dtype=mx.int32)
+    parent_nodes = mx.concatenate([zero, parent_nodes])
+    return TokenTree(
+        tokens=mx.concatenate([root.astype(mx.int32), tokens[kept]]),
+        parents=parent_nodes,
+        depths=mx.concatenate([zero, depths]),
+        ancestors=ancestor_mask(parent_nodes, shape.draft_length),
+        num_nodes=num_nodes,
+        num_unmerged=num_unmerged,
+    )
+
+
+def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
+    """Mark every node's ancestors and itself.
+
+    Args:
+        parents: Node index of each node's parent, shape (N,); the root's is 0.
+        depth: Depth of the deepest node.
+
+    Returns:
+        bool, shape (N, N), true at [n, m] when m is n or above it.
+    """
+    nodes = mx.arange(parents.shape[0], dtype=mx.int32)
+    chain = [nodes]
+    for _ in range(depth):
+        chain.append(parents[chain[-1]])
+    return mx.any(mx.stack(chain)[..., None] == nodes, axis=0)
