@@ -1,2 +1,56 @@
-"""Lossless speculative decoding with Recurrent Drafter for MLX language models."""
+"""Lossless speculative decoding with Recurrent Drafter for MLX language models.
+
+    from mlx_redrafter import load, generate, stream_generate
+
+    model, tokenizer, drafter = load("path-or-repo", drafter="path-or-repo")
+    print(generate(model, tokenizer, "Once upon a time", drafter=drafter))
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mlx_redrafter.backend import prepare
 from mlx_redrafter.version import __version__
+
+prepare()
+
+if TYPE_CHECKING:
+    from mlx_redrafter.config import DrafterConfig
+    from mlx_redrafter.drafter import Drafter
+    from mlx_redrafter.drafter_io import load_drafter, save_drafter
+    from mlx_redrafter.errors import RedrafterError
+    from mlx_redrafter.generation import GenerationResponse, generate, stream_generate
+    from mlx_redrafter.loading import load
+
+# Where each public name lives. Imported on first use: mlx-lm alone takes seconds to import, which
+# `redrafter-mlx --help` should not have to wait for.
+_HOMES = {
+    "Drafter": "drafter",
+    "DrafterConfig": "config",
+    "GenerationResponse": "generation",
+    "RedrafterError": "errors",
+    "generate": "generation",
+    "load": "loading",
+    "load_drafter": "drafter_io",
+    "save_drafter": "drafter_io",
+    "stream_generate": "generation",
+}
+
+__all__ = [
+    "Drafter",
+    "DrafterConfig",
+    "GenerationResponse",
+    "RedrafterError",
+    "__version__",
+    "generate",
+    "load",
+    "load_drafter",
+    "save_drafter",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

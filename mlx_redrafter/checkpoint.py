@@ -22,6 +22,8 @@ from mlx_redrafter.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+# The index of a sharded 400B model takes about a tenth of it.
+MAX_JSON_BYTES = 2**24
 
 
 def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None) -> Path:
@@ -61,15 +63,26 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: The file is missing, unreadable, or not a JSON object.
     """
     path = folder / CONFIG_FILE
+    if not path.exists():
+        raise CheckpointError(f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: The file is unreadable, absurdly long, or not a JSON object.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"expected at most {MAX_JSON_BYTES} bytes, found {path.stat().st_size}")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"expected a JSON object in {path}, found {type(config).__name__}")
-    return config
+    if not isinstance(values, dict):
+        raise CheckpointError(f"expected a JSON object in {path}, found {type(values).__name__}")
+    return values
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

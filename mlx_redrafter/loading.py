@@ -1,0 +1,93 @@
+"""Loading a target and its drafter; whatever can be checked cheaply is checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.architectures import check_config
+from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import load_drafter
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.generation import check_fit
+from mlx_redrafter.target import Target
+
+CONFIG_ONLY = ["config.json"]
+
+
+def load(
+    path_or_repo: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
+    """Load a model with mlx-lm, and the drafter made for it.
+
+    Both configs are fetched and checked before any weights are.
+
+    Args:
+        path_or_repo: The model: a folder, or a repository on the Hugging Face Hub.
+        drafter: The drafter, likewise; None loads none.
+        tokenizer_config: Extra options for the tokenizer.
+        adapter_path: Folder of a LoRA adapter for the model.
+        trust_remote_code: Let mlx-lm and the tokenizer run code from the checkpoint.
+
+    Returns:
+        The stock mlx-lm model, its tokenizer, and the drafter or None.
+
+    Raises:
+        CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model.
+        ConfigError: The drafter's config has values out of range.
+        NonFiniteError: The drafter's weights are not finite.
+        UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
+    """
+    name = str(path_or_repo)
+    config = read_config(find_checkpoint(name, CONFIG_ONLY))
+    check_config(config)
+    loaded_drafter = None
+    if drafter is not None:
+        draft_values = read_config(find_checkpoint(drafter, CONFIG_ONLY))
+        _check_hidden_size(DrafterConfig.from_dict(draft_values), config)
+        loaded_drafter = load_drafter(drafter)
+    if adapter_path is not None and not Path(adapter_path).is_dir():
+        raise CheckpointError(f"no such adapter folder: {adapter_path}")
+
+    folder = find_checkpoint(name)
+    read_shapes(folder)  # names a truncated file before memory is spent
+    try:
+        model, tokenizer, *_ = mlx_lm.load(
+            str(folder),
+            tokenizer_config={
+                "trust_remote_code": trust_remote_code,
+                **(tokenizer_config or {}),
+            },
+            adapter_path=None if adapter_path is None else str(adapter_path),
+            trust_remote_code=trust_remote_code,
+        )
+    except (ValueError, RuntimeError, KeyError, TypeError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"mlx-lm cannot load {name}: {reason[0]}") from error
+    target = Target(model)
+    if loaded_drafter is not None:
+        check_fit(loaded_drafter, target, tokenizer.vocab_size)
+    return model, tokenizer, loaded_drafter
+
+
+def _check_hidden_size(drafter: DrafterConfig, config: Mapping[str, Any]) -> None:
+    text_config = config.get("text_config")
+    values = text_config if isinstance(text_config, Mapping) else config
+    hidden_size = values.get("hidden_size", drafter.hidden_size)
+    if hidden_size != drafter.hidden_size:
+        raise CheckpointError(
+            f"the drafter's hidden_size {drafter.hidden_size} does not match the target's "
+            f"{hidden_size}; use a drafter trained for this model"
+        )
