@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 MAX_BEAM_WIDTH = 64
@@ -80,20 +80,24 @@ class DrafterConfig:
         """Read a ``config.json``; keys that belong to other programs are ignored.
 
         Raises:
-            ConfigError: The file describes another kind of model, lacks a key or has a bad value.
+            CheckpointError: The file describes another kind of model, lacks a key, or has a value
+                out of range.
         """
         model_type = values.get("model_type", MODEL_TYPE)
         if model_type != MODEL_TYPE:
-            raise ConfigError(
+            raise CheckpointError(
                 f"expected a drafter with model_type {MODEL_TYPE!r}, found {model_type!r}; "
                 "a PyTorch drafter is made loadable by `redrafter-mlx convert`"
             )
         required = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
         missing = [name for name in required if name not in values]
         if missing:
-            raise ConfigError(f"the drafter's config.json lacks {', '.join(missing)}")
+            raise CheckpointError(f"the drafter's config.json lacks {', '.join(missing)}")
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        try:
+            return cls(**{name: value for name, value in values.items() if name in known})
+        except ConfigError as error:
+            raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of ``config.json`` that describe this drafter."""

@@ -42,9 +42,8 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
         The drafter in the dtype it was stored in, its weights in memory.
 
     Raises:
-        CheckpointError: Files are missing, truncated or foreign; every tensor that is missing,
-            unexpected or of another shape is named.
-        ConfigError: The config describes no drafter, or has values out of range.
+        CheckpointError: Files are missing, truncated or foreign, or the config has values out of
+            range; every tensor that is missing, unexpected or of another shape is named.
         NonFiniteError: A weight is NaN or infinite.
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
@@ -133,22 +132,21 @@ def _quantize_as_stored(
     drafter: Drafter, quantization: object, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
     if not isinstance(quantization, Mapping):
-        raise ConfigError(
+        raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
         )
     bits, group_size = quantization.get("bits"), quantization.get("group_size")
-    check_quantization(bits, group_size)
     try:
+        check_quantization(bits, group_size)
         nn.quantize(
             drafter,
             group_size,
             bits,
             class_predicate=lambda name, _: f"{name}.scales" in stored,
         )
-    except ValueError as error:
+    except ValueError as error:  # ConfigError is one
         raise CheckpointError(
-            f"the drafter's config.json says group_size {group_size}, which its shapes contradict: "
-            f"{error}"
+            f"the drafter's config.json asks for a quantisation that does not fit: {error}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_redrafter.architectures import check_config
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
@@ -46,7 +47,6 @@ def load(
 
     Raises:
         CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model.
-        ConfigError: The drafter's config has values out of range.
         NonFiniteError: The drafter's weights are not finite.
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
     """
@@ -61,7 +61,7 @@ def load(
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
 
-    folder = find_checkpoint(name)
+    folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
     read_shapes(folder)  # names a truncated file before memory is spent
     try:
         model, tokenizer, *_ = mlx_lm.load(

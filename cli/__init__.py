@@ -1,0 +1,1 @@
+"""The ``redrafter-mlx`` command line: parse, call the library, print."""

@@ -1,0 +1,71 @@
+"""The application: its commands, and how errors reach the user.
+
+Text and JSON go to stdout; statistics, progress and errors go to stderr. An error is one line and
+exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from mlx_redrafter.cli.check import check
+from mlx_redrafter.cli.generate import generate
+from mlx_redrafter.errors import ConfigError, RedrafterError
+from mlx_redrafter.version import __version__
+
+app = typer.Typer(
+    name="redrafter-mlx",
+    help="Lossless speculative decoding with Recurrent Drafter for MLX language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(check)
+
+
+def run() -> None:
+    """Entry point of ``redrafter-mlx``."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)
+    except (RedrafterError, typer.TyperException, typer.Abort) as error:
+        if "--debug" in arguments:
+            raise
+        return _report(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _report(error: Exception) -> int:
+    if isinstance(error, typer.TyperException):
+        message, code = error.format_message(), error.exit_code
+    else:
+        message, code = str(error), 2 if isinstance(error, ConfigError) else 1
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit

@@ -1,0 +1,39 @@
+"""Progress of long work, on stderr, and only where somebody is looking."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def prefill_progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A callback that shows the prompt tokens processed; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    progress = Progress(
+        TextColumn("Prompt"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = progress.add_task("prompt")
+
+    def update(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total)
+        if done >= total:
+            progress.stop()  # before the text appears
+        elif done > 0:
+            progress.start()  # a prompt of one chunk needs no bar
+
+    try:
+        yield update
+    finally:
+        progress.stop()
