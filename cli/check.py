@@ -25,8 +25,13 @@ def check(
     drafter: options.DrafterPath = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="Prompt to compare; may be repeated. Three by default.",
-                     show_default=False, rich_help_panel=options.PROMPT),
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="Prompt to compare; may be repeated. Three by default.",
+            show_default=False,
+            rich_help_panel=options.PROMPT,
+        ),
     ] = None,
     adapter_path: options.AdapterPath = None,
     trust_remote_code: options.TrustRemoteCode = False,

@@ -49,14 +49,17 @@ ExtraEosToken = Annotated[
 ]
 Prompt = Annotated[
     str,
-    typer.Option("--prompt", "-p", help="The prompt; - reads it from stdin.", show_default=False,
-                 rich_help_panel=PROMPT),
+    typer.Option(
+        "--prompt",
+        "-p",
+        help="The prompt; - reads it from stdin.",
+        show_default=False,
+        rich_help_panel=PROMPT,
+    ),
 ]
 IgnoreChatTemplate = Annotated[
     bool,
-    typer.Option(
-        "--ignore-chat-template", help="Use the prompt as it is.", rich_help_panel=PROMPT
-    ),
+    typer.Option("--ignore-chat-template", help="Use the prompt as it is.", rich_help_panel=PROMPT),
 ]
 ChatTemplateConfig = Annotated[
     str | None,

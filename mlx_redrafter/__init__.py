@@ -1,9 +1,9 @@
 """Lossless speculative decoding with Recurrent Drafter for MLX language models.
 
-    from mlx_redrafter import load, generate, stream_generate
+from mlx_redrafter import load, generate, stream_generate
 
-    model, tokenizer, drafter = load("path-or-repo", drafter="path-or-repo")
-    print(generate(model, tokenizer, "Once upon a time", drafter=drafter))
+model, tokenizer, drafter = load("path-or-repo", drafter="path-or-repo")
+print(generate(model, tokenizer, "Once upon a time", drafter=drafter))
 """
 
 from importlib import import_module

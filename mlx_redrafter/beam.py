@@ -1,6 +1,6 @@
 """Beam search with the drafter, level by level, as arrays of fixed shape.
 
-Axes: W beam width, L beam length (root included), M nodes scored in all, H hidden size, V head rows.
+Axes: W beam width, L beam length (root included), M nodes scored, H hidden size, V head rows.
 
 A search never duplicates a prefix: the nodes it keeps per level are distinct continuations of
 distinct prefixes, so the beams it ends with are already a tree. `tree.py` decides which nodes of
@@ -76,7 +76,9 @@ def expand(
         tokens, scores, state = children[order], kept.values[0], state[order // width]
         frontier = order + (width + (depth - 2) * width**2)
 
-    node_tokens, node_scores, parents = (mx.concatenate(parts) for parts in zip(*levels))  # noqa: B905
+    node_tokens, node_scores, parents = (
+        mx.concatenate(list(parts)) for parts in zip(*levels, strict=True)
+    )
     return Expansion(node_tokens, node_scores, parents, frontier)
 
 

@@ -76,7 +76,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"expected at most {MAX_JSON_BYTES} bytes, found {path.stat().st_size}")
+            raise ValueError(
+                f"expected at most {MAX_JSON_BYTES} bytes, found {path.stat().st_size}"
+            )
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
@@ -95,7 +97,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
+                for name in file.keys():
                     shapes[name] = tuple(file.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -134,16 +136,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+    framework: str = "mlx",
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``; each file appears whole or not at all.
 
-    The config comes last, so that a folder with a config has its weights. Waits for the device.
+    The config comes last, so that a folder with a config has its weights. ``framework`` is what
+    the header says the tensors are for. Waits for the device.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(
         folder / WEIGHTS_FILE,
-        lambda path: mx.save_safetensors(str(path), dict(tensors), metadata={"format": "mlx"}),
+        lambda path: mx.save_safetensors(str(path), dict(tensors), metadata={"format": framework}),
     )
     text = json.dumps(config, indent=2) + "\n"
     write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))

@@ -38,11 +38,11 @@ class DrafterConfig:
     Attributes:
         vocab_size: Size of the target's vocabulary.
         hidden_size: Size of the target's last hidden state, H.
-        exit_dim: Width of the head's residual blocks; ``2 * hidden_size`` means no input projection.
+        exit_dim: Width of the head's residual blocks; ``2 * hidden_size`` needs no projection.
         num_draft_layers: Number of residual SiLU blocks before the final linear layer.
         rnn: True for the recurrent state update, False for the plain sum of embeddings.
         rnn_activation: "silu" (Apple) or "identity" (TensorRT-LLM's linear recurrence).
-        rnn_first_step_bias: False leaves the bias of ``rnn_u`` out of the first step (TensorRT-LLM).
+        rnn_first_step_bias: False leaves ``rnn_u``'s bias out of the first step (TensorRT-LLM).
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.

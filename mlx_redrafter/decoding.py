@@ -208,9 +208,7 @@ class Decoder:
         # The token just processed is the last of the committed ones.
         root = self.chooser.choose(log_probs, depths, self.cache.length - 1, 1).astype(mx.int32)
         outcome = mx.concatenate([status.astype(mx.int32), root])
-        flight = InFlight(
-            outcome, root, forward.hiddens[0], log_probs, None, num_nodes, num_nodes
-        )
+        flight = InFlight(outcome, root, forward.hiddens[0], log_probs, None, num_nodes, num_nodes)
         mx.async_eval(outcome, flight.hidden, log_probs)
         return flight
 
@@ -237,9 +235,7 @@ class Decoder:
             hidden = forward.hiddens[path[num_accepted]][0]
             outcome = mx.concatenate([num_accepted, bonus, path, tree.tokens[path]])
             mx.async_eval(outcome, hidden, log_probs)
-        return InFlight(
-            outcome, bonus, hidden, log_probs, path, tree.num_nodes, tree.num_unmerged
-        )
+        return InFlight(outcome, bonus, hidden, log_probs, path, tree.num_nodes, tree.num_unmerged)
 
     def _read(self, flight: InFlight, request: Request) -> Outcome:
         """Wait for a forward pass, commit what it accepted, and cut it where decoding ends."""
@@ -292,8 +288,11 @@ def normalise(logits: mx.array) -> mx.array:
 
 def find_end(tokens: list[int], num_before: int, request: Request) -> tuple[str | None, int]:
     """Why and after how many of these tokens decoding ends: (None, all of them) if it goes on."""
-    left = len(tokens) if request.max_tokens < 0 else request.max_tokens - num_before
+    has_limit = request.max_tokens >= 0
+    left = request.max_tokens - num_before if has_limit else len(tokens)
     for i, token in enumerate(tokens[:left]):
         if token in request.stop_tokens:
             return "stop", i + 1
-    return ("length", left) if left <= len(tokens) and request.max_tokens >= 0 else (None, len(tokens))
+    if has_limit and left <= len(tokens):
+        return "length", left
+    return None, len(tokens)

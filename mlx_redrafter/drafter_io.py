@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from mlx_redrafter.checkpoint import (
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
+from mlx_redrafter.host import to_ints
 
 PATTERNS = ["config.json", "model*.safetensors", "README.md"]
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
@@ -76,7 +77,7 @@ def save_drafter(
     if quantised:
         config["quantization"] = {"group_size": quantised[0].group_size, "bits": quantised[0].bits}
     config.update(extra_config or {})
-    write_checkpoint(Path(folder), config, dict(tree_flatten(drafter.parameters())))
+    write_checkpoint(Path(folder), config, named_parameters(drafter))
 
 
 def quantize_drafter(drafter: Drafter, bits: int, group_size: int) -> None:
@@ -99,7 +100,7 @@ def quantize_drafter(drafter: Drafter, bits: int, group_size: int) -> None:
     nn.quantize(drafter, group_size, bits, class_predicate=lambda name, _: name in fitting)
 
 
-def check_quantization(bits: object, group_size: object) -> None:
+def check_quantization(bits: Any, group_size: Any) -> None:
     """Raise `ConfigError` unless MLX can quantise so."""
     if bits not in QUANTIZED_BITS:
         raise ConfigError(f"quantisation bits must be one of {QUANTIZED_BITS}, got {bits!r}")
@@ -114,18 +115,23 @@ def check_finite(drafter: Drafter, name: str | Path) -> None:
 
     Waits for the device.
     """
-    floating = [
-        (key, tensor)
-        for key, tensor in tree_flatten(drafter.parameters())
+    floating = {
+        name: tensor
+        for name, tensor in named_parameters(drafter).items()
         if mx.issubdtype(tensor.dtype, mx.floating)
-    ]
-    finite = mx.stack([mx.all(mx.isfinite(tensor)) for _, tensor in floating]).tolist()
-    bad = [key for (key, _), ok in zip(floating, finite, strict=True) if not ok]
+    }
+    finite = to_ints(mx.stack([mx.all(mx.isfinite(tensor)) for tensor in floating.values()]))
+    bad = [name for name, is_finite in zip(floating, finite, strict=True) if not is_finite]
     if bad:
         raise NonFiniteError(
             f"the drafter {name} has NaN or infinite weights in {', '.join(bad)}; "
             "convert or train it again, in float32 or bfloat16 if float16 overflowed"
         )
+
+
+def named_parameters(module: nn.Module) -> dict[str, mx.array]:
+    """All arrays of a module by their dotted names."""
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())))
 
 
 def _quantize_as_stored(
@@ -135,7 +141,8 @@ def _quantize_as_stored(
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
         )
-    bits, group_size = quantization.get("bits"), quantization.get("group_size")
+    bits: Any = quantization.get("bits")
+    group_size: Any = quantization.get("group_size")
     try:
         check_quantization(bits, group_size)
         nn.quantize(
@@ -150,10 +157,8 @@ def _quantize_as_stored(
         ) from error
 
 
-def _check_shapes(
-    drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
-    expected = {name: tensor.shape for name, tensor in tree_flatten(drafter.parameters())}
+def _check_shapes(drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
     found = {name: shape for name, shape in stored.items() if name not in UNUSED_TENSORS}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is not part of a drafter" for name in found.keys() - expected.keys()]

@@ -20,6 +20,7 @@ from mlx_redrafter.config import SamplingParams, Selection, TreeShape, check_int
 from mlx_redrafter.decoding import Decoder, Request, Token
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.host import to_ints
 from mlx_redrafter.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.sampling import Chooser, KeyedChooser, Sampler, StockChooser
 from mlx_redrafter.stats import DecodingStats
@@ -115,7 +116,7 @@ def stream_generate(
         NonFiniteError: The logits after the prompt are NaN.
     """
     sampling = {"temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-    given = {name: value for name, value in sampling.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     shape = TreeShape(beam_width, beam_length, tree_nodes, select)
     check_int("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
     check_int("prefill_step_size", prefill_step_size, 1)
@@ -155,7 +156,7 @@ def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.
     if isinstance(prompt, str):
         starts_special = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(prompt, add_special_tokens=not starts_special))
-    return [int(token) for token in (prompt.tolist() if isinstance(prompt, mx.array) else prompt)]
+    return to_ints(prompt) if isinstance(prompt, mx.array) else [int(token) for token in prompt]
 
 
 def check_fit(drafter: Drafter, target: Target, tokenizer_size: int) -> None:
@@ -211,7 +212,7 @@ def _respond(
     start = time.perf_counter()
     prompt_tps = 0.0
     with (
-        wired_limit(decoder.target.model, [generation_stream]),
+        wired_limit(decoder.target.model, [generation_stream]),  # type: ignore[list-item]
         closing(decoder.decode(request)) as tokens,  # type: ignore[type-var]
     ):
         num_before = decoder.cache.length + len(request.prompt)
@@ -229,8 +230,15 @@ def _respond(
                 detokenizer.add_token(token.id)
             if token.finish_reason is not None:
                 detokenizer.finalize()
-            yield _response(decoder.stats, token, detokenizer.last_segment, len(request.prompt),
-                            prompt_tps, n / (time.perf_counter() - start), n)
+            yield _response(
+                decoder.stats,
+                token,
+                detokenizer.last_segment,
+                len(request.prompt),
+                prompt_tps,
+                n / (time.perf_counter() - start),
+                n,
+            )
 
 
 def _response(

@@ -8,5 +8,10 @@ import mlx.core as mx
 
 
 def to_ints(values: mx.array) -> list[int]:
-    """Read an integer array of shape (n,); waits until the device has computed it."""
+    """Read an integer or bool array of shape (n,); waits until the device has computed it."""
     return cast("list[int]", values.tolist())
+
+
+def to_floats(values: mx.array) -> list[float]:
+    """Read a floating-point array of shape (n,); waits until the device has computed it."""
+    return cast("list[float]", values.tolist())

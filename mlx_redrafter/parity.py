@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.host import to_floats
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,7 @@ def compare_decoding(
             have a seed.
     """
     drafted = list(
-        stream_generate(
-            model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens, **options
-        )
+        stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens, **options)
     )
     if options.get("temp"):
         plain = [
@@ -83,7 +82,7 @@ def compare_decoding(
         ]
     else:
         plain = []
-        for token, log_probs in generate_step(mx.array(prompt), model, max_tokens=max_tokens):
+        for token, log_probs in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens):
             plain.append((int(token), log_probs))
             if token in tokenizer.eos_token_ids:
                 break
@@ -104,10 +103,10 @@ def _first_difference(
     while position < min(len(expected), len(drafted)) and expected[position] == drafted[position]:
         position += 1
     log_probs = plain[min(position, len(plain) - 1)][1].astype(mx.float32)
-    second, first = mx.sort(log_probs)[-2:].tolist()  # type: ignore[misc]
+    second, first = to_floats(mx.sort(log_probs)[-2:])
     return Difference(
         position=position,
         expected=expected[position] if position < len(expected) else None,
         found=drafted[position] if position < len(drafted) else None,
-        gap=float(first - second),
+        gap=first - second,
     )

@@ -122,12 +122,12 @@ class StockChooser:
         self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
     ) -> mx.array:
         """See `Chooser.choose`. Leaves the random state after the first choice."""
-        keys = [mx.array(mx.random.state[0])]
+        keys = [random_state()]
         chosen = [self._sample(log_probs[:1], keys[0])]
         for _ in range(1, beam_length):
-            keys.append(mx.array(mx.random.state[0]))
+            keys.append(random_state())
             self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
-        keys.append(mx.array(mx.random.state[0]))
+        keys.append(random_state())
         self._keys = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
             key = self._keys[depths[node]]
@@ -144,6 +144,11 @@ class StockChooser:
         return self.sampler(log_probs).reshape(1)
 
 
+def random_state() -> mx.array:
+    """A copy of MLX's global random state, uint32, shape (2,)."""
+    return mx.array(mx.random.state[0])  # type: ignore[index]
+
+
 def _set_random_state(key: mx.array) -> None:
     # In place: MLX refuses item assignment, and rebinding the attribute has no effect.
-    mx.random.state[0][:] = key
+    mx.random.state[0][:] = key  # type: ignore[index]

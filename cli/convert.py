@@ -1,0 +1,179 @@
+"""`redrafter-mlx convert`: drafters trained with PyTorch, made loadable here."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from mlx_redrafter.convert.conversion import Conversion, ConversionOptions
+    from mlx_redrafter.convert.inspection import Inspection
+
+DEFAULT_COMMAND = "run"
+
+
+class ConvertGroup(TyperGroup):
+    """Converts unless the first word names another command: ``convert SRC DST``."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Add the name of the default command where none is given."""
+        if not args or args[0] not in self.commands:
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter.")
+
+
+class Dtype(str, Enum):
+    """Of the weights."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class Layout(str, Enum):
+    """Whose files to write."""
+
+    MLX = "mlx"
+    PYTORCH = "pytorch"
+
+
+class Recurrence(str, Enum):
+    """What follows the linear maps of the RNN."""
+
+    SILU = "silu"
+    IDENTITY = "identity"
+
+
+@app.command(DEFAULT_COMMAND)
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model it is for: check that it fits, test it."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="float16 unless given; with --to pytorch as stored.")
+    ] = None,
+    quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantise.")] = False,
+    q_bits: Annotated[int, typer.Option(help="2, 3, 4, 6 or 8.")] = 4,
+    q_group_size: Annotated[int, typer.Option(help="32, 64 or 128.")] = 64,
+    vocab_slice: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Draft only the N most frequent tokens of --vocab-text."),
+    ] = None,
+    vocab_text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text like that to be generated; may be repeated."),
+    ] = None,
+    rnn_activation: Annotated[
+        Recurrence | None, typer.Option(help="If the origin of the weights does not tell.")
+    ] = None,
+    to: Annotated[
+        Layout, typer.Option(help="pytorch: write Apple's layout from MLX.")
+    ] = Layout.MLX,
+    upload_repo: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Upload the result to the hub.")
+    ] = None,
+) -> None:
+    """Make a drafter loadable here; nothing in its files is ever executed.
+
+    `redrafter-mlx convert inspect SRC` says what a checkpoint is without converting it.
+    """
+    from mlx_redrafter.convert.conversion import (
+        ConversionOptions,
+        Quantization,
+        VocabularySlice,
+        convert_drafter,
+    )
+
+    if (vocab_slice is None) != (not vocab_text):
+        raise typer.BadParameter("--vocab-slice and --vocab-text need each other")
+    if vocab_slice is not None and target is None:
+        raise typer.BadParameter("--vocab-slice needs --target, whose tokenizer counts the tokens")
+    if to is Layout.PYTORCH:
+        if quantize or target or vocab_slice or rnn_activation:
+            raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
+        _export(source, destination, dtype)
+    else:
+        options = ConversionOptions(
+            dtype=(dtype or Dtype.FLOAT16).value,
+            quantization=Quantization(q_bits, q_group_size) if quantize else None,
+            target=target,
+            rnn_activation=None if rnn_activation is None else rnn_activation.value,
+            vocabulary=(
+                None
+                if vocab_slice is None
+                else VocabularySlice(vocab_slice, tuple(vocab_text or ()))
+            ),
+        )
+        _report(convert_drafter(source, destination, options), destination, options)
+    if upload_repo is not None:
+        from mlx_redrafter.convert.upload import upload_folder
+
+        typer.echo(f"uploaded to {upload_folder(destination, upload_repo)}")
+
+
+@app.command("inspect")
+def inspect_source(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")],
+) -> None:
+    """Say what a checkpoint is, without converting it or reading its values."""
+    from mlx_redrafter.convert.inspection import inspect_checkpoint
+
+    _show(inspect_checkpoint(source))
+
+
+def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
+    from mlx_redrafter.convert.export import export_drafter
+
+    notes = export_drafter(source, destination, None if dtype is None else dtype.value)
+    typer.echo(f"wrote {destination} in the layout of Apple's PyTorch code")
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _report(conversion: Conversion, destination: Path, options: ConversionOptions) -> None:
+    config, provenance = conversion.config, conversion.provenance
+    stored_as = options.quantization or options.dtype
+    state = f"RNN ({config.rnn_activation})" if config.rnn else "sum of embeddings"
+    typer.echo(
+        f"wrote {destination}: hidden size {config.hidden_size}, head {config.exit_dim} wide with "
+        f"{config.num_draft_layers} blocks and {config.head_rows} rows, {state}, {stored_as}"
+    )
+    if (measured := provenance["self_test"]) is not None:
+        typer.echo(
+            f"first drafts accepted: {measured['acceptance']:.1%} of {measured['positions']} "
+            f"by {provenance['target']}"
+        )
+    for note in provenance["notes"]:
+        typer.echo(f"note: {note}", err=True)
+    for warning in conversion.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _show(inspection: Inspection) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    source = inspection.source
+    console.print(Text(f"{source.name}: {inspection.kind}"))
+    console.print(Text(f"files: {', '.join(path.name for path in source.files)}"))
+    if inspection.config is not None:
+        for key, value in inspection.config.to_dict().items():
+            console.print(Text(f"  {key}: {value}"))
+    for note in inspection.notes:
+        console.print(Text(f"note: {note}"))
+    table = Table("tensor", "dtype", "shape", box=None)
+    for name, tensor in sorted(source.tensors.items()):
+        table.add_row(Text(ascii(name)[1:-1]), tensor.dtype, Text(str(list(tensor.shape))))
+    console.print(table)
