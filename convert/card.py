@@ -1,0 +1,76 @@
+"""The README.md of a converted drafter, a model card in the form of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_redrafter.config import DrafterConfig
+
+_TEMPLATE = """---
+library_name: mlx
+tags:
+- mlx
+- redrafter
+- speculative-decoding
+{base_model}---
+
+# {title}
+
+A [Recurrent Drafter](https://arxiv.org/abs/2403.09919) {purpose}, converted from `{source}` for \
+mlx_redrafter {version}. It makes the target's text appear faster; the text stays the target's.
+
+    redrafter-mlx generate --model {target} --drafter PATH-OF-THIS-FOLDER --prompt "..."
+
+| | |
+|---|---|
+{rows}
+
+{notes}
+The licence is that of `{source}`; read it there before you pass these weights on.
+"""
+
+
+def model_card(
+    title: str,
+    config: DrafterConfig,
+    quantization: str,
+    provenance: Mapping[str, Any],
+) -> str:
+    """The text of the card.
+
+    Args:
+        title: The folder's or the repository's name.
+        config: The drafter's.
+        quantization: How the weights are stored, such as "float16" or "4 bits, groups of 64".
+        provenance: As it is stored in ``config.json``.
+    """
+    target = provenance["target"]
+    rows = {
+        "hidden size of the target": config.hidden_size,
+        "vocabulary": _vocabulary(config),
+        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
+        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+        "weights": quantization,
+    }
+    self_test = provenance["self_test"]
+    if self_test is not None:
+        rows["first drafts accepted"] = (
+            f"{self_test['acceptance']:.1%} of {self_test['positions']} (greedy)"
+        )
+    return _TEMPLATE.format(
+        base_model=f"base_model: {target}\n" if target and target.count("/") == 1 else "",
+        title=title,
+        purpose=f"for `{target}`" if target else "for the model it was trained with",
+        source=provenance["source"],
+        version=provenance["converter"].split()[-1],
+        target=target or "MODEL",
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        notes="".join(f"- {note}\n" for note in provenance["notes"]),
+    )
+
+
+def _vocabulary(config: DrafterConfig) -> str:
+    if config.draft_vocab_size is None:
+        return str(config.vocab_size)
+    return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

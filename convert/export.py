@@ -1,0 +1,87 @@
+"""The other way: an MLX drafter in the layout that Apple's PyTorch code loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from mlx_redrafter.checkpoint import find_checkpoint, write_checkpoint
+from mlx_redrafter.config import MODEL_TYPE, DrafterConfig
+from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
+from mlx_redrafter.convert.shapes import APPLE_TOP_K
+from mlx_redrafter.convert.source import source_name
+from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.drafter_io import PATTERNS, load_drafter
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.version import __version__
+
+
+def export_drafter(
+    path_or_repo: str | Path, destination: Path, dtype: str | None = None
+) -> tuple[str, ...]:
+    """Write an MLX drafter as the ``config.json`` and ``model.safetensors`` of Apple's code.
+
+    Args:
+        path_or_repo: A drafter that `load_drafter` loads; quantised weights are dequantised.
+        destination: Folder to write, as for `convert_drafter`.
+        dtype: Of the weights; None keeps the drafter's.
+
+    Returns:
+        What the user should know about the result.
+
+    Raises:
+        CheckpointError: The drafter cannot be loaded, computes what Apple's code cannot, or nothing
+            may be written to ``destination``.
+    """
+    folder = find_checkpoint(path_or_repo, PATTERNS)
+    check_destination(destination, folder)
+    drafter = load_drafter(folder)
+    _check_expressible(drafter.config)
+    target_dtype = drafter.dtype if dtype is None else DTYPES[dtype]
+    parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))
+    tensors = {name: tensor.astype(target_dtype) for name, tensor in parameters.items()}
+    with publish(destination) as staging:
+        config = _apple_config(drafter.config, target_dtype, source_name(path_or_repo))
+        write_checkpoint(staging, config, tensors, framework="pt")
+    return _notes(drafter.config)
+
+
+def _check_expressible(config: DrafterConfig) -> None:
+    reasons = []
+    if config.rnn and (config.rnn_activation != "silu" or not config.rnn_first_step_bias):
+        reasons.append("TensorRT-LLM's recurrence, which Apple's code does not compute")
+    if config.draft_vocab_size is not None:
+        reasons.append(f"a head of {config.draft_vocab_size} out of {config.vocab_size} tokens")
+    if reasons:
+        raise CheckpointError(
+            f"the drafter has {' and '.join(reasons)}; export the drafter it was made from"
+        )
+
+
+def _apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> dict[str, Any]:
+    return {
+        "architectures": ["Drafter"],
+        "model_type": MODEL_TYPE,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "exit_dim": config.exit_dim,
+        "num_draft_layers": config.num_draft_layers,
+        "num_lookback_tokens": -1,  # required by Apple's config class, never read
+        "rnn": config.rnn,
+        "torch_dtype": str(dtype).removeprefix("mlx.core."),
+        PROVENANCE_KEY: {"source": source, "converter": f"mlx_redrafter {__version__}"},
+    }
+
+
+def _notes(config: DrafterConfig) -> tuple[str, ...]:
+    kept = config.draft_top_k or config.vocab_size
+    if kept == min(APPLE_TOP_K, config.vocab_size):
+        return ()
+    return (
+        f"Apple's code keeps {APPLE_TOP_K} logits per draft, this drafter keeps {kept}; "
+        "its scores will differ a little there",
+    )

@@ -1,0 +1,284 @@
+"""A reader for the pickles of ``torch.save`` that can build tensors and plain containers only.
+
+`pickletools` decodes the opcodes and `_Machine` interprets them. No name in a file is ever looked
+up or imported: the few that ``torch.save`` needs are recognised as text, everything else is
+refused. Each opcode does a bounded amount of work on objects that exist already, so time and
+memory grow with the length of the pickle, which is at most `MAX_PICKLE_BYTES`, and with nothing
+that it claims. Containers are never hashed, compared or printed: shared and nested ones can be
+exponentially large.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from mlx_redrafter.convert.stored import MAX_AXES, span
+from mlx_redrafter.convert.wording import quoted, reason
+from mlx_redrafter.errors import CheckpointError
+
+# A drafter's takes about 2 kB and a 70B model's about 100 kB: the values lie outside the pickle.
+MAX_PICKLE_BYTES = 2**20
+MAX_ELEMENTS = 2**48
+
+STORAGE_DTYPES = {
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "DoubleStorage": "float64",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+
+
+class Storage(NamedTuple):
+    """A run of values outside the pickle: its key, dtype and number of elements."""
+
+    key: str
+    dtype: str
+    size: int
+
+
+class PickledTensor(NamedTuple):
+    """A strided view of a storage, checked to stay inside the number of elements it claims."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _StorageType(NamedTuple):
+    dtype: str
+
+
+class _Function(NamedTuple):
+    name: str
+
+
+_MARK = object()
+_FUNCTIONS = (
+    "collections.OrderedDict",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+)
+# Opcodes that push what they carry, in the order of pickle protocols 1 to 4.
+_LITERALS = frozenset(
+    ("BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINUNICODE")
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+
+
+def read_pickle(stream: BinaryIO, name: str) -> object:
+    """The object of one pickle; the stream is left behind its end.
+
+    Args:
+        stream: At most `MAX_PICKLE_BYTES` in memory, which is what bounds the reader.
+        name: What to call it in messages.
+
+    Returns:
+        Dicts, lists, tuples, numbers, strings, None and `PickledTensor`, nested.
+
+    Raises:
+        CheckpointError: It is damaged, or asks for anything that is not a tensor or a container.
+    """
+    machine = _Machine(name)
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):
+            machine.step(opcode.name, argument)
+        return machine.result()
+    except (ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(f"{name} is truncated or damaged: {reason(error)}") from error
+
+
+class _Machine:
+    """The stack, the memo and one method per family of opcodes.
+
+    Malformed input raises ValueError, IndexError or KeyError, which `read_pickle` words.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def step(self, opcode: str, argument: Any) -> None:
+        if opcode in _LITERALS:
+            self.stack.append(argument)
+        elif opcode in _CONSTANTS:
+            self.stack.append(_CONSTANTS[opcode])
+        elif opcode in _STEPS:
+            _STEPS[opcode](self, argument)
+        else:
+            self.refuse(f"uses the pickle opcode {opcode}")
+
+    def result(self) -> object:
+        if len(self.stack) != 1:
+            raise ValueError(f"expected one object at the end, found {len(self.stack)}")
+        return self.pop()
+
+    def refuse(self, deed: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.name} {deed}, which a file of tensors does not need; nothing was executed. "
+            "Do not load it elsewhere, or, if it is your own, save the model's state_dict() alone"
+        )
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise ValueError("unexpected mark")
+        return value
+
+    def pop_marked(self) -> list[Any]:
+        """Everything above the newest mark, which goes too."""
+        values = []
+        while (value := self.stack.pop()) is not _MARK:
+            values.append(value)
+        return values[::-1]
+
+    def memoise(self, index: int | None) -> None:
+        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
+
+    def extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise ValueError("appends to something that is not a list")
+        target.extend(values)
+
+    def insert(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(values) % 2:
+            raise ValueError("sets items of something that is not a dict")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            if type(key) not in (str, int):
+                raise ValueError("a dict has a key that is neither text nor a number")
+            if key in target:
+                raise ValueError(f"a dict has the key {quoted(str(key))} twice")
+            target[key] = value
+
+    def find(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a global's name is not text")
+        full = f"{module}.{name}"
+        if full in _FUNCTIONS:
+            self.stack.append(_Function(full))
+        elif module == "torch" and name in STORAGE_DTYPES:
+            self.stack.append(_StorageType(STORAGE_DTYPES[name]))
+        else:
+            self.refuse(f"asks for {quoted(full)}")
+
+    def call(self) -> None:
+        arguments, function = self.pop(), self.pop()
+        if type(function) is not _Function or type(arguments) is not tuple:
+            self.refuse("calls something that is not a function")
+        if function.name == "collections.OrderedDict" and arguments == ():
+            self.stack.append({})
+        elif function.name == "torch._utils._rebuild_tensor_v2":
+            self.stack.append(_tensor(arguments))
+        elif function.name == "torch._utils._rebuild_parameter" and len(arguments) == 3:
+            if type(arguments[0]) is not PickledTensor:
+                raise ValueError("a parameter holds no tensor")
+            self.stack.append(arguments[0])
+        else:
+            raise ValueError(f"{function.name} has unexpected arguments")
+
+    def build(self) -> None:
+        """Attributes of a state dict: torch's own ``_metadata``, which says nothing of use."""
+        state, target = self.pop(), self.stack[-1]
+        if type(state) is not dict or type(target) is not dict:
+            self.refuse("sets attributes of something that is not a state dict")
+
+
+def _global(machine: _Machine, argument: Any) -> None:
+    module, _, name = argument.partition(" ")
+    machine.find(module, name)
+
+
+def _stack_global(machine: _Machine, _: Any) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.find(module, name)
+
+
+def _pop_tuple(size: int) -> Callable[[_Machine, Any], None]:
+    def step(machine: _Machine, _: Any) -> None:
+        values = [machine.pop() for _ in range(size)]
+        machine.stack.append(tuple(values[::-1]))
+
+    return step
+
+
+def _set_item(machine: _Machine, _: Any) -> None:
+    value, key = machine.pop(), machine.pop()
+    machine.insert([key, value])
+
+
+_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": lambda machine, argument: None,
+    "FRAME": lambda machine, argument: None,
+    "STOP": lambda machine, argument: None,
+    "MARK": lambda machine, argument: machine.stack.append(_MARK),
+    "EMPTY_DICT": lambda machine, argument: machine.stack.append({}),
+    "EMPTY_LIST": lambda machine, argument: machine.stack.append([]),
+    "TUPLE": lambda machine, argument: machine.stack.append(tuple(machine.pop_marked())),
+    "TUPLE1": _pop_tuple(1),
+    "TUPLE2": _pop_tuple(2),
+    "TUPLE3": _pop_tuple(3),
+    "APPEND": lambda machine, argument: machine.extend([machine.pop()]),
+    "APPENDS": lambda machine, argument: machine.extend(machine.pop_marked()),
+    "SETITEM": _set_item,
+    "SETITEMS": lambda machine, argument: machine.insert(machine.pop_marked()),
+    "BINPUT": lambda machine, argument: machine.memoise(argument),
+    "LONG_BINPUT": lambda machine, argument: machine.memoise(argument),
+    "MEMOIZE": lambda machine, argument: machine.memoise(None),
+    "BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
+    "LONG_BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "BINPERSID": lambda machine, argument: machine.stack.append(_storage(machine.pop())),
+    "REDUCE": lambda machine, argument: machine.call(),
+    "BUILD": lambda machine, argument: machine.build(),
+}
+
+
+def _storage(identity: Any) -> Storage:
+    """A storage from its persistent id: ("storage", type, key, device, elements[, view])."""
+    if type(identity) is not tuple or len(identity) not in (5, 6):
+        raise ValueError("a storage has an unexpected description")
+    tag, kind, key, _, size = identity[:5]
+    known = type(tag) is str and tag == "storage" and type(kind) is _StorageType
+    if not known or type(key) is not str or identity[5:] not in ((), (None,)):
+        raise ValueError("a storage has an unexpected description")
+    _check_count(size)
+    return Storage(key, kind.dtype, size)
+
+
+def _tensor(arguments: tuple[Any, ...]) -> PickledTensor:
+    """A tensor from the arguments of ``_rebuild_tensor_v2``: storage, offset, shape, strides..."""
+    if len(arguments) not in (6, 7) or type(arguments[0]) is not Storage:
+        raise ValueError("a tensor has an unexpected description")
+    storage, offset, shape, strides = arguments[:4]
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
+        raise ValueError("a tensor's shape and strides do not match")
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"a tensor has {len(shape)} axes, expected at most {MAX_AXES}")
+    for count in (offset, *shape, *strides):
+        _check_count(count)
+    elements = 1
+    for axis_size in shape:
+        elements *= axis_size
+    # The second condition refuses views that repeat values, whose size nothing in the file bounds.
+    if offset + span(shape, strides) > storage.size or elements > storage.size:
+        raise ValueError(
+            f"a tensor of shape {list(shape)} exceeds its {storage.size} stored values"
+        )
+    return PickledTensor(storage, offset, shape, strides)
+
+
+def _check_count(value: Any) -> None:
+    if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
+        raise ValueError("a size is not a number in range")

@@ -1,0 +1,68 @@
+"""Output folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_redrafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from mlx_redrafter.errors import CheckpointError
+
+CARD_FILE = "README.md"
+# The key in config.json that marks a folder as written here; it says where the weights come from.
+PROVENANCE_KEY = "conversion"
+_OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
+
+
+def check_destination(destination: Path, source: Path) -> None:
+    """Raise `CheckpointError` unless an output may be written to ``destination``.
+
+    It may be absent, empty, or hold nothing but an earlier output.
+    """
+    if destination.resolve() == source.resolve():
+        raise CheckpointError(f"expected a new folder to write to, found the source: {destination}")
+    if not destination.exists():
+        return
+    if not destination.is_dir():
+        raise CheckpointError(f"expected a folder to write to, found a file: {destination}")
+    present = {path.name for path in destination.iterdir()}
+    if present and not (present <= _OUTPUT_FILES and PROVENANCE_KEY in _config(destination)):
+        raise CheckpointError(
+            f"{destination} holds files that no conversion wrote; give a new or an empty folder"
+        )
+
+
+@contextmanager
+def publish(destination: Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of ``destination`` unless filling it fails."""
+    destination = destination.resolve()
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)  # mkdtemp makes it private
+        _move(staging, destination)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _move(staging: Path, destination: Path) -> None:
+    if not destination.exists():
+        os.rename(staging, destination)
+        return
+    earlier = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    os.rename(destination, earlier)  # onto an empty folder
+    try:
+        os.rename(staging, destination)
+    except OSError:
+        os.rename(earlier, destination)
+        raise
+    shutil.rmtree(earlier)
+
+
+def _config(folder: Path) -> dict[str, object]:
+    return read_config(folder) if (folder / CONFIG_FILE).is_file() else {}

@@ -1,0 +1,75 @@
+"""What kind of checkpoint this is, so that what is no recurrent drafter is refused by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlx_redrafter.convert.source import Source
+
+# Medusa: "{head}.{layer}.linear.*" and "{head}.{n}.weight", every head a stack of its own.
+_MEDUSA = re.compile(
+    r"(?:medusa_heads?\.)?([0-9]{1,4})\.[0-9]{1,4}\.(?:linear\.(?:weight|bias)|weight)"
+)
+_EAGLE_PREFIXES = ("midlayer.", "layers.0.self_attn.", "layers.0.mlp.")
+
+
+def foreign_kind(source: Source) -> str | None:
+    """What the checkpoint is, with the reason, when it is known to be no recurrent drafter."""
+    config, names = source.config, list(source.tensors)
+    if _is_quantized_mlx(config):
+        return "an MLX drafter that is quantised already; convert the one it was made from"
+    if _is_split(config):
+        return (
+            "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
+            "--tp_size 1, or convert the drafter it was made from"
+        )
+    heads = {int(match[1]) for name in names if (match := _MEDUSA.fullmatch(name))}
+    if heads:
+        return _medusa_kind(source, heads)
+    bare = [name.removeprefix("model.") for name in names]
+    if "fc.weight" in bare and any(name.startswith(_EAGLE_PREFIXES) for name in bare):
+        return "an EAGLE checkpoint (a transformer layer that drafts, no recurrent drafter)"
+    if "d2t" in bare or "t2d" in bare:
+        return "an EAGLE-3 checkpoint (a transformer layer that drafts, no recurrent drafter)"
+    if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
+        return "a language model, no drafter; it can be a --target"
+    return None
+
+
+def _is_quantized_mlx(config: Mapping[str, Any]) -> bool:
+    quantization = config.get("quantization")
+    return isinstance(quantization, Mapping) and "bits" in quantization
+
+
+def _is_split(config: Mapping[str, Any]) -> bool:
+    mapping = config.get("mapping")
+    return isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1
+
+
+def _medusa_kind(source: Source, heads: set[int]) -> str | None:
+    """What "{head}.{layer}" names are: Medusa's, or those of a bare ReDrafter head, "0.*".
+
+    A single stack can be either. Medusa's linears are as wide as the hidden state; those of a
+    ReDrafter head without input_proj are twice as wide.
+    """
+    says_medusa = (
+        any(key.startswith("medusa") for key in source.config)
+        or any(name.startswith("medusa") for name in source.tensors)
+        or any(path.name.startswith("medusa") for path in source.files)
+    )
+    hidden_size = source.config.get("hidden_size")
+    width = {tensor.shape[-1:] for name, tensor in source.tensors.items() if name.startswith("0.")}
+    if heads != {0} or says_medusa or width == {(hidden_size,)}:
+        return f"a Medusa checkpoint ({len(heads)} parallel heads, no recurrent drafter)"
+    if hidden_size is None and not _has_drafter_parts(source.tensors):
+        return (
+            "either a ReDrafter head or a Medusa head, which only the target's hidden_size tells "
+            "apart; put it into config.json"
+        )
+    return None
+
+
+def _has_drafter_parts(names: Iterable[str]) -> bool:
+    return any("input_proj" in name or "rnn_" in name or "drafter." in name for name in names)

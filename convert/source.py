@@ -1,0 +1,128 @@
+"""What a checkpoint folder holds: its config and its tensors, from whichever files it has."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.checkpoint import CONFIG_FILE, find_checkpoint, read_config, read_json
+from mlx_redrafter.convert.safetensors_file import read_safetensors_file
+from mlx_redrafter.convert.stored import StoredTensor
+from mlx_redrafter.convert.torch_file import read_torch_file
+from mlx_redrafter.convert.wording import listed, quoted
+from mlx_redrafter.errors import CheckpointError
+
+TENSORRT_FILE = "rank0.safetensors"
+# In order of preference; the Medusa files are there to be recognised and refused by name.
+_SINGLE_FILES = (
+    "model.safetensors",
+    TENSORRT_FILE,
+    "pytorch_model.bin",
+    "model.pt",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+)
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+_HASH_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint; the values of its tensors stay in the files until they are read.
+
+    Attributes:
+        name: Repository id, or the folder's own name without the path to it.
+        folder: Where it lies.
+        config: The object in ``config.json``; empty when there is none.
+        files: The weight files that were used.
+        tensors: By the names in the files.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    files: tuple[Path, ...]
+    tensors: dict[str, StoredTensor]
+
+    def sha256(self) -> dict[str, str]:
+        """Hash of each weight file, by file name."""
+        return {path.name: _sha256(path) for path in self.files}
+
+
+def open_source(path_or_repo: str | Path) -> Source:
+    """Open a checkpoint folder or a hub repository and read the headers of its weight files.
+
+    Raises:
+        CheckpointError: There is none, it has no weight file, or a file is damaged or hostile.
+    """
+    folder = find_checkpoint(path_or_repo, _PATTERNS)
+    files, owners = _weight_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        for name, tensor in _read_file(path).items():
+            if owners is not None and owners.get(name) != path.name:
+                raise CheckpointError(
+                    f"{path} holds {quoted(name)}, which the index puts elsewhere"
+                )
+            tensors[name] = tensor
+    missing = [] if owners is None else sorted(owners.keys() - tensors.keys())
+    if missing:
+        names = listed(map(quoted, missing))
+        raise CheckpointError(f"the index in {folder} names tensors that its files lack: {names}")
+    config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
+    return Source(source_name(path_or_repo), folder, config, tuple(files), tensors)
+
+
+def source_name(path_or_repo: str | Path) -> str:
+    """A name to publish: a repository id as it is, a local path without its parents."""
+    path = Path(path_or_repo).expanduser()
+    return path.resolve().name if path.is_dir() else str(path_or_repo)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files to read, and by an index which tensor is in which, if there is an index."""
+    if (folder / "rank1.safetensors").exists():
+        raise CheckpointError(
+            f"{folder} is a TensorRT-LLM checkpoint split over several ranks; "
+            "build it again with --tp_size 1, or convert the drafter it was made from"
+        )
+    for name in _SINGLE_FILES:
+        if (folder / name).is_file():
+            return [folder / name], None
+    for name in _INDEX_FILES:
+        if (folder / name).is_file():
+            owners = _read_index(folder / name)
+            return [folder / file for file in sorted(set(owners.values()))], owners
+    raise CheckpointError(
+        f"expected {', '.join(_SINGLE_FILES[:4])} or an index of shards in {folder}, found none"
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    owners = read_json(path).get("weight_map")
+    if not isinstance(owners, dict) or not owners:
+        raise CheckpointError(f"expected a weight_map in {path}, found none")
+    for file in set(map(str, owners.values())):
+        if Path(file).name != file or not (path.parent / file).is_file():
+            raise CheckpointError(f"{path} names {quoted(file)}, which is no file beside it")
+    return {name: str(file) for name, file in owners.items()}
+
+
+def _read_file(path: Path) -> dict[str, StoredTensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return read_safetensors_file(path)
+        return read_torch_file(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

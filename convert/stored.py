@@ -1,0 +1,68 @@
+"""A tensor as it lies in a weight file: dtype, shape and place, read only when it is wanted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_redrafter.errors import CheckpointError
+
+MAX_AXES = 8
+# How each readable dtype lies on disk, little-endian. numpy has no bfloat16: its bits are read.
+_ON_DISK = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a weight file, which the container's reader has checked to lie inside it.
+
+    Attributes:
+        path: The file.
+        dtype: Such as "float32"; dtypes that no drafter uses can be named but not read.
+        shape: Size of each axis, none of them negative.
+        strides: Step of each axis, in elements, none of them negative.
+        start: Offset of the first element in the file, in bytes.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def read(self) -> mx.array:
+        """The values, in memory of their own.
+
+        Raises:
+            CheckpointError: The file has become shorter since its header was checked.
+        """
+        raw = np.dtype(_ON_DISK[self.dtype])
+        count = span(self.shape, self.strides)
+        flat = np.fromfile(self.path, raw, count, offset=self.start)
+        if len(flat) != count:
+            raise CheckpointError(f"{self.path} ends before its tensors do; download it again")
+        steps = [stride * raw.itemsize for stride in self.strides]
+        view = np.lib.stride_tricks.as_strided(flat, self.shape, steps)
+        array = mx.array(np.ascontiguousarray(view))
+        return array.view(mx.bfloat16) if self.dtype == "bfloat16" else array
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last that a strided tensor touches, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a row-major tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -1,0 +1,31 @@
+"""Handing a finished folder to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from mlx_redrafter.convert.wording import reason
+from mlx_redrafter.errors import CheckpointError
+
+
+def upload_folder(folder: Path, repo: str) -> str:
+    """Upload a folder, creating the repository if need be, with the user's stored credentials.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        CheckpointError: The hub cannot be reached, or refuses; the folder stays where it is.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{folder} is complete but could not be uploaded to {repo!r}: {reason(error)}"
+        ) from error
+    return str(address)

@@ -1,0 +1,77 @@
+"""A drafter's head reduced to the tokens that text really uses; the target's text stays its own.
+
+Most rows of a large vocabulary are never drafted, but all of them are read in every step of
+drafting (FR-Spec, arXiv 2502.14856).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.errors import CheckpointError, ConfigError
+
+
+def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:
+    """How often each token occurs in text files, int64, shape (vocab_size,).
+
+    Raises:
+        CheckpointError: A file cannot be read as UTF-8.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for path in texts:
+        try:
+            with path.open(encoding="utf-8") as lines:
+                for line in lines:
+                    ids = np.array(tokenizer.encode(line, add_special_tokens=False), dtype=np.int64)
+                    counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read the text {path}: {error}") from error
+    return counts
+
+
+def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.ndarray:
+    """Ids of the tokens to keep, ascending, int32, shape (num_rows,).
+
+    Tokens in ``always`` come first, then the most frequent; of equally frequent ones the lowest id,
+    since tokenizers number their tokens by frequency.
+
+    Raises:
+        ConfigError: There are not that many tokens, or more of them must be kept.
+    """
+    needed = sorted({token for token in always if 0 <= token < len(counts)})
+    if not len(needed) < num_rows <= len(counts):
+        raise ConfigError(
+            f"the vocabulary slice must have more than the {len(needed)} special tokens and at "
+            f"most the drafter's {len(counts)}, got {num_rows}"
+        )
+    ranks = counts.astype(np.int64).copy()
+    ranks[needed] = np.iinfo(np.int64).max
+    best = np.argsort(-ranks, kind="stable")[:num_rows]
+    return np.sort(best).astype(np.int32)
+
+
+def slice_head(
+    config: DrafterConfig, weights: dict[str, mx.array], rows: np.ndarray
+) -> DrafterConfig:
+    """Keep only ``rows`` of the head in ``weights`` and return the config that says so."""
+    if config.draft_vocab_size is not None:
+        raise ConfigError(
+            f"the drafter's head is reduced to {config.draft_vocab_size} tokens already; "
+            "slice the one it was made from"
+        )
+    head = f"lm_head.{config.num_draft_layers}.weight"
+    weights["token_ids"] = mx.array(rows)
+    weights[head] = weights[head][weights["token_ids"]]
+    top_k = config.draft_top_k
+    return replace(
+        config,
+        draft_vocab_size=len(rows),
+        draft_top_k=None if top_k is None or top_k >= len(rows) else top_k,
+    )

@@ -1,0 +1,51 @@
+"""The values of a drafter's tensors: read one at a time, checked and cast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from mlx_redrafter.convert.names import NamedTensors
+from mlx_redrafter.convert.stored import StoredTensor
+from mlx_redrafter.convert.wording import listed, quoted
+from mlx_redrafter.errors import NonFiniteError
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+def read_weights(
+    named: NamedTensors, tensors: Mapping[str, StoredTensor], dtype: str
+) -> dict[str, mx.array]:
+    """Read the drafter's tensors as ``dtype``, by this package's names.
+
+    Their shapes and dtypes have been checked, so memory is bounded by what the drafter needs and
+    one tensor as it is stored. Waits for the device.
+
+    Raises:
+        NonFiniteError: Values are NaN or infinite, or too large for ``dtype``.
+    """
+    weights: dict[str, mx.array] = {}
+    damaged: list[str] = []
+    too_large: list[str] = []
+    for own, source in named.sources.items():
+        stored = tensors[source].read()
+        cast = stored.astype(DTYPES[dtype]) if mx.issubdtype(stored.dtype, mx.floating) else stored
+        if not _is_finite(cast):
+            (too_large if _is_finite(stored) else damaged).append(quoted(source))
+        mx.eval(cast)
+        weights[own] = cast
+    if damaged:
+        raise NonFiniteError(
+            f"expected finite weights, found NaN or infinity in {listed(damaged)}; "
+            "the checkpoint is damaged or its training diverged"
+        )
+    if too_large:
+        raise NonFiniteError(
+            f"values of {listed(too_large)} are too large for {dtype}; use --dtype bfloat16"
+        )
+    return weights
+
+
+def _is_finite(array: mx.array) -> bool:
+    return bool(mx.all(mx.isfinite(array)).item())

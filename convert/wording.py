@@ -1,0 +1,29 @@
+"""How names that come from untrusted files appear in messages: quoted, escaped and short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_NAME = 80
+MAX_LISTED = 12
+
+
+def quoted(name: str) -> str:
+    """``name`` in quotes with control characters escaped, shortened when it is long."""
+    return ascii(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...")
+
+
+def listed(parts: Iterable[str], separator: str = ", ") -> str:
+    """The parts joined, the first dozen spelt out and the others counted."""
+    parts = list(parts)
+    shown = separator.join(parts[:MAX_LISTED])
+    hidden = len(parts) - MAX_LISTED
+    return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's text, escaped and shortened, since it may quote the file."""
+    lines = str(error).splitlines()
+    text = lines[0] if lines else type(error).__name__
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: 2 * MAX_NAME + 1])
+    return text if len(text) <= 2 * MAX_NAME else f"{text[: 2 * MAX_NAME]}..."
