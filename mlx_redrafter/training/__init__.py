@@ -1,0 +1,1 @@
+"""Training a drafter for one target, on the machine that will use it."""
