@@ -1,0 +1,68 @@
+"""Fixtures that several tests share. Models are loaded once; tests must not change them."""
+
+from __future__ import annotations
+
+import os
+
+# Nothing is downloaded, and the command line sees the same.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+from typing import NamedTuple
+
+import hypothesis
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter import load
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import save_drafter
+from tests.helpers.models import random_drafter, shared_model
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+class Trained(NamedTuple):
+    """A trained model, its tokenizer, and an untrained drafter that fits it."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    drafter: Drafter
+
+
+def _load(name: str) -> Trained:
+    folder = shared_model(name)
+    model, tokenizer, _ = load(folder)
+    vocab_size, hidden_size = model["model"]["embed_tokens"].weight.shape
+    return Trained(folder, model, tokenizer, random_drafter(vocab_size, hidden_size))
+
+
+@pytest.fixture(scope="session")
+def stories() -> Trained:
+    """stories260k with a random drafter."""
+    return _load("stories260k")
+
+
+@pytest.fixture(scope="session")
+def babyllama() -> Trained:
+    """babyllama-tok105 with a random drafter."""
+    return _load("babyllama-tok105")
+
+
+@pytest.fixture(scope="session")
+def drafter_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random drafter of stories260k as a checkpoint folder."""
+    folder = tmp_path_factory.mktemp("drafter")
+    save_drafter(stories.drafter, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> None:
+    """Each test starts from the same random state."""
+    mx.random.seed(0)

@@ -1,0 +1,1 @@
+"""The command line, from arguments to output and exit code."""

@@ -1,0 +1,1 @@
+"""What several tests share: small models, drafts of known quality, oracles and comparisons."""

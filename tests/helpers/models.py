@@ -1,0 +1,165 @@
+"""Small models: trained ones from ../shared, and random ones built in memory.
+
+Axes: V vocabulary, H hidden size, D exit_dim.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import llama, qwen3
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.drafter import Drafter
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+
+
+def shared_model(name: str) -> Path:
+    """Folder of a trained model beside the repository; skips the test where there is none."""
+    folder = SHARED / "models" / name
+    if not folder.is_dir():
+        pytest.skip(f"the trained model {name} is not beside the repository")
+    return folder
+
+
+def tiny_llama(
+    seed: int = 0, vocab_size: int = 64, context: int = 512, layers: int = 3, spread: float = 6.0
+) -> nn.Module:
+    """A random float32 llama with grouped queries, hidden size 32."""
+    return _randomised(
+        llama.Model(
+            llama.ModelArgs(
+                model_type="llama",
+                hidden_size=32,
+                num_hidden_layers=layers,
+                intermediate_size=48,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                rms_norm_eps=1e-5,
+                vocab_size=vocab_size,
+                max_position_embeddings=context,
+                tie_word_embeddings=False,
+            )
+        ),
+        seed,
+        spread,
+    )
+
+
+def tiny_qwen3(seed: int = 0, vocab_size: int = 64, spread: float = 6.0) -> nn.Module:
+    """A random float32 qwen3 with normalised queries, hidden size 32."""
+    return _randomised(
+        qwen3.Model(
+            qwen3.ModelArgs(
+                model_type="qwen3",
+                hidden_size=32,
+                num_hidden_layers=3,
+                intermediate_size=48,
+                num_attention_heads=4,
+                rms_norm_eps=1e-5,
+                vocab_size=vocab_size,
+                num_key_value_heads=2,
+                max_position_embeddings=512,
+                rope_theta=10000.0,
+                head_dim=8,
+                tie_word_embeddings=False,
+            )
+        ),
+        seed,
+        spread,
+    )
+
+
+def _randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:
+    """Give matrices normal weights of unit gain, and the LM head ``spread`` times that.
+
+    Fresh mlx-lm models predict nearly uniformly, which hides wrong tokens and makes greedy ties.
+    """
+    keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(model.parameters()))))
+
+    def draw(weight: mx.array) -> mx.array:
+        key = next(keys)
+        if weight.ndim < 2:
+            return weight
+        return mx.random.normal(weight.shape, scale=weight.shape[-1] ** -0.5, key=key)
+
+    model.update(tree_map(draw, model.parameters()))
+    head: Any = model["lm_head"]
+    head.weight = head.weight * spread
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+def random_drafter(
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    seed: int = 0,
+    exit_dim: int | None = None,
+    num_draft_layers: int = 1,
+    rnn: bool = True,
+    dtype: mx.Dtype = mx.float32,
+    **config: Any,
+) -> Drafter:
+    """An untrained drafter; ``exit_dim`` is twice ``hidden_size`` by default."""
+    values = DrafterConfig(
+        vocab_size, hidden_size, exit_dim or 2 * hidden_size, num_draft_layers, rnn, **config
+    )
+    keys = mx.random.split(mx.random.key(seed), 64)
+    drafter = Drafter(values)
+    leaves = tree_flatten(drafter.parameters())
+    weights = [
+        (name, _draw_weight(leaf, key).astype(dtype) if name != "token_ids" else leaf)
+        for (name, leaf), key in zip(leaves, keys, strict=False)
+    ]
+    drafter.load_weights(weights)
+    mx.eval(drafter.parameters())
+    drafter.eval()
+    return drafter
+
+
+def _draw_weight(leaf: mx.array, key: mx.array) -> mx.array:
+    return mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=key)
+
+
+class ByteTokenizer:
+    """A tokenizer of single characters: id 0 is the end, id i the character 31 + i."""
+
+    eos_token_id = 0
+    bos_token: str | None = None
+    chat_template = None
+    clean_up_tokenization_spaces = False
+    # Says to mlx-lm that there is no renderer of its own.
+    apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of the characters."""
+        return [min(max(ord(character) - 31, 1), self.vocab_size - 1) for character in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The characters of the ids."""
+        return "".join(chr(token + 31) for token in tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Characters and their ids."""
+        return {chr(token + 31): token for token in range(self.vocab_size)}
+
+
+def wrapped_tokenizer(vocab_size: int, eos_token_ids: set[int] | None = None) -> TokenizerWrapper:
+    """A `ByteTokenizer` as mlx-lm hands tokenizers out, which ends at ``eos_token_ids`` only."""
+    wrapper = TokenizerWrapper(ByteTokenizer(vocab_size))
+    wrapper._eos_token_ids = set(eos_token_ids or ())
+    return wrapper

@@ -1,0 +1,1 @@
+"""What must hold for every seed, shape and draft."""

@@ -1,0 +1,140 @@
+"""With a temperature, drafted text equals plain text for the same seed, token for token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter import generation, stream_generate
+from tests.conftest import Trained
+from tests.helpers.drafts import scripted
+from tests.helpers.equality import Scored, assert_same_tokens, ids
+from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+
+VOCAB_SIZE = 100  # no multiple of a vector's length
+PROMPT = [5, 17, 3, 60]
+NUM_TOKENS = 16
+
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 7},
+    {"min_p": 0.05},
+    {"top_p": 0.95, "top_k": 20},
+    {"top_p": 0.8, "min_p": 0.02, "top_k": 12},
+]
+SHAPES: list[dict[str, Any]] = [
+    {"beam_width": 1, "beam_length": 4},
+    {"beam_width": 4, "beam_length": 5},
+    {"beam_width": 3, "beam_length": 3, "tree_nodes": 13},
+    {"beam_width": 5, "beam_length": 4, "select": "beam"},
+    {"beam_width": 8, "beam_length": 2, "tree_nodes": 6},
+]
+EXTREME_SEEDS = (0, 1, 2**31, 2**32 - 1)
+
+
+def _combinations() -> list[tuple[int, float, dict[str, Any], dict[str, Any]]]:
+    """Every temperature with every filter and every shape, each with two seeds of its own."""
+    rng = random.Random(1)
+    cases = itertools.product(TEMPERATURES, FILTERS, SHAPES, range(2))
+    seeds = itertools.chain(EXTREME_SEEDS, iter(lambda: rng.randrange(2**32), None))
+    return [
+        (seed, temp, filters, shape)
+        for seed, (temp, filters, shape, _) in zip(seeds, cases, strict=False)
+    ]
+
+
+COMBINATIONS = _combinations()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_llama(seed=3, vocab_size=VOCAB_SIZE, layers=2, spread=3.0)
+
+
+def test_there_are_enough_combinations() -> None:
+    assert len({str(case) for case in COMBINATIONS}) >= 200
+
+
+@pytest.mark.parametrize("group", range(12))
+def test_drafted_sample_equals_plain_sample(
+    model: nn.Module, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    drafter = random_drafter(VOCAB_SIZE, 32, seed=group)
+    texts = set()
+    for case, (seed, temp, filters, shape) in enumerate(COMBINATIONS[group::12]):
+        sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
+        plain: list[Scored] = [
+            (response.token, response.logprobs)
+            for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+        ]
+        with monkeypatch.context() as patch:
+            if case % 4:  # a quarter with the random drafter's own drafts
+                decoder = scripted(ids(plain), VOCAB_SIZE)
+                patch.setattr(generation, "Decoder", decoder)
+            drafted = [
+                response.token
+                for response in stream_generate(
+                    model, tokenizer, PROMPT, drafter=drafter, **sampling, **shape
+                )
+            ]
+        assert_same_tokens(plain, drafted, (sampling, shape))
+        texts.add(tuple(drafted))
+    assert len(texts) > 10  # the options matter
+
+
+def test_qwen3_samples_the_same_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_qwen3(vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    sampling: dict[str, Any] = {"temp": 1.0, "seed": 11, "max_tokens": 60}
+    plain = [
+        (response.token, response.logprobs)
+        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+    ]
+    monkeypatch.setattr(generation, "Decoder", scripted(ids(plain), VOCAB_SIZE))
+    drafted = list(
+        stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
+    )
+    assert_same_tokens(plain, [response.token for response in drafted])
+    assert any(response.from_draft for response in drafted)
+
+
+def test_trained_model_samples_the_same_with_drafts(
+    stories: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(0)
+    for seed in rng.sample(range(2**32), 3):
+        sampling: dict[str, Any] = {"temp": 0.8, "top_p": 0.95, "seed": seed, "max_tokens": 60}
+        plain = [
+            (response.token, response.logprobs)
+            for response in stream_generate(stories.model, stories.tokenizer, "Lily", **sampling)
+        ]
+        monkeypatch.setattr(generation, "Decoder", scripted(ids(plain), 512))
+        drafted = [
+            response.token
+            for response in stream_generate(
+                stories.model, stories.tokenizer, "Lily", drafter=stories.drafter, **sampling
+            )
+        ]
+        assert_same_tokens(plain, drafted, seed)
+
+
+def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+
+    def sample(seed: int) -> list[int]:
+        return [
+            response.token
+            for response in stream_generate(
+                model, tokenizer, PROMPT, temp=1.0, seed=seed, max_tokens=20
+            )
+        ]
+
+    assert sample(5) == sample(5)
+    assert sample(5) != sample(6)
