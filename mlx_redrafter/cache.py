@@ -1,4 +1,4 @@
-"""The K/V cache while trees are decoded: stock mlx-lm buffers, and the rows of one tree beside them.
+"""The K/V cache while trees are decoded: stock buffers, and the rows of one tree beside them.
 
 Axes: N nodes of the tree, S committed tokens, L beam length.
 
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
+
+from mlx_redrafter.errors import UnsupportedTargetError
 
 
 class TreeCache:
@@ -75,6 +77,11 @@ class LayerCache:
     ) -> mx.array | str | None:
         """What the tokens of the next forward pass may attend to: the tree's mask or mlx-lm's."""
         if self.shared.mask is not None:
+            if window_size is not None:
+                raise UnsupportedTargetError(
+                    f"expected layers that attend to all tokens, found a window of {window_size}; "
+                    "a tree cannot be decoded exactly with it, use mlx_lm.generate"
+                )
             return self.shared.mask
         return create_attention_mask(num_tokens, self.shared.length, return_array, window_size)
 
@@ -101,6 +108,13 @@ class LayerCache:
             self.stock.offset -= keys.shape[2]
             self.fresh = (keys, values)
         return everything
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The rows that the last `update_and_fetch` returned, for layers that share this one's."""
+        keys, values, end = self.stock.state
+        if self.shared.mask is not None and self.fresh is not None:
+            end += self.fresh[0].shape[2]
+        return keys[..., :end, :], values[..., :end, :]
 
     def write_committed(self) -> None:
         """Write the committed rows that are still aside into the buffer."""

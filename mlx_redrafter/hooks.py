@@ -1,8 +1,10 @@
-"""Hooks into stock mlx-lm modules that act only while a tree or a hidden state is asked for.
+"""Hooks into stock mlx-lm code that act only while a tree or a hidden state is asked for.
 
-A hooked module gets a subclass of its own class whose ``__call__`` looks at a context variable and
+A hooked module gets a subclass of its own class whose method looks at a context variable and
 otherwise calls the original, so parameters, paths and results of the stock model stay as they are,
-and requests in other threads do not see each other.
+and requests in other threads do not see each other. Functions of mlx-lm are wrapped the same way.
+
+Axes: N nodes of the tree, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any
+from functools import cache, partial, update_wrapper
+from types import MethodType, ModuleType
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,13 +22,42 @@ import mlx.nn as nn
 Call = Callable[..., Any]
 Hook = Callable[..., Any]
 
-_positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
+
+class TreePositions(NamedTuple):
+    """Where the nodes of a tree sit.
+
+    Attributes:
+        nodes: Position of every node, int32, shape (N,).
+        first: Position of the root.
+        num_depths: More than the depth of the deepest node.
+    """
+
+    nodes: mx.array
+    first: int
+    num_depths: int
+
+
+class HookPoint(NamedTuple):
+    """A place to install a hook.
+
+    Attributes:
+        owner: An mlx module, or a Python module that defines a function.
+        name: Name of the method or function.
+        hook: What calls go through.
+    """
+
+    owner: nn.Module | ModuleType
+    name: str
+    hook: Hook
+
+
+_positions: ContextVar[TreePositions | None] = ContextVar("positions", default=None)
 _outputs: ContextVar[list[mx.array] | None] = ContextVar("outputs", default=None)
 
 
 @contextmanager
-def tree_positions(positions: mx.array) -> Iterator[None]:
-    """Place the tokens of forward passes built inside at ``positions``, int32, shape (N,)."""
+def tree_positions(positions: TreePositions) -> Iterator[None]:
+    """Place the tokens of forward passes built inside at these positions."""
     token = _positions.set(positions)
     try:
         yield
@@ -44,27 +76,88 @@ def captured_output() -> Iterator[list[mx.array]]:
         _outputs.reset(token)
 
 
-def install(module: nn.Module, hook: Hook) -> None:
-    """Route calls of ``module`` through ``hook``; installing the same hook again does nothing.
+def install(point: HookPoint) -> None:
+    """Route the calls of a method or function through a hook; doing it again does nothing.
 
-    Args:
-        module: Any module; its class is replaced by a subclass with the same name.
-        hook: Called with the original bound ``__call__`` and the arguments of the call.
+    The hook is called with the original and the arguments of the call. A module's class is
+    replaced by a subclass with the same name.
     """
-    if getattr(type(module), "redrafter_hook", None) is not hook:
-        module.__class__ = _hooked(type(module), hook)
+    owner, name, hook = point
+    if isinstance(owner, ModuleType):
+        function = getattr(owner, name)
+        if getattr(function, "redrafter_hook", None) is not hook:
+            wrapped = update_wrapper(partial(hook, function), function)
+            wrapped.redrafter_hook = hook  # type: ignore[attr-defined]
+            setattr(owner, name, wrapped)
+    elif (name, hook) not in getattr(type(owner), "redrafter_hooks", ()):
+        owner.__class__ = _hooked(type(owner), name, hook)
 
 
-def rotate_at_tree_positions(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-    """Hook for rope modules: rotate each node of a tree by its own position.
+def rotate_at_tree_positions(call: Call, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:
+    """Hook for rotary embeddings: rotate each node of a tree by its own position.
 
     ``mx.fast.rope`` takes one offset per batch row, so the sequence axis is presented as batch.
     """
     positions = _positions.get()
     if positions is None:
-        return call(x, *args, **kwargs)
-    rotated = call(x.transpose(2, 1, 0, 3), offset=positions)  # (1, H, N, D) -> (N, H, 1, D)
-    return rotated.transpose(2, 1, 0, 3)
+        return call(x, offset, **kwargs)
+    rotated = call(_nodes_as_batch(x), offset=positions.nodes, **kwargs)
+    return _nodes_as_batch(rotated)
+
+
+def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> mx.array:
+    """Hook for "dynamic" rotary embeddings, whose base depends on the length of the text.
+
+    A node at position p is rotated as the newest of p + 1 tokens, which is what it would be if
+    tokens were decoded one by one.
+    """
+    positions = _positions.get()
+    if positions is None:
+        return call(x, offset)
+    rope = cast(Any, call.__self__)
+    x = _nodes_as_batch(x)
+    if positions.first + positions.num_depths <= rope.max_position_embeddings:
+        # Texts of up to this length share one base.
+        rotated = mx.fast.rope(
+            x,
+            rope.dims,
+            traditional=rope.traditional,
+            base=rope.base,
+            scale=1.0,
+            offset=positions.nodes,
+        )
+    else:
+        rotated = x
+        for position in range(positions.first, positions.first + positions.num_depths):
+            is_here = (positions.nodes == position).reshape(-1, 1, 1, 1)
+            rotated = mx.where(is_here, call(x, offset=position), rotated)
+    return _nodes_as_batch(rotated)
+
+
+def embed_tree_positions(call: MethodType, position_ids: mx.array) -> mx.array:
+    """Hook for learned position embeddings: look up the position of each node of a tree.
+
+    Positions past the end of the table get its last row. MLX would read foreign memory there, and
+    a NaN from it would spread from a draft past the end to the nodes before.
+    """
+    positions = _positions.get()
+    ids = position_ids if positions is None else positions.nodes
+    num_rows = cast(Any, call.__self__).weight.shape[0]
+    return call(mx.minimum(ids, num_rows - 1))
+
+
+def scale_at_tree_positions(
+    call: Call, num_tokens: int, offset: Any, *args: Any, **kwargs: Any
+) -> mx.array:
+    """Hook for mlx-lm's Llama 4 attention scale: scale each node's query by its own position.
+
+    Returns:
+        Shape (N, 1), or what mlx-lm returns for ``num_tokens`` tokens at ``offset``.
+    """
+    positions = _positions.get()
+    if positions is None:
+        return call(num_tokens, offset, *args, **kwargs)
+    return call(1, positions.nodes, *args, **kwargs).reshape(-1, 1)
 
 
 def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -76,10 +169,21 @@ def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-@lru_cache(maxsize=None)
-def _hooked(base: type[nn.Module], hook: Hook) -> type[nn.Module]:
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return hook(base.__call__.__get__(self), *args, **kwargs)
+def _nodes_as_batch(x: mx.array) -> mx.array:
+    """(1, H, N, D) to (N, H, 1, D), and back."""
+    return x.transpose(2, 1, 0, 3)
 
-    namespace = {"__call__": __call__, "__module__": base.__module__, "redrafter_hook": hook}
+
+@cache
+def _hooked(base: type[nn.Module], name: str, hook: Hook) -> type[nn.Module]:
+    original = getattr(base, name)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return hook(MethodType(original, self), *args, **kwargs)
+
+    namespace = {
+        name: update_wrapper(call, original),
+        "__module__": base.__module__,
+        "redrafter_hooks": (*getattr(base, "redrafter_hooks", ()), (name, hook)),
+    }
     return type(base.__name__, (base,), namespace)

@@ -16,14 +16,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.architectures import find_parts
 from mlx_redrafter.cache import TreeCache
+from mlx_redrafter.config import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.hooks import (
-    capture,
-    captured_output,
-    install,
-    rotate_at_tree_positions,
-    tree_positions,
-)
+from mlx_redrafter.hooks import TreePositions, captured_output, install, tree_positions
 from mlx_redrafter.tree import TokenTree
 
 ProgressCallback = Callable[[int, int], None]
@@ -61,9 +56,8 @@ class Target:
         self.hidden_size = parts.hidden_size
         self.vocab_size = parts.vocab_size
         self.context_length = parts.context_length
-        install(parts.backbone, capture)
-        for rope in parts.ropes:
-            install(rope, rotate_at_tree_positions)
+        for point in parts.hooks:
+            install(point)
 
     def new_cache(self, prompt_cache: Sequence[Any] | None = None) -> TreeCache:
         """A cache for one request, on top of ``prompt_cache`` if the caller has one.
@@ -144,6 +138,8 @@ class Target:
         """
         cache.expect_tree(tree.ancestors)
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
-        with captured_output() as outputs, tree_positions(cache.length + tree.depths):
+        num_depths = min(tree.tokens.shape[0], MAX_BEAM_LENGTH)
+        positions = TreePositions(cache.length + tree.depths, cache.length, num_depths)
+        with captured_output() as outputs, tree_positions(positions):
             logits = self.model(tokens[None], cache=cache.layers)
         return Forward(logits[0], outputs[-1][0])
