@@ -177,6 +177,8 @@ class Decoder:
                     following = self._verify(tree)
                 elif request.leave_as_stock:
                     self._catch_up(outcome, flight)
+            if flight.num_nodes == 0:  # as in mlx-lm, the prompt is done with the first token
+                request.on_progress(len(request.prompt), len(request.prompt))
             yield from self._emit(outcome, flight)
             if outcome.finish_reason is not None or following is None:
                 return

@@ -1,0 +1,92 @@
+"""Token trees: the ancestor mask, padding and static sizes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_redrafter.beam import Expansion
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.tree import (
+    NO_TOKEN,
+    STATIC_SIZES,
+    ancestor_mask,
+    root_only,
+    select_beams,
+    select_top_n,
+)
+from tests.helpers.oracles import ancestors, tree_paths
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=40))
+def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
+    parents = [0, *(draw % (n + 1) for n, draw in enumerate(draws))]
+    found = ancestor_mask(mx.array(parents, dtype=mx.int32), len(parents))
+    assert np.array_equal(np.array(found), ancestors(parents))
+
+
+def test_root_alone() -> None:
+    tree = root_only(mx.array([4], dtype=mx.uint32))
+    assert tree_paths(tree) == [(4,)]
+    assert tree.tokens.dtype == mx.int32
+
+
+def _worked_example() -> Expansion:
+    """Beams 1-4-6 and 1-5-7 of the root 9, width 2, length 4; 2 was a dead end."""
+    return Expansion(
+        tokens=mx.array([1, 2, 4, 5, 3, 8, 6, 0, 7, 1], dtype=mx.int32),
+        scores=mx.array([-1.0, -3.0, -1.5, -1.6, -5, -6, -1.7, -7, -1.8, -8]),
+        parents=mx.array([-1, -1, 0, 0, 1, 1, 2, 2, 3, 3], dtype=mx.int32),
+        beams=mx.array([6, 8], dtype=mx.int32),
+    )
+
+
+def test_beams_are_merged_and_padded_to_a_static_size() -> None:
+    shape = TreeShape(2, 4, select="beam")
+    tree = select_beams(_worked_example(), mx.array([9]), shape)
+    assert tree_paths(tree) == [(9,), (9, 1), (9, 1, 4), (9, 1, 5), (9, 1, 4, 6), (9, 1, 5, 7)]
+    assert tree.num_nodes == 6
+    assert tree.num_unmerged == 7
+    assert tree.tokens.shape == (6,)
+    assert 6 in STATIC_SIZES
+
+
+def test_of_equal_scores_the_parent_comes_first() -> None:
+    # A certain continuation costs nothing, so that child and parent tie.
+    expansion = Expansion(
+        tokens=mx.array([1, 2, 3, 4, 5, 6], dtype=mx.int32),
+        scores=mx.array([-0.5, -0.5, -0.5, -0.5, -0.5, -0.5]),
+        parents=mx.array([-1, -1, 0, 0, 1, 1], dtype=mx.int32),
+        beams=mx.array([2, 3], dtype=mx.int32),
+    )
+    for nodes in range(2, 8):
+        tree = select_top_n(expansion, mx.array([9]), TreeShape(2, 3, nodes))
+        assert len(tree_paths(tree)) == nodes  # checks that every parent is there
+
+
+def test_padding_fills_the_smallest_static_size() -> None:
+    rng = np.random.default_rng(0)
+    width = 16
+    shape = TreeShape(width, 2, select="beam")
+    expansion = Expansion(
+        tokens=mx.array(rng.permutation(width).astype(np.int32)),
+        scores=mx.array(-np.arange(width, dtype=np.float32)),
+        parents=mx.full((width,), -1, dtype=mx.int32),
+        beams=mx.array([0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6], dtype=mx.int32),
+    )
+    tree = select_beams(expansion, mx.array([99]), shape)
+    assert tree.num_nodes == 8
+    assert tree.tokens.shape == (8,)
+    expansion = expansion._replace(beams=mx.array([0] * 7 + [*range(9)], dtype=mx.int32)[:width])
+    tree = select_beams(expansion, mx.array([99]), shape)
+    assert tree.num_nodes == 10
+    assert tree.tokens.shape == (10,)
+    expansion = expansion._replace(beams=mx.array([0] * 6 + [*range(10)], dtype=mx.int32))
+    tree = select_beams(expansion, mx.array([99]), shape)
+    assert len(tree_paths(tree)) == tree.num_nodes == 11
+    tokens: list[int] = np.array(tree.tokens).tolist()
+    assert tokens[11:] == [NO_TOKEN]
+    assert np.array(tree.parents).tolist()[11:] == [0]
+    assert np.array(tree.depths).tolist()[11:] == [0]
