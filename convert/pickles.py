@@ -1,11 +1,11 @@
 """A reader for the pickles of ``torch.save`` that can build tensors and plain containers only.
 
-`pickletools` decodes the opcodes and `_Machine` interprets them. No name in a file is ever looked
-up or imported: the few that ``torch.save`` needs are recognised as text, everything else is
-refused. Each opcode does a bounded amount of work on objects that exist already, so time and
-memory grow with the length of the pickle, which is at most `MAX_PICKLE_BYTES`, and with nothing
-that it claims. Containers are never hashed, compared or printed: shared and nested ones can be
-exponentially large.
+`pickletools` decodes the arguments of opcodes and `_Machine` interprets them; an opcode that it
+does not know is refused before that. No name in a file is ever looked up or imported: the few that
+``torch.save`` needs are recognised as text, everything else is refused. Each opcode does a bounded
+amount of work on objects that exist already, so time and memory grow with the length of the pickle,
+which is at most `MAX_PICKLE_BYTES`, and with nothing that it claims. Containers are never hashed,
+compared or printed: shared and nested ones can be exponentially large.
 """
 
 from __future__ import annotations
@@ -67,11 +67,7 @@ _FUNCTIONS = (
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_parameter",
 )
-# Opcodes that push what they carry, in the order of pickle protocols 1 to 4.
-_LITERALS = frozenset(
-    ("BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINUNICODE")
-)
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 
 
 def read_pickle(stream: BinaryIO, name: str) -> object:
@@ -89,17 +85,17 @@ def read_pickle(stream: BinaryIO, name: str) -> object:
     """
     machine = _Machine(name)
     try:
-        for opcode, argument, _ in pickletools.genops(stream):
-            machine.step(opcode.name, argument)
+        while (code := stream.read(1)) != b".":
+            machine.step(code, stream)
         return machine.result()
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError) as error:
         raise CheckpointError(f"{name} is truncated or damaged: {reason(error)}") from error
 
 
 class _Machine:
     """The stack, the memo and one method per family of opcodes.
 
-    Malformed input raises ValueError, IndexError or KeyError, which `read_pickle` words.
+    Malformed input raises ValueError or IndexError, which `read_pickle` words.
     """
 
     def __init__(self, name: str):
@@ -107,15 +103,13 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def step(self, opcode: str, argument: Any) -> None:
-        if opcode in _LITERALS:
-            self.stack.append(argument)
-        elif opcode in _CONSTANTS:
-            self.stack.append(_CONSTANTS[opcode])
-        elif opcode in _STEPS:
-            _STEPS[opcode](self, argument)
-        else:
-            self.refuse(f"uses the pickle opcode {opcode}")
+    def step(self, code: bytes, stream: BinaryIO) -> None:
+        opcode = _OPCODES.get(code)
+        if opcode is None:
+            raise ValueError(f"unknown opcode {code!r}" if code else "it has no end")
+        if opcode.name not in _STEPS:
+            self.refuse(f"uses the pickle opcode {opcode.name}")
+        _STEPS[opcode.name](self, _argument(opcode, stream))
 
     def result(self) -> object:
         if len(self.stack) != 1:
@@ -143,6 +137,11 @@ class _Machine:
 
     def memoise(self, index: int | None) -> None:
         self.memo[len(self.memo) if index is None else index] = self.stack[-1]
+
+    def recall(self, index: int) -> None:
+        if index not in self.memo:
+            raise ValueError(f"nothing was remembered as {index}")
+        self.stack.append(self.memo[index])
 
     def extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -194,9 +193,10 @@ class _Machine:
             self.refuse("sets attributes of something that is not a state dict")
 
 
-def _global(machine: _Machine, argument: Any) -> None:
-    module, _, name = argument.partition(" ")
-    machine.find(module, name)
+def _argument(opcode: pickletools.OpcodeInfo, stream: BinaryIO) -> Any:
+    if opcode.name == "GLOBAL":  # pickletools would interpret backslashes, which pickle does not
+        return [stream.readline().removesuffix(b"\n").decode("ascii") for _ in range(2)]
+    return None if opcode.arg is None else opcode.arg.reader(stream)
 
 
 def _stack_global(machine: _Machine, _: Any) -> None:
@@ -217,13 +217,20 @@ def _set_item(machine: _Machine, _: Any) -> None:
     machine.insert([key, value])
 
 
+# What each opcode of ``torch.save`` (pickle protocols 2 to 4) does; all others are refused.
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda machine, argument: None,
-    "FRAME": lambda machine, argument: None,
-    "STOP": lambda machine, argument: None,
-    "MARK": lambda machine, argument: machine.stack.append(_MARK),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, argument: None),
+    **dict.fromkeys(
+        ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
+        lambda machine, argument: machine.stack.append(argument),
+    ),
+    "NONE": lambda machine, argument: machine.stack.append(None),
+    "NEWTRUE": lambda machine, argument: machine.stack.append(True),
+    "NEWFALSE": lambda machine, argument: machine.stack.append(False),
+    "EMPTY_TUPLE": lambda machine, argument: machine.stack.append(()),
     "EMPTY_DICT": lambda machine, argument: machine.stack.append({}),
     "EMPTY_LIST": lambda machine, argument: machine.stack.append([]),
+    "MARK": lambda machine, argument: machine.stack.append(_MARK),
     "TUPLE": lambda machine, argument: machine.stack.append(tuple(machine.pop_marked())),
     "TUPLE1": _pop_tuple(1),
     "TUPLE2": _pop_tuple(2),
@@ -235,9 +242,9 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "BINPUT": lambda machine, argument: machine.memoise(argument),
     "LONG_BINPUT": lambda machine, argument: machine.memoise(argument),
     "MEMOIZE": lambda machine, argument: machine.memoise(None),
-    "BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
-    "LONG_BINGET": lambda machine, argument: machine.stack.append(machine.memo[argument]),
-    "GLOBAL": _global,
+    "BINGET": lambda machine, argument: machine.recall(argument),
+    "LONG_BINGET": lambda machine, argument: machine.recall(argument),
+    "GLOBAL": lambda machine, argument: machine.find(*argument),
     "STACK_GLOBAL": _stack_global,
     "BINPERSID": lambda machine, argument: machine.stack.append(_storage(machine.pop())),
     "REDUCE": lambda machine, argument: machine.call(),

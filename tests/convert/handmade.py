@@ -1,0 +1,152 @@
+"""Drafter checkpoints written without torch, byte by byte, so that they can be wrong on purpose."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+CONFIG = {
+    "model_type": "recurrent_drafting_drafter",
+    "vocab_size": 70,
+    "hidden_size": 8,
+    "exit_dim": 12,
+    "num_draft_layers": 2,
+    "num_lookback_tokens": -1,
+    "rnn": True,
+}
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+def shapes(config: Mapping[str, object] = CONFIG) -> dict[str, tuple[int, ...]]:
+    """Apple's names and shapes, written down here a second time on purpose."""
+    hidden, width, rows = (int(config[k]) for k in ("hidden_size", "exit_dim", "vocab_size"))
+    layers = int(config["num_draft_layers"])
+    result: dict[str, tuple[int, ...]] = {}
+    if width != 2 * hidden:
+        result |= {"input_proj.weight": (width, 2 * hidden), "input_proj.bias": (width,)}
+    for i in range(layers):
+        result[f"lm_head.{i}.linear.weight"] = (width, width)
+        result[f"lm_head.{i}.linear.bias"] = (width,)
+    result[f"lm_head.{layers}.weight"] = (rows, width)
+    if config["rnn"]:
+        square = (hidden, hidden)
+        result |= {"rnn_u.weight": square, "rnn_u.bias": (hidden,), "rnn_w.weight": square}
+    return result
+
+
+def tensors(config: Mapping[str, object] = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 weights of a drafter."""
+    random = np.random.default_rng(seed)
+    return {
+        name: (random.standard_normal(shape) / 3).astype(np.float32)
+        for name, shape in shapes(config).items()
+    }
+
+
+def write_config(folder: Path, values: Mapping[str, object] = CONFIG) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(values)))
+
+
+def safetensors_bytes(values: Mapping[str, np.ndarray]) -> bytes:
+    """A safetensors file; its header is written here so that tests can break it."""
+    header, data = {}, b""
+    for name, value in values.items():
+        code = {"float32": "F32", "float16": "F16", "float64": "F64"}[value.dtype.name]
+        offsets = [len(data), len(data) + value.nbytes]
+        header[name] = {"dtype": code, "shape": list(value.shape), "data_offsets": offsets}
+        data += value.tobytes()
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def text(value: str) -> bytes:
+    raw = value.encode("utf-8")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def number(value: int) -> bytes:
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def numbers(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(number(value) for value in values) + b"t"
+
+
+def storage(key: str, size: int, kind: str = "FloatStorage", is_legacy: bool = False) -> bytes:
+    view = b"N" if is_legacy else b""
+    identity = text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu")
+    return b"(" + identity + number(size) + view + b"tQ"
+
+
+def tensor(
+    stored: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+) -> bytes:
+    """The opcodes of one tensor, as ``torch.save`` writes them but for the memo."""
+    hooks = b"ccollections\nOrderedDict\n)R"
+    arguments = stored + number(offset) + numbers(shape) + numbers(strides) + b"\x89" + hooks
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[axis + 1 :], dtype=int)) for axis in range(len(shape)))
+
+
+def state_dict(items: Mapping[str, bytes]) -> bytes:
+    """A pickle of a dict from names to whatever the opcodes build."""
+    body = b"".join(text(name) + opcodes for name, opcodes in items.items())
+    return b"\x80\x02ccollections\nOrderedDict\n)R(" + body + b"u."
+
+
+def pickled(values: Mapping[str, np.ndarray], is_legacy: bool = False) -> bytes:
+    return state_dict(
+        {
+            name: tensor(
+                storage(str(i), value.size, is_legacy=is_legacy),
+                value.shape,
+                contiguous(value.shape),
+            )
+            for i, (name, value) in enumerate(values.items())
+        }
+    )
+
+
+def write_zip(
+    path: Path, pickle_bytes: bytes, values: Mapping[str, np.ndarray], **extra: bytes
+) -> None:
+    """The zip format; ``extra`` are further members, or replace the usual ones."""
+    members = {"data.pkl": pickle_bytes, "byteorder": b"little"}
+    members |= {f"data/{i}": value.tobytes() for i, value in enumerate(values.values())}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (members | extra).items():
+            archive.writestr(f"model/{name}", content)
+
+
+def legacy_bytes(pickle_bytes: bytes, values: Mapping[str, np.ndarray]) -> bytes:
+    """The format from before PyTorch 1.6."""
+    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
+    keys = [str(i) for i in range(len(values))]
+    head = [pickle.dumps(part, 2) for part in (LEGACY_MAGIC, 1001, system)]
+    stored = [struct.pack("<q", value.size) + value.tobytes() for value in values.values()]
+    return b"".join([*head, pickle_bytes, pickle.dumps(keys, 2), *stored])
+
+
+def write_checkpoint(folder: Path, file_format: str, config: Mapping[str, object] = CONFIG) -> None:
+    """A whole checkpoint: "safetensors", "zip" or "legacy"."""
+    write_config(folder, config)
+    values = tensors(config)
+    if file_format == "safetensors":
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(values))
+    elif file_format == "zip":
+        write_zip(folder / "pytorch_model.bin", pickled(values), values)
+    else:
+        (folder / "model.pt").write_bytes(legacy_bytes(pickled(values, is_legacy=True), values))

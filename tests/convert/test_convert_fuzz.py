@@ -1,0 +1,183 @@
+"""Thousands of damaged checkpoints: converted or refused in one line, never anything else.
+
+Some of the seeds carry a call of ``os.system``, so that damage could also set it free.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
+from mlx_redrafter.drafter_io import load_drafter
+from mlx_redrafter.errors import RedrafterError
+from tests.convert import handmade
+from tests.convert.handmade import state_dict, text
+
+MAX_SECONDS = 3.0
+SMALL = {**handmade.CONFIG, "hidden_size": 2, "exit_dim": 3, "vocab_size": 5, "num_draft_layers": 1}
+CALL = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
+FILES = {"safetensors": "model.safetensors", "zip": "pytorch_model.bin", "legacy": "model.pt"}
+FORBIDDEN_EVENTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.", "pickle.")
+
+
+class Watch:
+    """Notes what Python's audit events say was done while it is on; hooks cannot be removed."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.events: list[str] = []
+        sys.addaudithook(self.note)
+
+    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_on and event.startswith(FORBIDDEN_EVENTS):
+            self.events.append(f"{event} {arguments}")
+
+
+@pytest.fixture(scope="module")
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    yield watch
+    watch.is_on = False
+
+
+VALUES = handmade.tensors(SMALL)
+HOSTILE = handmade.pickled(VALUES)[:-2] + text("x") + CALL + b"u."
+
+
+def zipped(content: bytes) -> bytes:
+    """An intact archive around a pickle, which damage to archives would rarely let through."""
+    with tempfile.TemporaryDirectory() as name:
+        handmade.write_zip(Path(name) / "file", content, VALUES)
+        return (Path(name) / "file").read_bytes()
+
+
+def headed(header: bytes) -> bytes:
+    """Intact values behind a safetensors header."""
+    values = b"".join(value.tobytes() for value in VALUES.values())
+    return struct.pack("<Q", len(header)) + header + values
+
+
+def unchanged(content: bytes) -> bytes:
+    return content
+
+
+SAFETENSORS = handmade.safetensors_bytes(VALUES)
+# What is damaged, and how it becomes a file afterwards.
+SEEDS: dict[str, tuple[str, bytes, Callable[[bytes], bytes]]] = {
+    "safetensors": ("safetensors", SAFETENSORS, unchanged),
+    "header": ("safetensors", SAFETENSORS[8 : -sum(v.nbytes for v in VALUES.values())], headed),
+    "zip": ("zip", zipped(handmade.pickled(VALUES)), unchanged),
+    "zip, hostile": ("zip", zipped(HOSTILE), unchanged),
+    "pickle": ("zip", handmade.pickled(VALUES), zipped),
+    "pickle, hostile": ("zip", HOSTILE, zipped),
+    "legacy": (
+        "legacy",
+        handmade.legacy_bytes(handmade.pickled(VALUES, is_legacy=True), VALUES),
+        unchanged,
+    ),
+    "legacy, hostile": ("legacy", handmade.legacy_bytes(state_dict({"x": CALL}), {}), unchanged),
+}
+# Bytes that mean something to the formats: opcodes, magic numbers, sizes.
+TELLING = st.sampled_from(
+    [
+        *(b"(", b"R", b"t", b"u", b"b", b"c", b"Q", b".", b"\x85", b"\x93", b"S", b"V", b"h\x00"),
+        *(b"q\x00", b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 4, b"\x00" * 8, b"\x7f" * 8),
+        *(b'"', b"}", b"[", CALL),
+    ]
+)
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> tuple[str, bytes]:
+    """One to six edits of a seed: overwrite, insert, delete, repeat, truncate."""
+    seed = draw(st.sampled_from(sorted(SEEDS)))
+    _, original, _ = SEEDS[seed]
+    content = bytearray(original)
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, max(len(content) - 1, 0)))
+        length = draw(st.integers(0, 16))
+        piece = draw(st.one_of(TELLING, st.binary(min_size=1, max_size=9)))
+        edit = draw(st.sampled_from(("overwrite", "insert", "delete", "repeat", "truncate")))
+        if edit == "overwrite":
+            content[start : start + len(piece)] = piece
+        elif edit == "insert":
+            content[start:start] = piece
+        elif edit == "delete":
+            del content[start : start + length]
+        elif edit == "repeat":
+            content[start:start] = content[start : start + length] * 3
+        else:
+            del content[max(start, 8) :]
+    return seed, bytes(content)
+
+
+def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
+    """Convert one damaged file in a fresh folder; True if it could still be used."""
+    file_format, _, complete = SEEDS[seed]
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "source", Path(name) / "out"
+        handmade.write_config(folder, SMALL)
+        (folder / FILES[file_format]).write_bytes(complete(content))
+        start = time.process_time()
+        watch.is_on = True
+        refusal = None
+        try:
+            convert_drafter(folder, out, ConversionOptions(dtype="float32"))
+        except RedrafterError as error:
+            refusal = str(error)
+        finally:
+            watch.is_on = False
+        assert time.process_time() - start < MAX_SECONDS
+        if refusal is not None:
+            assert refusal.isprintable()
+            assert [path.name for path in Path(name).iterdir()] == ["source"]
+            return False
+        assert sorted(path.name for path in Path(name).iterdir()) == ["out", "source"]
+        load_drafter(out)
+        return True
+
+
+@settings(
+    max_examples=3000,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(mutation=mutations())
+def test_damaged_files_are_converted_or_refused(mutation: tuple[str, bytes], watch: Watch) -> None:
+    seed, content = mutation
+    convert_damaged(content, seed, watch)
+    assert watch.events == []
+    assert not Path("executed").exists()
+
+
+def test_the_seeds_themselves(watch: Watch) -> None:
+    for seed, (_, content, _) in SEEDS.items():
+        assert convert_damaged(content, seed, watch) == ("hostile" not in seed)
+    assert watch.events == []
+
+
+def test_the_watch_sees_what_must_not_happen(watch: Watch) -> None:
+    import os
+    import pickle
+
+    watch.is_on = True
+    os.system("true")
+    with pytest.raises(AttributeError):
+        pickle.loads(b"cbuiltins\nnothing\n.")
+    watch.is_on = False
+    seen = [event.split()[0] for event in watch.events]
+    watch.events.clear()
+    assert "os.system" in seen
+    assert "pickle.find_class" in seen

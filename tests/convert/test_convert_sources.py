@@ -1,0 +1,328 @@
+"""What is accepted: name sets, prefixes, shards, and configs that say little or nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_redrafter.convert.conversion import Conversion, ConversionOptions, convert_drafter
+from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.drafter_io import load_drafter
+from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from tests.convert import handmade
+from tests.convert.handmade import CONFIG
+
+WIDE = {**CONFIG, "exit_dim": 16}
+FLOAT32 = ConversionOptions(dtype="float32")
+
+
+def write(folder: Path, values: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Path:
+    handmade.write_config(folder, config)
+    (folder / "model.safetensors").write_bytes(handmade.safetensors_bytes(values))
+    return folder
+
+
+def convert(folder: Path) -> Conversion:
+    return convert_drafter(folder, folder.parent / "out", FLOAT32)
+
+
+def refusal(folder: Path) -> str:
+    """The message of a refused conversion, which leaves nothing behind."""
+    before = sorted(folder.parent.iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        convert(folder)
+    assert sorted(folder.parent.iterdir()) == before
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def renamed(
+    values: Mapping[str, np.ndarray], rename: Callable[[str], str]
+) -> dict[str, np.ndarray]:
+    return {rename(name): value for name, value in values.items()}
+
+
+RENAMINGS: dict[str, tuple[Callable[[str], str], str]] = {
+    "apple": (lambda name: name, "apple"),
+    "plural": (
+        lambda name: name.replace("lm_head.", "lm_heads.").replace("input_proj.", "input_projs."),
+        "plural",
+    ),
+    "sequential": (lambda name: name.replace("lm_head.", "0."), "sequential"),
+    "drafter": (lambda name: f"drafter.{name}", "apple"),
+    "model": (lambda name: f"model.{name}", "apple"),
+    "both prefixes": (lambda name: f"model.drafter.{name}", "apple"),
+}
+
+
+@pytest.mark.parametrize("config", [CONFIG, WIDE, {**WIDE, "rnn": False}])
+@pytest.mark.parametrize("renaming", RENAMINGS)
+def test_every_name_set_gives_the_same_drafter(
+    tmp_path: Path, renaming: str, config: dict[str, Any]
+) -> None:
+    rename, name_set = RENAMINGS[renaming]
+    values = handmade.tensors(config)
+    source = write(tmp_path / "source", renamed(values, rename), config)
+    assert convert(source).provenance["name_set"] == name_set
+    stored = dict(load_drafter(tmp_path / "out").parameters())
+    np.testing.assert_array_equal(
+        np.array(stored["lm_head"][0]["linear"]["weight"]), values["lm_head.0.linear.weight"]
+    )
+
+
+def test_a_verifier_and_unused_tensors_are_left_out_and_noted(tmp_path: Path) -> None:
+    extra = {
+        "verifier.model.embed_tokens.weight": np.zeros((3, 3), np.float32),
+        "emb_norm.weight": np.ones(8, np.float32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
+    values = handmade.tensors() | extra
+    conversion = convert(write(tmp_path / "source", values, CONFIG))
+    notes = " ".join(conversion.provenance["notes"])
+    assert "emb_norm.weight" in notes
+    assert "rotary_emb.inv_freq" in notes
+    assert "1 tensors of the target" in notes
+    load_drafter(tmp_path / "out")
+
+
+def test_the_speculators_fork_is_warned_about(tmp_path: Path) -> None:
+    config = {**CONFIG, "speculators_model_type": "recurrent_drafting"}
+    conversion = convert(write(tmp_path / "source", handmade.tensors(), config))
+    assert "speculators" in conversion.warnings[0]
+
+
+@pytest.mark.parametrize("config", [CONFIG, WIDE, {**CONFIG, "rnn": False}])
+def test_shapes_say_what_a_config_leaves_out(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = write(tmp_path / "source", handmade.tensors(config), config)
+    (source / "config.json").unlink()
+    found = convert(source).config
+    for key in ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn"):
+        assert getattr(found, key) == config[key]
+
+
+def test_apples_default_of_minus_one_says_nothing(tmp_path: Path) -> None:
+    config = {key: -1 if isinstance(v, int) else v for key, v in CONFIG.items()} | {"rnn": True}
+    source = write(tmp_path / "source", handmade.tensors(), config)
+    assert convert(source).config.hidden_size == CONFIG["hidden_size"]
+
+
+def test_an_mlx_drafter_keeps_its_variant(tmp_path: Path) -> None:
+    variant = {"rnn_activation": "identity", "rnn_first_step_bias": False, "draft_top_k": None}
+    found = convert(write(tmp_path / "source", handmade.tensors(), {**CONFIG, **variant})).config
+    assert {key: getattr(found, key) for key in variant} == variant
+
+
+def test_apples_drafters_keep_apples_variant(tmp_path: Path) -> None:
+    found = convert(write(tmp_path / "source", handmade.tensors(), CONFIG)).config
+    assert (found.rnn_activation, found.rnn_first_step_bias, found.draft_top_k) == (
+        "silu",
+        True,
+        50,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hidden_size", 9, "'rnn_u.weight' has shape [8, 8], expected [9, 9]"),
+        ("exit_dim", 13, "'input_proj.bias' has shape [12], expected [13]"),
+        ("vocab_size", 71, "'lm_head.2.weight' has shape [70, 12], expected [71, 12]"),
+        ("num_draft_layers", 3, "lm_head.3.weight is missing, expected shape [70, 12]"),
+        ("num_draft_layers", 1, "'lm_head.1.linear.weight' of shape [12, 12] is unexpected"),
+        ("rnn", False, "'rnn_w.weight' of shape [8, 8] is unexpected"),
+        ("hidden_size", "8", "hidden_size must be an integer"),
+        ("num_draft_layers", 10**9, "num_draft_layers must be an integer"),
+        ("exit_dim", 2**60, "exit_dim must be an integer"),
+        ("rnn_activation", "tanh", "rnn_activation must be"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors(
+    tmp_path: Path, key: str, value: object, expected: str
+) -> None:
+    source = write(tmp_path / "source", handmade.tensors(), {**CONFIG, key: value})
+    assert expected in refusal(source)
+
+
+@pytest.mark.parametrize("missing", sorted(handmade.shapes()))
+def test_every_missing_tensor_is_named_with_its_shape(tmp_path: Path, missing: str) -> None:
+    values = handmade.tensors()
+    shape = list(values.pop(missing).shape)
+    message = refusal(write(tmp_path / "source", values, CONFIG))
+    assert f"{missing} is missing, expected shape {shape}" in message
+
+
+@pytest.mark.parametrize("name", sorted(handmade.shapes()))
+def test_every_misshaped_tensor_is_named_with_both_shapes(tmp_path: Path, name: str) -> None:
+    values = handmade.tensors()
+    expected = list(values[name].shape)
+    values[name] = np.concatenate([values[name], values[name][:1]])
+    message = refusal(write(tmp_path / "source", values, CONFIG))
+    assert f"'{name}' has shape {list(values[name].shape)}, expected {expected}" in message
+
+
+@pytest.mark.parametrize(
+    "extra", ["lm_head.2.bias", "lm_head.9.linear.weight", "rnn_v.weight", "attention.q.weight"]
+)
+def test_unknown_tensors_are_named(tmp_path: Path, extra: str) -> None:
+    values = handmade.tensors() | {extra: np.zeros((12, 12), np.float32)}
+    assert f"'{extra}'" in refusal(write(tmp_path / "source", values, CONFIG))
+
+
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    values = handmade.tensors()
+    values["lm_heads.2.weight"] = values["lm_head.2.weight"]
+    message = refusal(write(tmp_path / "source", values, CONFIG))
+    assert "'lm_head.2.weight' and 'lm_heads.2.weight' both stand for lm_head.2.weight" in message
+
+
+def test_another_dtype_is_named(tmp_path: Path) -> None:
+    values = handmade.tensors()
+    values["rnn_u.bias"] = values["rnn_u.bias"].astype(np.float64)
+    assert "'rnn_u.bias' is F64" in refusal(write(tmp_path / "source", values, CONFIG))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_damaged_weights_are_named(tmp_path: Path, value: float) -> None:
+    values = handmade.tensors()
+    values["rnn_u.bias"][3] = value
+    source = write(tmp_path / "source", values, CONFIG)
+    with pytest.raises(NonFiniteError, match=r"NaN or infinity in 'rnn_u\.bias'"):
+        convert(source)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_overflow_float16_are_named(tmp_path: Path) -> None:
+    values = handmade.tensors()
+    values["rnn_u.bias"][3] = 1e6
+    source = write(tmp_path / "source", values, CONFIG)
+    with pytest.raises(NonFiniteError, match=r"'rnn_u\.bias' are too large for float16"):
+        convert_drafter(source, tmp_path / "out")
+    convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="bfloat16"))
+
+
+def medusa(heads: int, width: int = 8) -> dict[str, np.ndarray]:
+    values = {}
+    for head in range(heads):
+        values[f"{head}.0.linear.weight"] = np.zeros((width, width), np.float32)
+        values[f"{head}.0.linear.bias"] = np.zeros(width, np.float32)
+        values[f"{head}.1.weight"] = np.zeros((70, width), np.float32)
+    return values
+
+
+def eagle(prefix: str = "") -> dict[str, np.ndarray]:
+    names = ("fc.weight", "layers.0.self_attn.q_proj.weight", "embed_tokens.weight")
+    return {prefix + name: np.zeros((2, 2), np.float32) for name in names}
+
+
+FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
+    "five heads": (medusa(5), {"hidden_size": 8}, "a Medusa checkpoint (5 parallel heads"),
+    "one head": (medusa(1), {"hidden_size": 8}, "a Medusa checkpoint (1 parallel heads"),
+    "says so": (medusa(1), {"medusa_num_heads": 1}, "a Medusa checkpoint"),
+    "ambiguous": (medusa(1), {}, "either a ReDrafter head or a Medusa head"),
+    "eagle": (eagle(), {}, "an EAGLE checkpoint"),
+    "eagle, prefixed": (eagle("model."), {}, "an EAGLE checkpoint"),
+    "eagle-3": (
+        {"midlayer.x": np.zeros(2, np.float32), "d2t": np.zeros(2, np.float32)},
+        {},
+        "an EAGLE-3 checkpoint",
+    ),
+    "a model": (
+        {"model.embed_tokens.weight": np.zeros((2, 2), np.float32)},
+        {},
+        "a language model",
+    ),
+    "quantised": (
+        handmade.tensors(),
+        {"quantization": {"bits": 4, "group_size": 64}},
+        "quantised already",
+    ),
+    "tensor parallel": (handmade.tensors(), {"mapping": {"tp_size": 2}}, "one rank of a TensorRT"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_is_no_recurrent_drafter_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    values, config, kind = FOREIGN[case]
+    source = write(tmp_path / "source", values, config)
+    assert kind in refusal(source)
+    assert kind in inspect_checkpoint(source).kind
+
+
+def test_medusas_own_file_name(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    handmade.write_config(source, {"hidden_size": 8})
+    values = medusa(2)
+    handmade.write_zip(source / "medusa_lm_head.pt", handmade.pickled(values), values)
+    assert "a Medusa checkpoint (2 parallel heads" in refusal(source)
+
+
+def test_ranks_of_tensorrt_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", handmade.tensors(), CONFIG)
+    for rank in (0, 1):
+        (source / f"rank{rank}.safetensors").write_bytes(b"")
+    assert "split over several ranks" in refusal(source)
+
+
+def shards(folder: Path, owners: Mapping[str, str]) -> Path:
+    """Two shards with the tensors of a drafter and an index that says ``owners``."""
+    handmade.write_config(folder)
+    values = list(handmade.tensors().items())
+    for file, half in (("model-1.safetensors", values[:4]), ("model-2.safetensors", values[4:])):
+        (folder / file).write_bytes(handmade.safetensors_bytes(dict(half)))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(owners)}))
+    return folder
+
+
+def true_owners() -> dict[str, str]:
+    return {
+        name: "model-1.safetensors" if i < 4 else "model-2.safetensors"
+        for i, name in enumerate(handmade.tensors())
+    }
+
+
+def test_shards(tmp_path: Path) -> None:
+    conversion = convert(shards(tmp_path / "source", true_owners()))
+    assert sorted(conversion.provenance["sha256"]) == ["model-1.safetensors", "model-2.safetensors"]
+
+
+def test_an_index_that_lies(tmp_path: Path) -> None:
+    swapped = true_owners() | {"rnn_w.weight": "model-1.safetensors"}
+    message = refusal(shards(tmp_path / "source", swapped))
+    assert "'rnn_w.weight', which the index puts elsewhere" in message
+    phantom = true_owners() | {"phantom": "model-1.safetensors"}
+    assert "lack: 'phantom'" in refusal(shards(tmp_path / "source", phantom))
+    outside = true_owners() | {"rnn_w.weight": "../model-2.safetensors"}
+    assert "'../model-2.safetensors', which is no file" in refusal(
+        shards(tmp_path / "source", outside)
+    )
+    assert "expected a weight_map" in refusal(shards(tmp_path / "source", {}))
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    handmade.write_config(tmp_path / "source")
+    assert "expected model.safetensors" in refusal(tmp_path / "source")
+
+
+def test_inspection_describes_without_values(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", handmade.tensors(), CONFIG)
+    inspection = inspect_checkpoint(source)
+    assert inspection.config is not None
+    assert inspection.config.hidden_size == CONFIG["hidden_size"]
+    assert inspection.kind == "a recurrent drafter with apple names"
+    convert(source)
+    assert inspect_checkpoint(tmp_path / "out").kind == "a recurrent drafter, converted already"
+
+
+def test_inspection_of_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
+    values = handmade.tensors()
+    del values["rnn_u.bias"]
+    inspection = inspect_checkpoint(write(tmp_path / "source", values, CONFIG))
+    assert inspection.config is None
+    assert "rnn_u.bias is missing" in inspection.notes[0]

@@ -1,0 +1,211 @@
+"""Checkpoints written by real torch: every variant, format and dtype gives torch's own numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from safetensors.torch import save_file  # noqa: E402
+
+from mlx_redrafter.beam import expand  # noqa: E402
+from mlx_redrafter.config import TreeShape  # noqa: E402
+from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
+from mlx_redrafter.drafter import Drafter  # noqa: E402
+from mlx_redrafter.drafter_io import load_drafter  # noqa: E402
+from tests.convert import handmade  # noqa: E402
+from tests.convert.published import PublishedDrafter  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+BASE = {**handmade.CONFIG, "hidden_size": 16, "vocab_size": 96}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rnn-proj": {**BASE, "exit_dim": 24},
+    "rnn-wide": {**BASE, "exit_dim": 32},
+    "sum-proj": {**BASE, "exit_dim": 16, "rnn": False},
+    "sum-wide": {**BASE, "exit_dim": 32, "rnn": False, "num_draft_layers": 1},
+    "no-blocks": {**BASE, "exit_dim": 24, "num_draft_layers": 0},
+    "small-vocabulary": {**BASE, "exit_dim": 24, "vocab_size": 40},
+    "tensorrt": {**BASE, "exit_dim": 24},
+    "tensorrt-sum": {**BASE, "exit_dim": 32, "rnn": False},
+}
+FORMATS = ("safetensors", "sharded", "zip", "legacy", "zip-sharded", "parameters", "views")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def random_state_dict(config: Mapping[str, Any], dtype: str) -> dict[str, torch.Tensor]:
+    """Weights as they are stored: rounded to ``dtype``."""
+    torch.manual_seed(1)
+    return {
+        name: (torch.randn(shape) / 6).to(getattr(torch, dtype))
+        for name, shape in handmade.shapes(config).items()
+    }
+
+
+def tensorrt_names(state_dict: Mapping[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    renamed = {}
+    for name, value in state_dict.items():
+        name = name.replace(f"lm_head.{layers}.weight", "lm_head.weight")
+        name = name.replace("lm_head.", "layers.") if ".linear." in name else name
+        renamed[f"drafter.{name}"] = value
+    target = torch.zeros(3, 3)
+    return renamed | {"lm_head.weight": target, "transformer.ln_f.weight": target[0].clone()}
+
+
+def write(folder: Path, state_dict: dict[str, torch.Tensor], file_format: str) -> None:
+    """Save a state dict as people do."""
+    names = sorted(state_dict)
+    halves = [{n: state_dict[n] for n in names[:3]}, {n: state_dict[n] for n in names[3:]}]
+    if file_format == "safetensors":
+        save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
+    elif file_format in ("sharded", "zip-sharded"):
+        stem, suffix, save = (
+            ("model", "safetensors", save_file)
+            if file_format == "sharded"
+            else ("pytorch_model", "bin", torch.save)
+        )
+        files = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+        for half, file in zip(halves, files, strict=True):
+            save(half, folder / file)
+        owners = {name: file for half, file in zip(halves, files, strict=True) for name in half}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": owners}))
+    elif file_format == "zip":
+        torch.save(state_dict, folder / "pytorch_model.bin")
+    elif file_format == "legacy":
+        torch.save(state_dict, folder / "model.pt", _use_new_zipfile_serialization=False)
+    elif file_format == "parameters":  # a training checkpoint of nn.Parameters
+        parameters = {name: torch.nn.Parameter(value) for name, value in state_dict.items()}
+        wrapped = {"state_dict": parameters, "epoch": 3, "lr": 1e-3, "betas": (0.9, 0.95)}
+        torch.save(wrapped, folder / "model.pt")
+    else:
+        torch.save(as_views(state_dict), folder / "model.pt")
+
+
+def as_views(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same values as transposed views into one storage that all tensors share."""
+    values = list(state_dict.values())
+    padding = torch.zeros(5, dtype=values[0].dtype)
+    flat = torch.cat([padding, *(value.t().flatten() for value in values)])
+    views, start = {}, 5
+    for name, value in state_dict.items():
+        part = flat[start : start + value.numel()]
+        views[name] = part.view(value.t().shape).t()
+        start += value.numel()
+        assert torch.equal(views[name], value)
+    return views
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    for variant in VARIANTS:
+        for file_format in ("safetensors",) if variant.startswith("tensorrt") else FORMATS:
+            for dtype in DTYPES:
+                yield variant, file_format, dtype
+
+
+@pytest.mark.parametrize(("variant", "file_format", "dtype"), list(cases()))
+def test_logits_and_beams_are_those_of_torch(
+    tmp_path: Path, variant: str, file_format: str, dtype: str
+) -> None:
+    config, is_tensorrt = VARIANTS[variant], variant.startswith("tensorrt")
+    state_dict = random_state_dict(config, dtype)
+    source = tmp_path / "source"
+    if is_tensorrt:
+        layers = config["num_draft_layers"]
+        write_tensorrt(source, tensorrt_names(state_dict, layers), config)
+    else:
+        handmade.write_config(source, config)
+        write(source, state_dict, file_format)
+
+    convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
+    drafter = load_drafter(tmp_path / "out")
+    widened = {name: value.float() for name, value in state_dict.items()}
+    published = PublishedDrafter(widened, config, is_tensorrt)
+    check_logits(drafter, published)
+    check_beams(drafter, published)
+
+
+def write_tensorrt(
+    folder: Path, state_dict: dict[str, torch.Tensor], config: Mapping[str, Any]
+) -> None:
+    values = {
+        "architecture": "ReDrafterForCausalLM",
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "mapping": {"world_size": 1, "tp_size": 1},
+        "quantization": {"quant_algo": None},
+        "redrafter_num_layers": config["num_draft_layers"],
+        "redrafter_hidden_size": config["hidden_size"],
+        "redrafter_exit_dim": config["exit_dim"],
+        "redrafter_is_rnn": config["rnn"],
+    }
+    handmade.write_config(folder, values)
+    save_file(state_dict, folder / "rank0.safetensors")
+
+
+def check_logits(drafter: Drafter, published: PublishedDrafter) -> None:
+    """Along three steps of three beams, the logits agree within 1e-5."""
+    generator = torch.Generator().manual_seed(2)
+    hidden_size = drafter.config.hidden_size
+    hidden = torch.randn(3, hidden_size, generator=generator)
+    state, expected_state = None, None
+    for _ in range(3):
+        embedding = torch.randn(3, hidden_size, generator=generator)
+        expected_state = published.advance(expected_state, embedding)
+        own = mx.array(embedding.numpy())
+        state = drafter.start(own) if state is None else drafter.advance(state, own)
+        expected = published.logits(hidden, expected_state).numpy()
+        found = np.array(drafter.logits(mx.array(hidden.numpy()), state))
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
+    """The beams agree as a set, and so do their log-probabilities."""
+    generator = torch.Generator().manual_seed(3)
+    config, shape = drafter.config, TreeShape(beam_width=4, beam_length=5, select="beam")
+    table = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    embedding = mx.array(table.numpy())
+    for root in range(4):
+        hidden = torch.randn(config.hidden_size, generator=generator)
+        own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
+        expansion = expand(drafter, lambda ids: embedding[ids], own_hidden, own_root, shape)
+        tokens, parents, scores = (
+            array.tolist() for array in (expansion.tokens, expansion.parents, expansion.scores)
+        )
+        found = {}
+        for node in expansion.beams.tolist():
+            score, path = scores[node], []
+            while node >= 0:
+                path.append(tokens[node])
+                node = parents[node]
+            found[(root, *reversed(path))] = score
+        expected = published.beams(hidden, root, table, shape.beam_width, shape.beam_length)
+        assert found.keys() == expected.keys()
+        for beam, score in expected.items():
+            assert found[beam] == pytest.approx(score, abs=1e-4)
+
+
+def test_what_comes_back_from_mlx_is_what_torch_loads(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from mlx_redrafter.convert.export import export_drafter
+
+    config = VARIANTS["rnn-proj"]
+    state_dict = random_state_dict(config, "bfloat16")
+    handmade.write_config(tmp_path / "source", config)
+    write(tmp_path / "source", state_dict, "zip")
+    convert_drafter(tmp_path / "source", tmp_path / "mlx", ConversionOptions(dtype="bfloat16"))
+    export_drafter(tmp_path / "mlx", tmp_path / "back")
+    returned = load_file(tmp_path / "back" / "model.safetensors")
+    assert returned.keys() == state_dict.keys()
+    for name, value in state_dict.items():
+        assert returned[name].dtype == torch.bfloat16
+        assert torch.equal(returned[name], value)
+    values = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: values[key] for key in config} == config
