@@ -10,25 +10,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
-from tiny_models import (
-    COMMON,
-    THRESHOLD,
-    VOCAB_SIZE,
-    build,
-    main_rope,
-    tiny_config,
-    wrapper_config,
-)
-from trees import (
-    PROMPT,
-    ScriptedDecoder,
-    branching_tree,
-    decode_paths,
-    make_tree,
-    stock_tokens,
-    verify_after_prompt,
-    wide_tree,
-)
 
 from mlx_redrafter import target as target_module
 from mlx_redrafter.architectures import SUPPORTED, WRAPPERS, find_parts
@@ -46,6 +27,25 @@ from mlx_redrafter.hooks import (
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.target import Forward, Target
 from mlx_redrafter.tree import TokenTree
+from tests.parity.tiny_models import (
+    COMMON,
+    THRESHOLD,
+    VOCAB_SIZE,
+    build,
+    main_rope,
+    tiny_config,
+    wrapper_config,
+)
+from tests.parity.trees import (
+    PROMPT,
+    ScriptedDecoder,
+    branching_tree,
+    decode_paths,
+    make_tree,
+    stock_tokens,
+    verify_after_prompt,
+    wide_tree,
+)
 
 # One token and a tree differ by about 1e-6 of the largest logit in float32.
 TOLERANCE = 2e-5

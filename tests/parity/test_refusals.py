@@ -8,7 +8,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import gemma3_text, llama
 from mlx_lm.utils import MODEL_REMAPPING
-from tiny_models import Config, build, tiny_config, wrapper_config
 
 from mlx_redrafter.architectures import (
     ARCHITECTURES,
@@ -20,6 +19,7 @@ from mlx_redrafter.architectures import (
     supported_names,
 )
 from mlx_redrafter.errors import UnsupportedTargetError
+from tests.parity.tiny_models import Config, build, tiny_config, wrapper_config
 
 SLIDING: Config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
 

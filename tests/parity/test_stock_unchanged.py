@@ -6,11 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import build, flat_parameters, main_rope, tiny_config
-from trees import PROMPT, branching_tree, verify_after_prompt
 
 from mlx_redrafter.architectures import SUPPORTED, find_parts
 from mlx_redrafter.target import Target
+from tests.parity.tiny_models import build, flat_parameters, main_rope, tiny_config
+from tests.parity.trees import PROMPT, branching_tree, verify_after_prompt
 
 CASES = [(name, main_rope(name)) for name in SUPPORTED]
 

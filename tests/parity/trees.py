@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from tiny_models import THRESHOLD, VOCAB_SIZE
 
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import SamplingParams, TreeShape
@@ -19,6 +18,7 @@ from mlx_redrafter.host import to_ints
 from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.target import Forward, Target
 from mlx_redrafter.tree import TokenTree, ancestor_mask
+from tests.parity.tiny_models import THRESHOLD, VOCAB_SIZE
 
 # The root lies before the threshold, the deepest nodes behind it.
 PROMPT = [7, 3, 50, 22, 91, 4, 18, 33, 64, 5, 77, 12]

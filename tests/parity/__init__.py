@@ -1,0 +1,1 @@
+"""Every supported architecture against stock mlx-lm, with tiny random weights."""
