@@ -1,0 +1,96 @@
+"""What a result was measured on: machine, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.version import __version__
+
+PACKAGES = ("mlx", "mlx-lm", "numpy", "transformers")
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions and commit, as they go into every result."""
+    return {
+        "machine": {
+            "system": f"{platform.system()} {platform.release()}",
+            "architecture": platform.machine(),
+            "processor": processor_name(),
+            "cores": os.cpu_count(),
+            "memory_bytes": _memory_bytes(),
+            "device": _device_name(),
+            "openblas": has_openblas(),
+            "load_average": list(os.getloadavg()),
+        },
+        "versions": {
+            "mlx_redrafter": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "commit": commit(),
+    }
+
+
+def processor_name() -> str:
+    """Name of the chip, as the system has it."""
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def commit() -> str | None:
+    """Commit of the working tree this package runs from, "+changes" if edited; None elsewhere."""
+    folder = str(Path(__file__).resolve().parent)
+    head = _output("git", "-C", folder, "rev-parse", "HEAD")
+    if not head:
+        return None
+    changes = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}+changes" if changes else head
+
+
+def has_openblas() -> bool | None:
+    """Whether this process has loaded OpenBLAS; None where that cannot be told."""
+    try:
+        return "openblas" in Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _device_name() -> str:
+    device = mx.default_device()
+    name = mx.device_info().get("device_name", "") if device.type == mx.gpu else ""
+    return f"{device} {name}".strip()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,284 @@
+"""What drafting costs in memory, against bounds: every line says what was expected and found.
+
+The model is a random Llama unless one is given: memory does not depend on the values. The drafter's
+weights are counted apart; everything else must hardly show beside plain decoding by stock mlx-lm.
+
+Axes: N nodes of the tree, L beam length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
+from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
+from mlx_redrafter.decoding import Decoder, Request
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.sampling import KeyedChooser
+from mlx_redrafter.target import Target
+
+PREFILL_STEP = 512
+NUM_TOKENS = 64
+# Buffers of the largest capacity hold this many times the tokens there are.
+CAPACITIES = (1, 16)
+CAPACITY_ROUNDS = 30
+# Allowed growth.
+PREFILL_RATIO = 1.05
+PEAK_RATIO = 1.10
+TIME_RATIO = 1.10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number and its bound.
+
+    Attributes:
+        name: What was measured.
+        found: The number.
+        bound: The largest allowed.
+        unit: Of both.
+    """
+
+    name: str
+    found: float
+    bound: float
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bound is kept."""
+        return self.found <= self.bound
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peak memory of one request, in bytes, the weights of target and drafter included.
+
+    Attributes:
+        prefill: Up to the first token.
+        decoding: After it.
+        rows: K/V rows that each layer has allocated, after each token.
+    """
+
+    prefill: int
+    decoding: int
+    rows: list[int]
+
+
+def random_pair(vocab_size: int = 32000, seed: int = 0) -> tuple[nn.Module, Drafter]:
+    """A Llama of about 40M parameters and a drafter for it, with random weights in float32."""
+    mx.random.seed(seed)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=512,
+            num_hidden_layers=8,
+            intermediate_size=1408,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-5,
+            vocab_size=vocab_size,
+            max_position_embeddings=2**17,
+        )
+    )
+    drafter = Drafter(
+        DrafterConfig(vocab_size, hidden_size=512, exit_dim=512, num_draft_layers=1, rnn=True)
+    )
+    mx.eval(model.parameters(), drafter.parameters())
+    return model, drafter
+
+
+def measure_memory(
+    model: nn.Module,
+    drafter: Drafter,
+    shape: TreeShape,
+    prompt_tokens: int = 4096,
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Finding]:
+    """Measure everything that has a bound.
+
+    Args:
+        model: The target.
+        drafter: Its drafter.
+        shape: What is drafted.
+        prompt_tokens: Length of the prompt.
+        on_progress: Called with measurements done and their number.
+    """
+    target = Target(model)
+    prompt = [i % target.vocab_size for i in range(prompt_tokens)]
+    stock = _peaks(lambda: _stock_tokens(model, prompt))
+    on_progress(1, 4)
+    drafted = _peaks(lambda: _drafted_tokens(target, drafter, shape, prompt))
+    on_progress(2, 4)
+    prefill = drafted.prefill - _num_bytes(model) - _num_bytes(drafter)
+    logits = prompt_tokens * target.vocab_size * mx.float32.size
+    name = "prefill beyond the weights; bound: logits of the whole prompt"
+    findings = [Finding(name, prefill / 1e6, logits / 1e6, "MB")]
+    findings += _compare(stock, drafted, drafter, shape)
+    findings += _capacities(target, drafter, shape, prompt[: prompt_tokens // 4])
+    on_progress(4, 4)
+    return findings
+
+
+def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, shape: TreeShape) -> list[Finding]:
+    weights = _num_bytes(drafter)
+    extra = (shape.tree_nodes or shape.max_nodes) + shape.beam_length
+    block = KVCache.step
+    rows = [
+        (found, -(-(plain + extra) // block) * block)
+        for plain, found in zip(stock.rows, drafted.rows, strict=True)
+    ]
+    found, bound = max(rows, key=lambda pair: pair[0] - pair[1])
+    return [
+        # Both peaks include both models' weights, stock's too, so that nothing else differs.
+        Finding(
+            "peak of the prefill against stock's",
+            drafted.prefill / 1e6,
+            PREFILL_RATIO * stock.prefill / 1e6,
+            "MB",
+        ),
+        Finding(
+            "peak of decoding against stock's",
+            drafted.decoding / 1e6,
+            PEAK_RATIO * stock.decoding / 1e6,
+            "MB",
+        ),
+        Finding(
+            "peak of decoding against stock's, without the drafter's weights",
+            (drafted.decoding - weights) / 1e6,
+            PEAK_RATIO * (stock.decoding - weights) / 1e6,
+            "MB",
+        ),
+        Finding("K/V rows allocated per layer", found, bound, "rows"),
+    ]
+
+
+def _num_bytes(module: nn.Module) -> int:
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
+    return sum(tensor.nbytes for _, tensor in parameters)
+
+
+def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> Peaks:
+    """Peaks of a request that yields at least NUM_TOKENS tokens."""
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    caches, tokens = decode()
+    next(tokens)
+    prefill = mx.get_peak_memory()
+    mx.synchronize(generation_stream)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    rows = []
+    for _ in range(NUM_TOKENS):
+        next(tokens)
+        rows.append(_allocated_rows(caches))
+    return Peaks(prefill, mx.get_peak_memory(), rows)
+
+
+def _allocated_rows(caches: Sequence[KVCache]) -> int:
+    return max(cache.keys.shape[2] for cache in caches if cache.keys is not None)
+
+
+def _stock_tokens(
+    model: nn.Module, prompt: Sequence[int]
+) -> tuple[Sequence[KVCache], Iterator[object]]:
+    caches = make_prompt_cache(model)
+    tokens = generate_step(
+        mx.array(list(prompt)),
+        model,
+        max_tokens=-1,
+        prompt_cache=caches,
+        prefill_step_size=PREFILL_STEP,
+    )
+    return caches, tokens
+
+
+def _drafted_tokens(
+    target: Target,
+    drafter: Drafter,
+    shape: TreeShape,
+    prompt: Sequence[int],
+    caches: Sequence[Any] | None = None,
+) -> tuple[Sequence[KVCache], Iterator[object]]:
+    caches = make_prompt_cache(target.model) if caches is None else caches
+    chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+    decoder = Decoder(target, target.new_cache(caches), chooser, drafter, shape)
+    return caches, decoder.decode(Request(list(prompt), prefill_step_size=PREFILL_STEP))
+
+
+def _capacities(
+    target: Target, drafter: Drafter, shape: TreeShape, prompt: Sequence[int]
+) -> list[Finding]:
+    """Decoding with buffers of the usual capacity and of a much larger one.
+
+    Peak memory is that of the steps beyond what is allocated between them.
+    """
+    peaks: dict[str, list[int]] = {}
+    jobs = {}
+    for factor in CAPACITIES:
+        tokens = _decoding_with_capacity(target, drafter, shape, prompt, factor)
+        name = str(factor)
+        peaks[name] = []
+
+        def step(tokens: Iterator[object] = tokens, name: str = name) -> float:
+            next(tokens)  # gets it going again
+            mx.synchronize(generation_stream)
+            held = mx.get_active_memory()
+            mx.reset_peak_memory()
+            seconds = timed(lambda: next(tokens))
+            mx.synchronize(generation_stream)
+            peaks[name].append(mx.get_peak_memory() - held)
+            return seconds
+
+        jobs[name] = step
+    samples = take_turns(jobs, CAPACITY_ROUNDS, warm_up=2)
+    small, large = (str(factor) for factor in CAPACITIES)
+    times = {name: estimate(values).median * 1e3 for name, values in samples.items()}
+    memory = {name: estimate(values).median / 1e6 for name, values in peaks.items()}
+    growth = CAPACITIES[1] // CAPACITIES[0]
+    return [
+        Finding(
+            f"time of a step with buffers of {growth} times the capacity",
+            times[large],
+            TIME_RATIO * times[small],
+            "ms",
+        ),
+        Finding(
+            f"memory a step takes with buffers of {growth} times the capacity",
+            memory[large],
+            PEAK_RATIO * memory[small],
+            "MB",
+        ),
+    ]
+
+
+def _decoding_with_capacity(
+    target: Target, drafter: Drafter, shape: TreeShape, prompt: Sequence[int], factor: int
+) -> Iterator[object]:
+    """A running decoder whose buffers have at least ``factor`` times the rows of the prompt."""
+    caches, tokens = _stock_tokens(target.model, prompt)
+    next(tokens)
+    mx.synchronize(generation_stream)
+    del tokens
+    for cache in caches:
+        cache.trim(cache.offset - len(prompt) + 1)
+        assert cache.keys is not None
+        assert cache.values is not None
+        rows = factor * (len(prompt) // KVCache.step + 4) * KVCache.step
+        missing = [(0, 0), (0, 0), (0, max(0, rows - cache.keys.shape[2])), (0, 0)]
+        cache.keys, cache.values = mx.pad(cache.keys, missing), mx.pad(cache.values, missing)
+        mx.eval(cache.keys, cache.values)
+    _, drafted = _drafted_tokens(target, drafter, shape, prompt[-1:], caches)
+    next(drafted)
+    return drafted

@@ -1,0 +1,83 @@
+"""Result files: JSON that says what was measured, on what, with which settings, and raw numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.bench.machine import describe
+from mlx_redrafter.checkpoint import write_atomically
+from mlx_redrafter.errors import CheckpointError
+
+FORMAT = 1
+
+
+def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """A result of this machine.
+
+    Args:
+        kind: The benchmark's name.
+        configuration: What was run, complete enough to run it again.
+        **values: What was found.
+    """
+    return {
+        "kind": kind,
+        "format": FORMAT,
+        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **describe(),
+        "configuration": dict(configuration),
+        **values,
+    }
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1, default=_to_json) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_result(path: Path, kind: str) -> dict[str, Any]:
+    """Read a result back.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another benchmark.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    found = result.get("kind") if isinstance(result, dict) else type(result).__name__
+    if found != kind:
+        raise CheckpointError(f"expected a result of {kind!r} in {path}, found {found!r}")
+    return dict(result)
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(columns)
+            writer.writerows(rows)
+
+    write_atomically(path, write)
+
+
+def checkpoint_name(path_or_repo: str) -> str:
+    """How a result names a model: a repository as it is, a folder by its last part."""
+    path = Path(path_or_repo).expanduser()
+    return path.resolve().name if path.is_dir() else path_or_repo
+
+
+def _to_json(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} does not go into a result")

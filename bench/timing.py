@@ -1,0 +1,99 @@
+"""Timing in turns, and what to say about the samples: medians with their uncertainty.
+
+Machines get hot and are shared, so what is compared is measured in turns in one run, and compared
+sample by sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+OnProgress = Callable[[int, int], None]
+Job = Callable[[], float]
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its uncertainty, in the unit of the samples.
+
+    Attributes:
+        median: Of the samples.
+        low: Lower end of the 95% bootstrap interval of the median.
+        high: Upper end.
+        quartiles: First and third quartile of the samples: their spread.
+        count: Number of samples.
+    """
+
+    median: float
+    low: float
+    high: float
+    quartiles: tuple[float, float]
+    count: int
+
+    def scaled(self, factor: float) -> Estimate:
+        """The same in another unit; ``factor`` is positive."""
+        first, third = self.quartiles
+        return Estimate(
+            self.median * factor,
+            self.low * factor,
+            self.high * factor,
+            (first * factor, third * factor),
+            self.count,
+        )
+
+
+def estimate(samples: Sequence[float], seed: int = 0) -> Estimate:
+    """The median of samples, at least one, with its 95% bootstrap interval."""
+    values = np.asarray(samples, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
+    first, third = np.quantile(values, [0.25, 0.75])
+    return Estimate(
+        float(np.median(values)), float(low), float(high), (float(first), float(third)), len(values)
+    )
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes; it waits for the device itself."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def take_turns(
+    jobs: Mapping[str, Job],
+    rounds: int,
+    warm_up: int = 0,
+    cool_down: float = 0.0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> dict[str, list[float]]:
+    """Run every job once per round, each round starting with another one.
+
+    Args:
+        jobs: Return the seconds they measured.
+        rounds: Rounds that count.
+        warm_up: Rounds before them that do not.
+        cool_down: Seconds to rest before every round.
+        on_progress: Called with rounds done and their number.
+
+    Returns:
+        For each job its samples, one per round that counts, in seconds.
+    """
+    names = list(jobs)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(warm_up + rounds):
+        if cool_down:
+            time.sleep(cool_down)
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = jobs[name]()
+            if i >= warm_up:
+                samples[name].append(seconds)
+        on_progress(i + 1, warm_up + rounds)
+    return samples

@@ -1,0 +1,29 @@
+"""The memory benchmark finds what it should, on a pair small enough for a test."""
+
+from mlx_redrafter.bench import memory
+from mlx_redrafter.bench.memory import Finding, Peaks, measure_memory
+from mlx_redrafter.config import TreeShape
+
+
+def test_bounds_hold(pair):
+    findings = measure_memory(*pair, TreeShape(), prompt_tokens=600)
+    # Times need an idle machine; beside weights this small, the logits of a tree are large.
+    names = ("memory", "peak of the", "K/V")
+    checked = [finding for finding in findings if finding.name.startswith(names)]
+    assert len(findings) == 7
+    assert len(checked) == 3
+    assert not [finding for finding in checked if not finding.holds]
+
+
+def test_rows_beyond_one_block_break_the_bound(pair):
+    stock = Peaks(10, 10, [256, 256, 512])
+    _, drafter = pair
+    for rows, holds in (([512, 512, 768], True), ([512, 768, 768], False)):
+        found = memory._compare(stock, Peaks(10, 10, rows), drafter, TreeShape())[-1]
+        assert found.unit == "rows"
+        assert found.holds is holds
+
+
+def test_bound_is_inclusive():
+    assert Finding("x", 1.0, 1.0, "MB").holds
+    assert not Finding("x", 1.1, 1.0, "MB").holds

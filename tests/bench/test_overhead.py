@@ -1,0 +1,33 @@
+"""The overhead benchmark: what it times adds up."""
+
+import pytest
+
+from mlx_redrafter.bench.overhead import measure_overhead
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.errors import ConfigError
+
+
+def test_parts(pair):
+    model, drafter = pair
+    calls = []
+    found = measure_overhead(
+        model, drafter, [5, 6, 7], TreeShape(3, 4, 7), 4, on_progress=lambda *c: calls.append(c)
+    )
+    samples = found.samples
+    assert {len(values) for values in samples.values()} == {4}
+    differences = sorted(
+        step - verify - draft
+        for step, verify, draft in zip(
+            samples["step"], samples["verify"], samples["draft"], strict=True
+        )
+    )
+    assert found.overhead.median == pytest.approx(sum(differences[1:3]) / 2)
+    assert found.overhead.low <= found.overhead.median <= found.overhead.high
+    assert found.unhidden.median > found.overhead.median
+    assert found.tokens_per_step >= 1
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_trees_of_changing_size_are_refused(pair):
+    with pytest.raises(ConfigError, match="top_n"):
+        measure_overhead(*pair, [5], TreeShape(2, 3, select="beam"))

@@ -1,0 +1,48 @@
+"""Result files say what was measured on what, and survive a round trip."""
+
+import json
+
+import pytest
+
+from mlx_redrafter.bench.results import (
+    checkpoint_name,
+    new_result,
+    read_result,
+    write_csv,
+    write_result,
+)
+from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.errors import CheckpointError
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    result = new_result("overhead", {"beam_width": 4}, share=estimate([0.5]))
+    write_result(path, result)
+    found = read_result(path, "overhead")
+    assert found["share"]["median"] == 0.5
+    assert found["configuration"] == {"beam_width": 4}
+    assert found["versions"]["mlx"]
+    assert found["machine"]["processor"]
+    assert "commit" in found
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_foreign_files_are_named(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"kind": "memory"}')
+    with pytest.raises(CheckpointError, match=r"'overhead'.*found 'memory'"):
+        read_result(path, "overhead")
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_result(path, "overhead")
+
+
+def test_csv(tmp_path):
+    write_csv(tmp_path / "t.csv", ["a", "b"], [[1, "x"], [2, "y, z"]])
+    assert (tmp_path / "t.csv").read_text() == 'a,b\n1,x\n2,"y, z"\n'
+
+
+def test_names_without_folders(tmp_path):
+    assert checkpoint_name(str(tmp_path)) == tmp_path.name
+    assert checkpoint_name("org/name") == "org/name"

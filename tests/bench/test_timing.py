@@ -1,0 +1,36 @@
+"""Turns, medians and their intervals."""
+
+import pytest
+
+from mlx_redrafter.bench.timing import estimate, take_turns
+
+
+def test_every_round_starts_with_another_job():
+    calls, progress = [], []
+
+    def job(name, seconds):
+        def run():
+            calls.append(name)
+            return seconds + len(calls)
+
+        return run
+
+    samples = take_turns(
+        {"a": job("a", 100), "b": job("b", 200)},
+        rounds=2,
+        warm_up=1,
+        on_progress=lambda *done: progress.append(done),
+    )
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert samples == {"a": [104, 105], "b": [203, 206]}
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_estimate():
+    found = estimate([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert found.median == 3
+    assert found.quartiles == (2, 4)
+    assert 1 <= found.low <= 3 <= found.high <= 5
+    assert found.count == 5
+    assert found.scaled(2).median == 6
+    assert estimate([2.5]).high == pytest.approx(2.5)
