@@ -1,0 +1,256 @@
+"""A prompt cache holds, however generation ends, what stock mlx-lm leaves in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import (
+    KVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+
+from mlx_redrafter import GenerationResponse, generation, stream_generate
+from mlx_redrafter.target import Target
+from tests.helpers.drafts import scripted
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.unit.test_cache import assert_same_rows, prefilled
+
+VOCAB_SIZE = 64
+PROMPT = [5, 17, 3, 60]
+DRAFTS = ["none", "random", "mostly right", "mostly right beams"]
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_llama(seed=4)
+
+
+@pytest.fixture(scope="module")
+def text(model: nn.Module) -> list[int]:
+    """What the model writes after the prompt."""
+    return ids(stock_tokens(model, PROMPT, 40))
+
+
+Start = Callable[..., Iterator[GenerationResponse]]
+
+
+@pytest.fixture(params=DRAFTS)
+def start(
+    request: pytest.FixtureRequest,
+    model: nn.Module,
+    text: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Start:
+    """Starts generation after `PROMPT` with drafts of some quality."""
+    drafter = None if request.param == "none" else random_drafter(VOCAB_SIZE, 32)
+    shape = {"select": "beam"} if request.param.endswith("beams") else {}
+    if request.param.startswith("mostly right"):
+        decoder = scripted(text, VOCAB_SIZE, accuracy=0.9)
+        monkeypatch.setattr(generation, "Decoder", decoder)
+
+    def generate(**options: Any) -> Iterator[GenerationResponse]:
+        tokenizer = wrapped_tokenizer(VOCAB_SIZE, options.pop("stop_tokens", None))
+        return stream_generate(model, tokenizer, PROMPT, drafter=drafter, **{**shape, **options})
+
+    return generate
+
+
+def _assert_holds(model: nn.Module, cache: list[Any], tokens: list[int]) -> None:
+    assert [layer.offset for layer in cache] == [len(tokens)] * len(cache)
+    assert_same_rows(cache, prefilled(model, tokens))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 19, 30])
+def test_at_max_tokens(model: nn.Module, text: list[int], start: Start, max_tokens: int) -> None:
+    cache = make_prompt_cache(model)
+    found = [r.token for r in start(max_tokens=max_tokens, prompt_cache=cache)]
+    assert found == text[:max_tokens]
+    stock = make_prompt_cache(model)
+    stock_tokens(model, PROMPT, max_tokens, prompt_cache=stock)
+    assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
+    _assert_holds(model, cache, PROMPT + found)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 9, 17])
+def test_at_a_stop_token(model: nn.Module, text: list[int], start: Start, position: int) -> None:
+    cache = make_prompt_cache(model)
+    found = [r.token for r in start(stop_tokens={text[position]}, prompt_cache=cache)]
+    assert found == text[: text.index(text[position]) + 1]
+    _assert_holds(model, cache, PROMPT + found)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11])
+def test_after_closing_in_the_middle(
+    model: nn.Module, text: list[int], start: Start, count: int
+) -> None:
+    cache = make_prompt_cache(model)
+    responses = start(max_tokens=30, prompt_cache=cache)
+    found = [next(responses).token for _ in range(count)]
+    responses.close()  # type: ignore[attr-defined]
+    assert found == text[:count]
+    _assert_holds(model, cache, PROMPT + found)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_after_an_error_of_the_caller(
+    model: nn.Module, start: Start, error: type[BaseException], count: int
+) -> None:
+    cache = make_prompt_cache(model)
+    found = []
+
+    def consume() -> None:
+        for response in start(max_tokens=30, prompt_cache=cache):
+            found.append(response.token)
+            if len(found) == count:
+                raise error
+
+    with pytest.raises(error):
+        consume()
+    _assert_holds(model, cache, PROMPT + found)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_after_an_error_in_the_progress_callback(
+    model: nn.Module, start: Start, error: type[BaseException], call: int
+) -> None:
+    """Prompts of 4 tokens in chunks of 2 report 0, 2, 3 and, with the first token, 4."""
+    cache = make_prompt_cache(model)
+    calls = []
+
+    def fail(done: int, total: int) -> None:
+        calls.append(done)
+        if len(calls) == call:
+            raise error
+
+    responses = start(
+        max_tokens=9, prompt_cache=cache, prefill_step_size=2, prompt_progress_callback=fail
+    )
+    with pytest.raises(error):
+        next(responses)
+    assert calls == [0, 2, 3, 4][:call]
+    if calls[-1]:
+        _assert_holds(model, cache, PROMPT[: calls[-1]])
+    else:
+        assert [layer.offset for layer in cache] == [0] * len(cache)
+
+
+@pytest.mark.parametrize("forward", range(7))
+def test_after_an_interruption_between_two_layers(
+    model: nn.Module,
+    text: list[int],
+    start: Start,
+    forward: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while a forward pass is built: what was yielded is what the cache holds."""
+    attention = type(model.layers[1].self_attn)
+    original = attention.__call__
+    calls = []
+
+    def interrupt(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is model.layers[1].self_attn:
+            calls.append(1)
+            if len(calls) == forward + 3:  # two for the prompt
+                raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    cache = make_prompt_cache(model)
+    found: list[int] = []
+
+    def consume() -> None:
+        for response in start(max_tokens=30, prompt_cache=cache):
+            found.append(response.token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            consume()
+    assert found == text[: len(found)]
+    length = cache[0].offset
+    # The forward pass after the newest token may have been the one interrupted.
+    assert length in (len(PROMPT) + len(found) - 1, len(PROMPT) + len(found))
+    _assert_holds(model, cache, (PROMPT + found)[:length])
+
+
+def test_stock_mlx_lm_continues_exactly(
+    model: nn.Module, text: list[int], start: Start, tmp_path: Path
+) -> None:
+    cache = make_prompt_cache(model)
+    found = [r.token for r in start(max_tokens=13, prompt_cache=cache)]
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    question = [9, 33]
+    whole = [*PROMPT, *found, *question]
+    expected = stock_tokens(model, whole, 20)
+    for kept in (cache, loaded):
+        continued = stock_tokens(model, question, 20, prompt_cache=kept)
+        assert_same_tokens(expected, ids(continued))
+
+
+def test_trimmed_caches_continue_exactly(model: nn.Module, text: list[int], start: Start) -> None:
+    cache = make_prompt_cache(model)
+    found = [r.token for r in start(max_tokens=13, prompt_cache=cache)]
+    assert trim_prompt_cache(cache, 5) == 5
+    whole = [*PROMPT, *found[:8], 9]
+    continued = stock_tokens(model, [9], 20, prompt_cache=cache)
+    assert_same_tokens(stock_tokens(model, whole, 20), ids(continued))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_conversations_of_several_turns_equal_stock(model: nn.Module, drafts: bool) -> None:
+    """Each turn continues from the cache of the turns before."""
+    drafter = random_drafter(VOCAB_SIZE, 32) if drafts else None
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
+    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], [7, 7, 7, 1]]):
+        expected = stock_tokens(model, question, 7 + turn, prompt_cache=stock)
+        found = [
+            r.token
+            for r in stream_generate(
+                model,
+                tokenizer,
+                question,
+                drafter=drafter,
+                max_tokens=7 + turn,
+                prompt_cache=ours,
+            )
+        ]
+        assert_same_tokens(expected, found, turn)
+        assert_same_rows(ours, stock)
+
+
+def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: nn.Module) -> None:
+    """Noise belongs to positions in the text, cached ones included."""
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    options: dict[str, Any] = {"temp": 1.0, "seed": 3, "max_tokens": 12}
+    whole = [r.token for r in stream_generate(model, tokenizer, PROMPT, **options)]
+    cache = prefilled(model, PROMPT[:2])
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    continued = [
+        r.token
+        for r in stream_generate(
+            model, tokenizer, PROMPT[2:], drafter=drafter, prompt_cache=cache, **options
+        )
+    ]
+    assert continued == whole
+
+
+def test_without_a_cache_nothing_is_settled(model: nn.Module, start: Start) -> None:
+    """A request that nobody continues spends no forward pass on its last token."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        advance = Target.advance
+        patch.setattr(Target, "advance", lambda *args: calls.append(1) or advance(*args))
+        assert len(list(start(max_tokens=1))) == 1
+    assert len(calls) == 1  # the last token of the prompt
+    assert isinstance(make_prompt_cache(model)[0], KVCache)

@@ -1,0 +1,86 @@
+"""The names that users rely on."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import mlx_lm
+import pytest
+from mlx_lm.generate import GenerationResponse as StockResponse
+
+import mlx_redrafter
+
+EXPORTS = [
+    "Drafter",
+    "DrafterConfig",
+    "GenerationResponse",
+    "RedrafterError",
+    "__version__",
+    "generate",
+    "load",
+    "load_drafter",
+    "save_drafter",
+    "stream_generate",
+]
+
+
+def test_exported_names() -> None:
+    assert mlx_redrafter.__all__ == EXPORTS
+    for name in EXPORTS:
+        assert getattr(mlx_redrafter, name) is not None
+
+
+def test_other_names_do_not_exist() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'speculate'"):
+        _ = mlx_redrafter.speculate
+
+
+def test_options_of_stream_generate() -> None:
+    parameters = inspect.signature(mlx_redrafter.stream_generate).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert positional == ["model", "tokenizer", "prompt"]
+    assert keywords == {
+        "drafter": None,
+        "max_tokens": 256,
+        "temp": None,
+        "top_p": None,
+        "top_k": None,
+        "min_p": None,
+        "seed": None,
+        "beam_width": 4,
+        "beam_length": 5,
+        "tree_nodes": None,
+        "select": "top_n",
+        "sampler": None,
+        "logits_processors": None,
+        "prompt_cache": None,
+        "prefill_step_size": 2048,
+        "prompt_progress_callback": None,
+    }
+
+
+def test_responses_have_mlx_lms_fields_and_three_more() -> None:
+    stock = list(StockResponse.__dataclass_fields__)
+    ours = list(mlx_redrafter.GenerationResponse.__dataclass_fields__)
+    assert ours == [*stock, "steps", "tokens_per_step", "stats"]
+    assert issubclass(mlx_redrafter.GenerationResponse, StockResponse)
+
+
+def test_load_takes_what_mlx_lms_load_takes() -> None:
+    parameters = inspect.signature(mlx_redrafter.load).parameters
+    stock = inspect.signature(mlx_lm.load).parameters
+    shared = {"path_or_repo", "drafter", "tokenizer_config", "adapter_path", "trust_remote_code"}
+    assert set(parameters) == shared
+    assert {"tokenizer_config", "adapter_path", "trust_remote_code"} <= set(stock)
+
+
+def test_importing_the_package_does_not_import_mlx_lm() -> None:
+    """``redrafter-mlx --help`` should not take seconds."""
+    code = (
+        "import sys, mlx_redrafter.cli.main; "
+        "sys.exit(sum(name in sys.modules for name in ('mlx_lm', 'transformers', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
