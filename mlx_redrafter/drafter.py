@@ -133,7 +133,7 @@ class Drafter(nn.Module):
         """Token ids, int32, of rows of the head; any shape."""
         if self.config.draft_vocab_size is None:
             return rows.astype(mx.int32)
-        return self.token_ids[rows]
+        return self.token_ids[rows].astype(mx.int32)
 
     def _activate(self, x: mx.array) -> mx.array:
         return nn.silu(x) if self.config.rnn_activation == "silu" else x

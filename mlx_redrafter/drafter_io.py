@@ -43,8 +43,9 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
         The drafter in the dtype it was stored in, its weights in memory.
 
     Raises:
-        CheckpointError: Files are missing, truncated or foreign, or the config has values out of
-            range; every tensor that is missing, unexpected or of another shape is named.
+        CheckpointError: Files are missing, truncated or foreign, or the config or ``token_ids`` has
+            values out of range; every tensor that is missing, unexpected or of another shape is
+            named.
         NonFiniteError: A weight is NaN or infinite.
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
@@ -58,6 +59,7 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
     tensors = read_tensors(folder)
     drafter.load_weights([(n, t) for n, t in tensors.items() if n not in UNUSED_TENSORS])
     check_finite(drafter, folder)
+    _check_token_ids(drafter, folder)
     drafter.eval()
     return drafter
 
@@ -171,3 +173,23 @@ def _check_shapes(drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folde
         raise CheckpointError(
             f"the weights in {folder} do not fit its config.json: {'; '.join(sorted(problems))}"
         )
+
+
+def _check_token_ids(drafter: Drafter, folder: Path) -> None:
+    """Check that no two rows of the head propose the same token, and none an unknown one.
+
+    Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
+    """
+    if drafter.config.draft_vocab_size is None:
+        return
+    ids = drafter.token_ids
+    last = drafter.config.vocab_size - 1
+    if not mx.issubdtype(ids.dtype, mx.integer):
+        found = f"integers, found {ids.dtype}"
+    elif not 0 <= mx.min(ids).item() <= mx.max(ids).item() <= last:  # type: ignore[operator]
+        found = f"ids from 0 to {last}, found {mx.min(ids).item()} to {mx.max(ids).item()}"
+    elif len(set(to_ints(ids))) < ids.size:
+        found = "distinct ids, found some twice"
+    else:
+        return
+    raise CheckpointError(f"token_ids in {folder} must be {found}; convert or train it again")

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.decoding import Decoder, InFlight
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.host import to_ints
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 
@@ -19,9 +20,9 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int], depth: int) -> Toke
     depths = [0] * len(tokens)
     for node in range(1, len(tokens)):
         depths[node] = depths[parents[node]] + 1
-    parent_nodes = mx.array(parents, dtype=mx.int32)
+    parent_nodes = mx.array(list(parents), dtype=mx.int32)
     return TokenTree(
-        tokens=mx.array(tokens, dtype=mx.int32),
+        tokens=mx.array(list(tokens), dtype=mx.int32),
         parents=parent_nodes,
         depths=mx.array(depths, dtype=mx.int32),
         ancestors=ancestor_mask(parent_nodes, depth),
@@ -82,8 +83,8 @@ class ScriptedDecoder(Decoder):
 
     def _draft(self, drafter: Drafter, flight: InFlight) -> TokenTree:
         # The flight in hand is not read yet: how far it got is known from the script alone.
-        root = int(flight.root.item())
-        tokens_out = int(flight.outcome[0].item()) + 1 if flight.num_nodes else 1
+        (root,) = to_ints(flight.root)
+        tokens_out = to_ints(flight.outcome)[0] + 1 if flight.num_nodes else 1
         future = self.script[self.stats.num_tokens + tokens_out :]
         tokens, parents = grow(self.rng, root, future, self.shape, self.vocab_size, self.accuracy)
         return make_tree(tokens, parents, self.shape.draft_length)

@@ -18,7 +18,9 @@ def stock_tokens(
     model: nn.Module, prompt: Sequence[int], max_tokens: int, **options: Any
 ) -> list[Scored]:
     """Tokens of stock ``mlx_lm.generate_step`` with their log-probabilities."""
-    return list(generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options))
+    # Despite its annotation it yields numbers.
+    steps: Any = generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens, **options)
+    return list(steps)
 
 
 def ids(scored: Iterable[Scored]) -> list[int]:

@@ -117,7 +117,7 @@ def random_drafter(
     )
     keys = mx.random.split(mx.random.key(seed), 64)
     drafter = Drafter(values)
-    leaves = tree_flatten(drafter.parameters())
+    leaves: list[tuple[str, Any]] = tree_flatten(drafter.parameters())  # type: ignore[assignment]
     weights = [
         (name, _draw_weight(leaf, key).astype(dtype) if name != "token_ids" else leaf)
         for (name, leaf), key in zip(leaves, keys, strict=False)

@@ -70,7 +70,7 @@ def beam_search(
 ) -> Search:
     """Literal beam search: every level ranks all W * V continuations."""
     state = drafter.advance(drafter.start(), embedding[root])
-    beams = [((root,), 0.0, state)]
+    beams: list[tuple[Path, float, Array]] = [((root,), 0.0, state)]
     scores: dict[Path, float] = {}
     for _ in range(length - 1):
         continuations = []
@@ -99,7 +99,8 @@ def dedup_and_pack(beams: Array) -> tuple[list[int], list[int]]:
     same = np.cumprod(beams[:, None] == beams[None], axis=2)
     first = same.argmax(axis=1)
     index = {}
-    tokens, parents = [], []
+    tokens: list[int] = []
+    parents: list[int] = []
     for i in range(width):
         for j in range(length):
             if first[i, j] == i:

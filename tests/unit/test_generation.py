@@ -388,7 +388,7 @@ def test_text_past_the_context_goes_on_with_one_warning(
 def test_drafter_of_another_model_is_refused(
     model: nn.Module, size: dict[str, int], message: str
 ) -> None:
-    drafter = random_drafter(**{"vocab_size": 64, "hidden_size": 32, **size})
+    drafter = random_drafter(size.get("vocab_size", 64), size.get("hidden_size", 32))
     with pytest.raises(CheckpointError, match=message):
         stream_generate(model, wrapped_tokenizer(64), PROMPT, drafter=drafter)
 

@@ -1,0 +1,147 @@
+"""Checkpoint folders: finding, reading and writing, and files that are damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.checkpoint import (
+    MAX_JSON_BYTES,
+    find_checkpoint,
+    read_config,
+    read_shapes,
+    read_tensors,
+    write_atomically,
+    write_checkpoint,
+)
+from mlx_redrafter.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small checkpoint."""
+    tensors = {"a": mx.arange(6, dtype=mx.float32).reshape(2, 3), "b": mx.ones(4, mx.bfloat16)}
+    write_checkpoint(tmp_path / "checkpoint", {"model_type": "x"}, tensors)
+    return tmp_path / "checkpoint"
+
+
+def test_round_trip(folder: Path) -> None:
+    assert find_checkpoint(folder) == folder
+    assert read_config(folder) == {"model_type": "x"}
+    assert read_shapes(folder) == {"a": (2, 3), "b": (4,)}
+    tensors = read_tensors(folder)
+    assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["b"].dtype == mx.bfloat16
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_shards_are_read_together(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), {"c": mx.ones(2)})
+    assert set(read_shapes(folder)) == set(read_tensors(folder)) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    "name", ["no-such-folder", "./no/such", "/no/such/folder", "~/no/such/folder", "a/b/c", "../x"]
+)
+def test_no_such_folder(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no such folder: .*; give a checkpoint folder or"):
+        find_checkpoint(name)
+
+
+def test_no_such_repository() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"'nobody/nothing' is neither a local folder nor a repository"
+    ) as caught:
+        find_checkpoint("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_checkpoint(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a checkpoint folder, found a file"):
+        find_checkpoint(folder / "config.json")
+
+
+def test_missing_files(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json in .*is it a checkpoint folder"):
+        read_config(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\*\.safetensors in"):
+        read_shapes(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "expected a JSON object in .*, found list"),
+        ("{", "cannot read .*config.json: "),
+        ("", "cannot read .*config.json: "),
+        ("[" * 100_000, "cannot read .*config.json: "),
+        (" " * (MAX_JSON_BYTES + 1), "expected at most 16777216 bytes, found 16777217"),
+    ],
+    ids=["list", "torn", "empty", "deep", "long"],
+)
+def test_foreign_configs(folder: Path, text: str, message: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(folder)
+
+
+def test_binary_config(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 40, -1, -4])
+def test_truncated_weights(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    for read in (read_shapes, read_tensors):
+        with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PK\x03\x04" + b"\x00" * 60,
+        b"\x80\x04\x95hello" * 10,
+        b"\xff" * 64,
+        (20).to_bytes(8, "little") + b'{"a": [1, 2, 3, 4]}x',
+    ],
+    ids=["zip", "pickle", "huge header", "no header"],
+)
+def test_foreign_weights(folder: Path, data: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
+        read_tensors(folder)
+
+
+def test_a_claim_in_a_header_allocates_nothing(folder: Path) -> None:
+    claim = {"a": {"dtype": "F32", "shape": [2**20, 2**20], "data_offsets": [0, 2**42]}}
+    header = json.dumps(claim).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
+        read_tensors(folder)
+
+
+def test_failed_writing_leaves_the_old_file(folder: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    before = (folder / "config.json").read_text()
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(folder / "config.json", fail)
+    assert (folder / "config.json").read_text() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_written_files_can_be_read_by_others(folder: Path) -> None:
+    assert oct(os.stat(folder / "model.safetensors").st_mode & 0o777) == oct(0o644)

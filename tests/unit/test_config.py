@@ -1,0 +1,129 @@
+"""Options and configs: defaults, bounds and messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
+from mlx_redrafter.errors import CheckpointError, ConfigError
+
+DRAFTER: dict[str, Any] = {
+    "model_type": "recurrent_drafting_drafter",
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "exit_dim": 32,
+    "num_draft_layers": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "max_nodes", "scored"),
+    [
+        (TreeShape(), 9, 53, 52),
+        (TreeShape(1, 2), 2, 2, 1),
+        (TreeShape(1, 5), 5, 5, 4),
+        (TreeShape(2, 3), 7, 7, 6),
+        (TreeShape(2, 4), 9, 11, 10),
+        (TreeShape(64, 16, 57_409), 57_409, 57_409, 57_408),
+        (TreeShape(4, 5, select="beam"), None, 17, 52),
+        (TreeShape(64, 16, select="beam"), None, 961, 57_408),
+    ],
+)
+def test_sizes_of_a_shape(shape: TreeShape, nodes: int | None, max_nodes: int, scored: int) -> None:
+    """2 <= N <= 1 + W + (L - 2) W^2; merged beams have at most 1 + W (L - 1) nodes."""
+    assert shape.tree_nodes == nodes
+    assert shape.max_nodes == max_nodes
+    assert shape.num_drafted == scored
+    assert shape.draft_length == shape.beam_length - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_width": 0}, "beam_width must be an integer from 1 to 64, got 0"),
+        ({"beam_width": 65}, "beam_width must be an integer from 1 to 64, got 65"),
+        ({"beam_width": True}, "beam_width must be an integer from 1 to 64, got True"),
+        ({"beam_width": 4.0}, "beam_width must be an integer from 1 to 64, got 4.0"),
+        ({"beam_length": 1}, "from 2 to 16 (the root counts as one), got 1"),
+        ({"beam_length": 17}, "from 2 to 16 (the root counts as one), got 17"),
+        ({"tree_nodes": 1}, "from 2 to 53 for beam_width 4 and beam_length 5, got 1"),
+        ({"tree_nodes": 54}, "from 2 to 53 for beam_width 4 and beam_length 5, got 54"),
+        ({"tree_nodes": 9, "select": "beam"}, "leave it out or use select='top_n'"),
+        ({"select": "topn"}, "select must be 'top_n' or 'beam', got 'topn'"),
+    ],
+    ids=str,
+)
+def test_impossible_shapes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TreeShape(**options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temp": -1e-9}, "temp must be a finite number, 0 or more, got -1e-09"),
+        ({"temp": float("inf")}, "temp must be a finite number, 0 or more, got inf"),
+        ({"temp": "1"}, "temp must be a finite number, 0 or more, got '1'"),
+        ({"temp": True}, "temp must be a finite number, 0 or more, got True"),
+        ({"top_p": -0.1}, "top_p must be a number from 0 to 1 (0: off), got -0.1"),
+        ({"top_p": float("nan")}, "top_p must be a number from 0 to 1 (0: off), got nan"),
+        ({"min_p": 1.5}, "min_p must be a number from 0 to 1 (0: off), got 1.5"),
+        ({"top_k": 1.5}, "top_k must be an integer at least 0 (0: off), got 1.5"),
+        ({"seed": -1}, "seed must be an integer from 0 to 4294967295, got -1"),
+    ],
+    ids=str,
+)
+def test_impossible_sampling(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**options)
+    assert message in str(caught.value)
+
+
+def test_extreme_sampling_is_possible() -> None:
+    SamplingParams(temp=0, top_p=0, min_p=0, top_k=0, seed=0)
+    SamplingParams(temp=100, top_p=1, min_p=1, top_k=10**6, seed=2**32 - 1)
+
+
+def test_drafter_config_round_trip() -> None:
+    config = DrafterConfig(100, 16, 40, 0, rnn=True, draft_top_k=50, draft_vocab_size=60)
+    assert DrafterConfig.from_dict(config.to_dict()) == config
+    assert config.has_input_proj
+    assert config.head_rows == 60
+
+
+def test_keys_of_other_programs_are_ignored() -> None:
+    values = {**DRAFTER, "num_lookback_tokens": -1, "emb_norm": True, "rms_norm_eps": 1e-5}
+    config = DrafterConfig.from_dict(values)
+    assert config == DrafterConfig(100, 16, 32, 2, rnn=False)
+    assert not config.has_input_proj
+    assert config.head_rows == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "expected a drafter with model_type .*, found 'llama'"),
+        ({"vocab_size": None}, "out of range: drafter vocab_size must be an integer .*None"),
+        ({"vocab_size": 2**24 + 1}, "drafter vocab_size must be an integer from 1 to 16777216"),
+        ({"hidden_size": 0}, "drafter hidden_size must be an integer from 1 .*got 0"),
+        ({"exit_dim": -4}, "drafter exit_dim must be an integer from 1 .*got -4"),
+        ({"num_draft_layers": 65}, "drafter num_draft_layers must be an integer from 0 to 64"),
+        ({"rnn": "yes"}, "drafter rnn must be true or false, got 'yes'"),
+        ({"rnn_activation": "relu"}, "must be 'silu' or 'identity', got 'relu'"),
+        ({"draft_top_k": 101}, "drafter draft_top_k must be an integer from 1 to 100, got 101"),
+        ({"draft_vocab_size": 0}, "drafter draft_vocab_size must be an integer from 1 to 100"),
+    ],
+    ids=str,
+)
+def test_impossible_drafter_configs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        DrafterConfig.from_dict({**DRAFTER, **change})
+
+
+def test_missing_keys_are_named_together() -> None:
+    values = {"model_type": DRAFTER["model_type"], "exit_dim": 32}
+    with pytest.raises(CheckpointError, match=r"lacks vocab_size, hidden_size, num_draft_layers"):
+        DrafterConfig.from_dict(values)

@@ -1,0 +1,101 @@
+"""The drafter network against its equations in numpy.
+
+Axes: W beams, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_redrafter.drafter import MASKED_LOGIT
+from tests.helpers.models import random_drafter
+from tests.helpers.oracles import NumpyDrafter, silu
+
+VOCAB_SIZE, HIDDEN_SIZE = 50, 8
+
+
+@pytest.mark.parametrize("rnn", [True, False])
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("exit_dim", [16, 8, 24])
+def test_network_follows_its_equations(rnn: bool, layers: int, exit_dim: int) -> None:
+    drafter = random_drafter(
+        VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, num_draft_layers=layers, exit_dim=exit_dim
+    )
+    literal = NumpyDrafter(drafter)
+    rng = np.random.default_rng(layers)
+    hidden = rng.standard_normal(HIDDEN_SIZE)
+    embeddings = rng.standard_normal((4, 3, HIDDEN_SIZE))  # four tokens of three beams
+
+    states = mx.concatenate(
+        [drafter.start(mx.array(row[None].astype(np.float32))) for row in embeddings[0]]
+    )
+    expected = [literal.advance(literal.start(), row) for row in embeddings[0]]
+    for step in range(4):
+        if step:
+            states = drafter.advance(states, mx.array(embeddings[step].astype(np.float32)))
+            expected = [
+                literal.advance(state, row)
+                for state, row in zip(expected, embeddings[step], strict=True)
+            ]
+        log_probs = drafter.log_probs(mx.array(hidden.astype(np.float32)), states)
+        truth = np.stack([literal.log_probs(hidden, state) for state in expected])
+        np.testing.assert_allclose(np.array(log_probs), truth, rtol=1e-4, atol=1e-4)
+    assert ("input_proj" in drafter) == (exit_dim != 2 * HIDDEN_SIZE)
+
+
+def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
+    drafter = random_drafter(
+        VOCAB_SIZE, HIDDEN_SIZE, rnn_activation="identity", rnn_first_step_bias=False
+    )
+    weights = NumpyDrafter(drafter).weights
+    e = np.random.default_rng(0).standard_normal((2, HIDDEN_SIZE))
+    first = weights["rnn_w.weight"] @ e[0]
+    second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
+    second += weights["rnn_u.bias"]
+    rows = [mx.array(row[None].astype(np.float32)) for row in e]
+    state = drafter.start(rows[0])
+    np.testing.assert_allclose(np.array(state)[0], first, rtol=1e-5, atol=1e-5)
+    state = drafter.advance(state, rows[1])
+    np.testing.assert_allclose(np.array(state)[0], second, rtol=1e-5, atol=1e-5)
+
+
+def test_first_step_has_the_bias_by_default() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    weights = NumpyDrafter(drafter).weights
+    state = drafter.start(mx.zeros((1, HIDDEN_SIZE)))
+    np.testing.assert_allclose(np.array(state)[0], silu(weights["rnn_u.bias"]), atol=1e-6)
+
+
+def test_draft_top_k_masks_as_apples_warp_logits() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_top_k=3)
+    state = mx.ones((2, HIDDEN_SIZE))
+    hidden = mx.ones((HIDDEN_SIZE,))
+    logits = np.array(drafter.logits(hidden, state), dtype=np.float64)
+    found = np.array(drafter.log_probs(hidden, state))
+    for row, log_probs in zip(logits, found, strict=True):
+        kept = np.argsort(-row)[:3]
+        warped = np.full(VOCAB_SIZE, MASKED_LOGIT)
+        warped[kept] = row[kept] - row.max()
+        expected = warped - np.log(np.exp(warped).sum())
+        np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_log_probs_are_float32_and_normalised(dtype: mx.Dtype) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
+    assert drafter.dtype == dtype
+    state = drafter.start(mx.ones((1, HIDDEN_SIZE), dtype=dtype))
+    log_probs = drafter.log_probs(mx.ones((HIDDEN_SIZE,), dtype=dtype), state)
+    assert log_probs.dtype == mx.float32
+    assert np.exp(np.array(log_probs, dtype=np.float64)).sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_rows_of_a_partial_head_are_tokens_of_its_list() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=4)
+    drafter.token_ids = mx.array([9, 3, 40, 22], dtype=mx.int32)
+    found = drafter.to_token_ids(mx.array([[3, 0], [1, 2]], dtype=mx.uint32))
+    assert np.array(found).tolist() == [[22, 9], [3, 40]]
+    whole = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    assert whole.to_token_ids(mx.array([7], dtype=mx.uint32)).dtype == mx.int32
