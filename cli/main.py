@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from mlx_redrafter.cli.check import check
+from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.version import __version__
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(check)
+app.add_typer(convert, name="convert")
 
 
 def run() -> None:

@@ -1,0 +1,78 @@
+"""A drafter fitted to a small trained target within seconds, saved as Apple's code saves it.
+
+Axes: B windows, S tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.convert.export import export_drafter
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import save_drafter
+from mlx_redrafter.hooks import captured_output
+from mlx_redrafter.target import Target
+
+NUM_WINDOWS, WINDOW, NUM_STEPS, BATCH = 96, 128, 250, 256
+
+
+class Examples(NamedTuple):
+    """What a drafter sees at many positions, and what the target says next (its argmax)."""
+
+    hiddens: mx.array  # (B, H)
+    roots: mx.array  # (B,)
+    firsts: mx.array  # (B,)
+    seconds: mx.array  # (B,)
+
+
+def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> None:
+    """Fit an RNN drafter to two tokens ahead and save it in the layout of Apple's code."""
+    target = Target(model)
+    examples = _examples(model, tokenizer, text)
+    config = DrafterConfig(target.vocab_size, target.hidden_size, 2 * target.hidden_size, 1, True)
+    mx.random.seed(0)
+    drafter = Drafter(config)
+    optimizer = optim.Adam(3e-3)
+
+    def loss(batch: Examples) -> mx.array:
+        state = drafter.start(target.embed(batch.roots))
+        total = nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.firsts)
+        state = drafter.advance(state, target.embed(batch.firsts))
+        total += nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.seconds)
+        return total.mean()
+
+    random = np.random.default_rng(0)
+    step = nn.value_and_grad(drafter, loss)
+    for _ in range(NUM_STEPS):
+        rows = mx.array(random.integers(0, len(examples.roots), BATCH))
+        _, gradients = step(Examples(*(array[rows] for array in examples)))
+        optimizer.update(drafter, gradients)
+        mx.eval(drafter.parameters(), optimizer.state)
+    save_drafter(drafter, folder / "mlx")
+    export_drafter(folder / "mlx", folder / "apple")
+
+
+def _examples(model: nn.Module, tokenizer: Any, text: Path) -> Examples:
+    """Positions whose next two tokens in the text are what the target itself would say."""
+    ids: list[int] = []
+    for line in text.read_text(encoding="utf-8").splitlines(keepends=True):
+        ids += tokenizer.encode(line, add_special_tokens=False)
+        if len(ids) >= NUM_WINDOWS * WINDOW:
+            break
+    windows = mx.array(ids[: NUM_WINDOWS * WINDOW]).reshape(NUM_WINDOWS, WINDOW)
+    with captured_output() as outputs:
+        said = mx.argmax(model(windows), axis=-1)  # (B, S): token s + 1 as the target has it
+    hiddens = outputs[-1]
+    return Examples(
+        hiddens[:, :-3].reshape(-1, hiddens.shape[-1]),
+        windows[:, 1:-2].flatten(),
+        said[:, 1:-2].flatten(),
+        said[:, 2:-1].flatten(),
+    )

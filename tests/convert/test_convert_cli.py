@@ -1,0 +1,101 @@
+"""`redrafter-mlx convert` and `convert inspect`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.cli.main import main
+from tests.convert import handmade
+
+WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    handmade.write_checkpoint(tmp_path / "source", "legacy", WIDE)
+    return str(tmp_path / "source")
+
+
+def test_convert(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert main(["convert", source, out, "-q", "--q-bits", "8", "--dtype", "bfloat16"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"wrote {out}: hidden size 64")
+    assert "8 bits, groups of 64" in captured.out
+    assert captured.err == ""
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["quantization"]["bits"] == 8
+
+
+def test_options_may_come_first(source: str, tmp_path: Path) -> None:
+    assert main(["convert", "--dtype", "float32", source, str(tmp_path / "out")]) == 0
+
+
+def test_inspect(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "inspect", source]) == 0
+    shown = capsys.readouterr().out
+    assert "a recurrent drafter with apple names" in shown
+    assert "hidden_size: 64" in shown
+    assert re.search(r"rnn_w\.weight +float32 +\[64, 64\]", shown)
+
+
+def test_back_to_pytorch(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mlx, back = str(tmp_path / "mlx"), str(tmp_path / "back")
+    assert main(["convert", source, mlx]) == 0
+    assert main(["convert", mlx, back, "--to", "pytorch", "--dtype", "float32"]) == 0
+    assert "Apple's PyTorch code" in capsys.readouterr().out
+    assert main(["convert", "inspect", back]) == 0
+
+
+def test_a_bad_source_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "safetensors", {**WIDE, "exit_dim": 100})
+    handmade.write_config(tmp_path / "source", WIDE)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "has shape [100, 100], expected [128, 128]" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing argument 'SRC'"),
+        (["a"], "Missing argument 'DST'"),
+        (["inspect"], "Missing argument 'SRC'"),
+        (["a", "b", "--dtype", "int8"], "--dtype"),
+        (["a", "b", "--vocab-slice", "5"], "need each other"),
+        (["a", "b", "--vocab-slice", "5", "--vocab-text", "t"], "needs --target"),
+        (["a", "b", "--to", "pytorch", "-q"], "no option but --dtype"),
+        (["a", "b", "-q", "--q-bits", "5"], "must be one of"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_help_is_fast_and_names_both_commands() -> None:
+    start = time.perf_counter()
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter.cli", "convert", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert time.perf_counter() - start < 60
+    assert "convert inspect SRC" in " ".join(shown.stdout.split())
+    assert "mlx_lm" not in shown.stderr
+    assert "torch" not in shown.stderr

@@ -1,0 +1,276 @@
+"""What is written: whole or not at all, quantised, sliced, described, and back to PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_redrafter.convert import publication, upload
+from mlx_redrafter.convert.conversion import (
+    ConversionOptions,
+    Quantization,
+    VocabularySlice,
+    convert_drafter,
+)
+from mlx_redrafter.convert.export import export_drafter
+from mlx_redrafter.convert.vocabulary import choose_rows
+from mlx_redrafter.drafter_io import load_drafter
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.version import __version__
+from tests.convert import handmade
+
+WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
+OUTPUT = ["README.md", "config.json", "model.safetensors"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    handmade.write_checkpoint(tmp_path / "source", "zip", WIDE)
+    return tmp_path / "source"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_folder_says_where_it_comes_from(source: Path) -> None:
+    out = source.parent / "deep" / "out"
+    convert_drafter(source, out)
+    assert files(out) == OUTPUT
+    assert files(out.parent) == ["out"]
+    values = json.loads((out / "config.json").read_text())
+    assert values["model_type"] == "recurrent_drafting_drafter"
+    assert values["conversion"]["source"] == "source"
+    assert values["conversion"]["converter"] == f"mlx_redrafter {__version__}"
+    digest = hashlib.sha256((source / "pytorch_model.bin").read_bytes()).hexdigest()
+    assert values["conversion"]["sha256"] == {"pytorch_model.bin": digest}
+    written = "".join(map(str, contents(out).values()))
+    assert str(source.parent) not in written
+
+
+def test_the_card_describes_the_drafter(source: Path) -> None:
+    convert_drafter(source, source.parent / "out", ConversionOptions(quantization=Quantization(8)))
+    card = (source.parent / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: mlx\n")
+    assert "| weights | 8 bits, groups of 64 |" in card
+    assert "| vocabulary | 96 |" in card
+    assert "converted from `source`" in card
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtypes(source: Path, dtype: str) -> None:
+    convert_drafter(source, source.parent / "out", ConversionOptions(dtype=dtype))
+    assert load_drafter(source.parent / "out").dtype == getattr(mx, dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_size: int) -> None:
+    out = source.parent / "out"
+    convert_drafter(source, out, ConversionOptions(quantization=Quantization(bits, group_size)))
+    values = json.loads((out / "config.json").read_text())
+    assert values["quantization"] == {"group_size": group_size, "bits": bits}
+    layer: Any = load_drafter(out).lm_head[-1]
+    assert (layer.bits, layer.group_size) == (bits, group_size)
+    with pytest.raises(CheckpointError, match="quantised already"):
+        convert_drafter(out, source.parent / "again")
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(5, 64), (4, 48), (0, 64)])
+def test_impossible_quantisation(bits: int, group_size: int) -> None:
+    with pytest.raises(ConfigError, match="must be one of"):
+        Quantization(bits, group_size)
+
+
+def test_a_width_that_no_group_divides(tmp_path: Path) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "zip")
+    with pytest.raises(ConfigError, match="group_size 64"):
+        convert_drafter(
+            tmp_path / "source", tmp_path / "out", ConversionOptions(quantization=Quantization())
+        )
+    assert files(tmp_path) == ["source"]
+
+
+def test_an_earlier_conversion_is_replaced(source: Path) -> None:
+    out = source.parent / "out"
+    convert_drafter(source, out)
+    before = contents(out)
+    convert_drafter(source, out, ConversionOptions(dtype="float32"))
+    assert contents(out) != before
+    assert files(out) == OUTPUT
+    assert files(out.parent) == ["out", "source"]
+
+
+def test_an_empty_folder_is_filled(source: Path) -> None:
+    (source.parent / "out").mkdir()
+    convert_drafter(source, source.parent / "out")
+    assert files(source.parent / "out") == OUTPUT
+
+
+@pytest.mark.parametrize("present", ["thesis.txt", "config.json"])
+def test_files_of_others_are_not_replaced(source: Path, present: str) -> None:
+    out = source.parent / "out"
+    out.mkdir()
+    (out / present).write_text("{}")
+    with pytest.raises(CheckpointError, match="files that no conversion wrote"):
+        convert_drafter(source, out)
+    assert files(out) == [present]
+
+
+def test_the_source_is_not_replaced(source: Path) -> None:
+    before = contents(source)
+    with pytest.raises(CheckpointError, match="found the source"):
+        convert_drafter(source, source.parent / "x" / ".." / "source")
+    with pytest.raises(CheckpointError, match="found a file"):
+        convert_drafter(source, source / "config.json")
+    assert contents(source) == before
+
+
+def test_a_failure_while_writing_leaves_the_earlier_output(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = source.parent / "out"
+    convert_drafter(source, out)
+    before = contents(out)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("mlx_redrafter.convert.conversion.model_card", fail)
+    with pytest.raises(OSError, match="disk full"):
+        convert_drafter(source, out, ConversionOptions(dtype="float32"))
+    assert contents(out) == before
+    assert files(out.parent) == ["out", "source"]
+
+
+def test_a_failure_while_moving_brings_the_earlier_output_back(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = source.parent / "out"
+    convert_drafter(source, out)
+    before, rename, calls = contents(out), os.rename, []
+
+    def fail_once(*paths: object) -> None:
+        calls.append(paths)
+        if len(calls) == 2:
+            raise OSError("cannot move")
+        rename(*paths)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(publication.os, "rename", fail_once)
+    with pytest.raises(OSError, match="cannot move"):
+        convert_drafter(source, out, ConversionOptions(dtype="float32"))
+    assert contents(out) == before
+    assert files(out.parent) == ["out", "source"]
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_back_to_pytorch(source: Path, bits: int | None) -> None:
+    quantization = None if bits is None else Quantization(bits)
+    options = ConversionOptions(dtype="float32", quantization=quantization)
+    mlx, back = source.parent / "mlx", source.parent / "back"
+    convert_drafter(source, mlx, options)
+    assert export_drafter(mlx, back) == ()
+    assert json.loads((back / "config.json").read_text()).items() >= WIDE.items()
+    convert_drafter(back, source.parent / "again", ConversionOptions(dtype="float32"))
+    original = handmade.tensors(WIDE)
+    returned = mx.load(str(back / "model.safetensors"), return_metadata=True)
+    assert returned[1]["format"] == "pt"
+    assert returned[0].keys() == original.keys()
+    for name, value in original.items():
+        tolerance = {None: 0.0, 4: 0.15, 8: 0.01}[bits]
+        np.testing.assert_allclose(np.array(returned[0][name]), value, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "reason"),
+    [
+        ({"rnn_activation": "identity"}, "TensorRT-LLM's recurrence"),
+        ({"rnn_first_step_bias": False}, "TensorRT-LLM's recurrence"),
+    ],
+)
+def test_what_apples_code_cannot_compute_is_not_written(
+    tmp_path: Path, variant: dict[str, Any], reason: str
+) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, **variant})
+    convert_drafter(tmp_path / "source", tmp_path / "mlx")
+    with pytest.raises(CheckpointError, match=reason):
+        export_drafter(tmp_path / "mlx", tmp_path / "back")
+    assert files(tmp_path) == ["mlx", "source"]
+
+
+def test_another_mask_is_noted(tmp_path: Path) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, "draft_top_k": None})
+    convert_drafter(tmp_path / "source", tmp_path / "mlx")
+    assert "keeps 50 logits" in export_drafter(tmp_path / "mlx", tmp_path / "back")[0]
+
+
+def test_the_most_frequent_tokens_are_kept() -> None:
+    counts = np.array([0, 5, 0, 7, 5, 0, 9])
+    assert choose_rows(counts, [0], 4).tolist() == [0, 1, 3, 6]
+    assert choose_rows(counts, [], 5).tolist() == [0, 1, 3, 4, 6]
+    assert choose_rows(counts, [99, -1], 7).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 8])
+def test_an_impossible_number_of_rows(num_rows: int) -> None:
+    with pytest.raises(ConfigError, match="vocabulary slice"):
+        choose_rows(np.zeros(7), [3], num_rows)
+
+
+def test_a_slice_needs_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a target"):
+        ConversionOptions(vocabulary=VocabularySlice(5, (tmp_path,)))
+
+
+def test_token_ids_out_of_range(tmp_path: Path) -> None:
+    config = {**handmade.CONFIG, "draft_vocab_size": 2}
+    values = handmade.tensors()
+    values["lm_head.2.weight"] = values["lm_head.2.weight"][:2]
+    handmade.write_config(tmp_path / "source", config)
+    for ids, is_valid in (([3, 69], True), ([3, 70], False), ([-1, 3], False)):
+        arrays = {name: mx.array(value) for name, value in values.items()}
+        arrays["token_ids"] = mx.array(ids, dtype=mx.int32)
+        mx.save_safetensors(str(tmp_path / "source" / "model.safetensors"), arrays)
+        if is_valid:
+            convert_drafter(tmp_path / "source", tmp_path / "out")
+        else:
+            with pytest.raises(CheckpointError, match="token_ids from 0 to 69"):
+                convert_drafter(tmp_path / "source", tmp_path / "out")
+
+
+class FakeHub:
+    """Stands for the hub's client and remembers what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def create_repo(self, repo: str, exist_ok: bool) -> str:
+        self.calls.append(("create", repo))
+        if repo == "nobody/nothing":
+            raise OSError("offline\nsecond line")
+        return f"https://hub/{repo}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path) -> None:
+        self.calls.append((repo_id, ",".join(files(folder_path))))
+
+
+def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(upload, "HfApi", lambda: hub)
+    out = source.parent / "out"
+    convert_drafter(source, out)
+    assert upload.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
+    assert hub.calls == [("create", "me/drafter"), ("me/drafter", ",".join(OUTPUT))]
+    with pytest.raises(CheckpointError, match=r"complete but could not be uploaded.*offline$"):
+        upload.upload_folder(out, "nobody/nothing")

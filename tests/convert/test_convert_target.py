@@ -1,0 +1,188 @@
+"""Converted drafters with a trained target: the self-test, and the text that comes out.
+
+A drafter is fitted to stories260k within seconds, so acceptance is real, if modest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter import load_drafter, stream_generate
+from mlx_redrafter.beam import expand
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.convert.conversion import (
+    Conversion,
+    ConversionOptions,
+    Quantization,
+    VocabularySlice,
+    convert_drafter,
+)
+from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
+from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import save_drafter
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.target import Target
+from tests.conftest import Trained
+from tests.convert import handmade
+from tests.convert.fitted import fit_drafter
+from tests.helpers.models import SHARED, random_drafter
+
+TEXT = SHARED / "text" / "tinystories-train.txt"
+PROMPTS = ("Once upon a time", "The big dog", "Lily wanted to go to the park")
+Convert = Callable[..., Conversion]
+
+
+@pytest.fixture(scope="module")
+def fitted(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fitted drafter in the layout of Apple's code."""
+    if not TEXT.is_file():
+        pytest.skip(f"the text {TEXT.name} is not beside the repository")
+    folder = tmp_path_factory.mktemp("fitted")
+    fit_drafter(stories.model, stories.tokenizer, TEXT, folder)
+    return folder / "apple"
+
+
+@pytest.fixture
+def convert(fitted: Path, stories: Trained, tmp_path: Path) -> Convert:
+    """Convert the fitted drafter for stories260k with any options."""
+
+    def run(**options: Any) -> Conversion:
+        return convert_drafter(
+            fitted, tmp_path / "out", ConversionOptions(target=stories.folder, **options)
+        )
+
+    return run
+
+
+def decode(stories: Trained, drafter: Drafter | None) -> tuple[list[list[int]], float]:
+    """Greedy tokens after each prompt, and the share of steps whose first draft was accepted."""
+    texts, steps, accepted = [], 0, 0.0
+    for prompt in PROMPTS:
+        responses = list(
+            stream_generate(
+                stories.model, stories.tokenizer, prompt, drafter=drafter, max_tokens=80, temp=0
+            )
+        )
+        texts.append([response.token for response in responses])
+        last = responses[-1]
+        steps += last.steps
+        if drafter is not None:
+            accepted += last.stats.acceptance_rate_by_depth[0] * last.steps
+    return texts, accepted / max(steps, 1)
+
+
+def test_quantised_drafters_give_the_same_text(
+    convert: Convert, stories: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, _ = decode(stories, None)
+    lines = []
+    for name, options in {
+        "float32": {"dtype": "float32"},
+        "float16": {"dtype": "float16"},
+        "8 bits": {"dtype": "float32", "quantization": Quantization(8, 64)},
+        "4 bits": {"dtype": "float32", "quantization": Quantization(4, 64)},
+    }.items():
+        measured = convert(**options).provenance["self_test"]["acceptance"]
+        texts, accepted = decode(stories, load_drafter(tmp_path / "out"))
+        assert texts == plain
+        assert measured > LEAST_ACCEPTANCE
+        lines.append(f"{name}: first draft right {measured:.3f}, in the tree {accepted:.3f}")
+    with capsys.disabled():
+        sys.stdout.write("\n" + "\n".join(lines) + "\n")
+
+
+def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
+    conversion = convert()
+    assert conversion.warnings == ()
+    assert conversion.provenance["self_test"]["acceptance"] > LEAST_ACCEPTANCE
+    assert conversion.provenance["target"] == "stories260k"
+
+
+def test_the_wrong_recurrence_is_noticed(convert: Convert) -> None:
+    conversion = convert(rnn_activation="identity")
+    assert conversion.config.rnn_activation == "identity"
+    assert "--rnn-activation silu" in conversion.warnings[0]
+
+
+@pytest.mark.parametrize("rnn", [True, False])
+def test_an_untrained_drafter_is_noticed(stories: Trained, tmp_path: Path, rnn: bool) -> None:
+    save_drafter(random_drafter(512, 64, rnn=rnn), tmp_path / "source")
+    options = ConversionOptions(target=stories.folder)
+    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    assert "probably trained for another model" in conversion.warnings[0]
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_the_self_test_measures_what_drafting_does(
+    convert: Convert, stories: Trained, tmp_path: Path, is_linear: bool
+) -> None:
+    """The first draft of a beam search at every token of the target's own text."""
+    convert(dtype="float32", rnn_activation="identity" if is_linear else "silu")
+    drafter = load_drafter(tmp_path / "out")
+    target, shape = Target(stories.model), TreeShape(beam_width=1, beam_length=2)
+    matches = []
+    for prompt in PROMPTS_OF_SELF_TEST:
+        cache = target.new_cache()
+        ids = mx.array(stories.tokenizer.encode(prompt), dtype=mx.int32)
+        forward = target.prefill(ids, cache, 512, lambda done, total: None)
+        for _ in range(TOKENS_PER_PROMPT):
+            root = mx.argmax(forward.logits, axis=-1)
+            draft = expand(drafter, target.embed, forward.hiddens[0], root, shape).tokens[0]
+            forward = target.advance(root, cache)
+            matches.append(draft.item() == mx.argmax(forward.logits).item())
+    measured = self_test(drafter, stories.model, stories.tokenizer)
+    assert measured.positions == len(matches)
+    assert measured.acceptance == pytest.approx(sum(matches) / len(matches))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 32, "exit_dim": 64, "vocab_size": 512}, "hidden_size 32 does not match"),
+        ({"hidden_size": 64, "exit_dim": 128, "vocab_size": 400}, "vocab_size 400 does not match"),
+        ({"hidden_size": 64, "exit_dim": 128, "vocab_size": 700}, "vocab_size 700 does not match"),
+    ],
+)
+def test_a_drafter_of_another_model(
+    stories: Trained, tmp_path: Path, config: dict[str, int], message: str
+) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "zip", {**handmade.CONFIG, **config})
+    options = ConversionOptions(target=stories.folder)
+    with pytest.raises(CheckpointError, match=message):
+        convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_padding_rows_are_dropped(stories: Trained, tmp_path: Path) -> None:
+    config = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 576}
+    handmade.write_checkpoint(tmp_path / "source", "zip", config)
+    options = ConversionOptions(target=stories.folder, dtype="float32")
+    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    assert conversion.config.vocab_size == 512
+    assert any("64 padding rows" in note for note in conversion.provenance["notes"])
+    head = load_drafter(tmp_path / "out").lm_head[-1].weight
+    kept = mx.array(handmade.tensors(config)["lm_head.2.weight"][:512])
+    assert mx.array_equal(head, kept).item()
+
+
+def test_a_vocabulary_slice_drafts_less_and_changes_no_text(
+    convert: Convert, stories: Trained, tmp_path: Path
+) -> None:
+    whole = convert(dtype="float32").provenance["self_test"]["acceptance"]
+    conversion = convert(dtype="float32", vocabulary=VocabularySlice(300, (TEXT,)))
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["draft_vocab_size"] == 300
+    drafter = load_drafter(tmp_path / "out")
+    kept = set(drafter.token_ids.tolist())
+    assert {0, 1, 2} <= kept  # special tokens, never in the text
+    assert len(kept) == 300
+    assert conversion.provenance["self_test"]["acceptance"] > whole - 0.1
+    assert decode(stories, drafter)[0] == decode(stories, None)[0]
