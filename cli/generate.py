@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.config import SamplingParams, TreeShape
+from mlx_redrafter.config import SamplingParams, TreeShape, check_max_tokens
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def generate(
             "decode without one with --no-draft"
         )
     # Cheap checks come before anything is loaded.
+    check_max_tokens(max_tokens)
     shape = TreeShape(beam_width, beam_length, tree_nodes, select)  # type: ignore[arg-type]
     params = SamplingParams(temp, top_p, top_k, min_p, options.fresh_seed(seed))
     prompting = options.Prompting(prompt, ignore_chat_template, chat_template_config, system_prompt)

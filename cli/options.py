@@ -158,12 +158,7 @@ class Loading:
             trust_remote_code=self.trust_remote_code,
         )
         for token in self.extra_eos_token:
-            try:
-                tokenizer.add_eos_token(token)
-            except ValueError:
-                raise ConfigError(
-                    f"--extra-eos-token must be a token of the model or an id, got {token!r}"
-                ) from None
+            _add_stop_token(tokenizer, token)
         return model, tokenizer, drafter
 
 
@@ -222,9 +217,26 @@ class Prompting:
         messages = [{"role": "user", "content": text}]
         if self.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options
-        )
+        from jinja2 import TemplateError
+
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the model's chat template refuses the prompt: {error}; change its options, or "
+                "use --ignore-chat-template"
+            ) from error
+
+
+def _add_stop_token(tokenizer: TokenizerWrapper, token: str) -> None:
+    # For a name it does not know a tokenizer may answer with its unknown token.
+    vocabulary = tokenizer.get_vocab()
+    is_id = token.isdecimal() and int(token) in vocabulary.values()
+    if not is_id and token not in vocabulary:
+        raise ConfigError(f"--extra-eos-token must be a token of the model or an id, got {token!r}")
+    tokenizer.add_eos_token(token)
 
 
 def fresh_seed(seed: int | None) -> int:

@@ -31,6 +31,13 @@ def check_int(name: str, value: object, low: int, high: int | None = None, hint:
         raise ConfigError(f"{name} must be an integer {expected}{hint}, got {value!r}")
 
 
+def check_max_tokens(value: object) -> None:
+    """Raise `ConfigError` unless ``value`` is a number of tokens, or -1 for no limit."""
+    check_int("max_tokens", value, -1, hint=" (-1: no limit)")
+    if value == 0:
+        raise ConfigError("max_tokens must be 1 or more, or -1 for no limit, got 0")
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     """The shape of a recurrent drafter, as stored in its ``config.json``.

@@ -16,7 +16,7 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.config import SamplingParams, Selection, TreeShape, check_int
+from mlx_redrafter.config import SamplingParams, Selection, TreeShape, check_int, check_max_tokens
 from mlx_redrafter.decoding import Decoder, Request, Token
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
@@ -118,10 +118,8 @@ def stream_generate(
     sampling = {"temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     shape = TreeShape(beam_width, beam_length, tree_nodes, select)
-    check_int("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
+    check_max_tokens(max_tokens)
     check_int("prefill_step_size", prefill_step_size, 1)
-    if max_tokens == 0:
-        raise ConfigError("max_tokens must be 1 or more, or -1 for no limit, got 0")
     if sampler is not None and given:
         raise ConfigError(f"sampler= replaces {', '.join(given)}; give one or the other")
     params = SamplingParams(**{"seed": secrets.randbits(32), **given})

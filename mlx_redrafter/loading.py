@@ -56,7 +56,7 @@ def load(
     loaded_drafter = None
     if drafter is not None:
         draft_values = read_config(find_checkpoint(drafter, CONFIG_ONLY))
-        _check_hidden_size(DrafterConfig.from_dict(draft_values), config)
+        _check_sizes(DrafterConfig.from_dict(draft_values), config)
         loaded_drafter = load_drafter(drafter)
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
@@ -82,7 +82,8 @@ def load(
     return model, tokenizer, loaded_drafter
 
 
-def _check_hidden_size(drafter: DrafterConfig, config: Mapping[str, Any]) -> None:
+def _check_sizes(drafter: DrafterConfig, config: Mapping[str, Any]) -> None:
+    """What `check_fit` checks, as far as the target's config alone tells."""
     text_config = config.get("text_config")
     values = text_config if isinstance(text_config, Mapping) else config
     hidden_size = values.get("hidden_size", drafter.hidden_size)
@@ -90,4 +91,10 @@ def _check_hidden_size(drafter: DrafterConfig, config: Mapping[str, Any]) -> Non
         raise CheckpointError(
             f"the drafter's hidden_size {drafter.hidden_size} does not match the target's "
             f"{hidden_size}; use a drafter trained for this model"
+        )
+    vocab_size = values.get("vocab_size", drafter.vocab_size)
+    if isinstance(vocab_size, int) and vocab_size < drafter.vocab_size:
+        raise CheckpointError(
+            f"the drafter's vocab_size {drafter.vocab_size} does not match the target's "
+            f"{vocab_size}; use a drafter trained for this model"
         )

@@ -1,0 +1,364 @@
+"""Bad input: one line on stderr, nothing on stdout, exit code 1, or 2 for wrong usage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
+
+from mlx_redrafter import save_drafter
+from tests.conftest import Trained
+from tests.helpers.cli import run
+from tests.helpers.models import random_drafter
+
+NOWHERE = "/no/such/folder"
+
+
+def _assert_error(result: Any, code: int, *parts: str) -> None:
+    assert (result.code, result.out) == (code, "")
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--beam-width", 0], "beam_width must be an integer from 1 to 64, got 0"),
+        (["--beam-width", 65], "beam_width must be an integer from 1 to 64, got 65"),
+        (["--beam-length", 1], "beam_length must be an integer from 2 to 16"),
+        (["--beam-length", 17], "got 17"),
+        (["--tree-nodes", 1], "tree_nodes must be an integer from 2 to 53"),
+        (["--tree-nodes", 54], "for beam_width 4 and beam_length 5, got 54"),
+        (["--select", "beam", "--tree-nodes", 9], "tree_nodes cannot be chosen with select='beam'"),
+        (["--select", "best"], "select must be 'top_n' or 'beam', got 'best'"),
+        (["--temp", -1], "temp must be a finite number, 0 or more, got -1.0"),
+        (["--top-p", 2], "top_p must be a number from 0 to 1 (0: off), got 2.0"),
+        (["--top-k", -3], "top_k must be an integer at least 0 (0: off), got -3"),
+        (["--min-p", 1.5], "min_p must be a number from 0 to 1 (0: off), got 1.5"),
+        (["--seed", -1], "seed must be an integer from 0 to 4294967295, got -1"),
+        (["--max-tokens", 0], "max_tokens must be 1 or more, or -1 for no limit, got 0"),
+        (["--max-tokens", -2], "max_tokens must be an integer at least -1"),
+        (["--chat-template-config", "{"], "--chat-template-config must be JSON"),
+        (["--chat-template-config", "[]"], "--chat-template-config must be a JSON object, got []"),
+        (["--max-tokens", "many"], "'--max-tokens'"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], options: list[object], message: str
+) -> None:
+    base = ["generate", "--model", NOWHERE, "--drafter", NOWHERE, "--prompt", "Hi"]
+    _assert_error(run(capsys, *base, *options), 2, message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--beam-width", 0], "beam_width must be an integer from 1 to 64, got 0"),
+        (["--temp", -1], "temp must be a finite number, 0 or more, got -1.0"),
+        (["--max-tokens", 0], "max_tokens must be an integer at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_options_of_check_are_checked_first_too(
+    capsys: pytest.CaptureFixture[str], options: list[object], message: str
+) -> None:
+    base = ["check", "--model", NOWHERE, "--drafter", NOWHERE]
+    _assert_error(run(capsys, *base, *options), 2, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["generate", "--model", NOWHERE, "-p", "Hi"], ["--drafter", "train", "--no-draft"]),
+        (["generate", "--no-draft", "-p", "Hi"], ["--model"]),
+        (["generate", "--model", NOWHERE, "--no-draft"], ["--prompt"]),
+        (["check", "--model", NOWHERE], ["--drafter"]),
+        (["check", "--drafter", NOWHERE], ["--model"]),
+        (["no-such-command"], ["no-such-command"]),
+    ],
+    ids=str,
+)
+def test_missing_options(
+    capsys: pytest.CaptureFixture[str], arguments: list[object], parts: list[str]
+) -> None:
+    _assert_error(run(capsys, *arguments), 2, *parts)
+
+
+def _generate(
+    capsys: pytest.CaptureFixture[str], model: object, drafter: object, *options: object
+) -> Any:
+    base = ["generate", "--model", model, "--drafter", drafter, "-m", 4]
+    if "--prompt" not in options:
+        base += ["--prompt", "Hi"]
+    return run(capsys, *base, *options)
+
+
+@pytest.mark.parametrize("name", [NOWHERE, "nothing-here", "nobody/nothing"])
+def test_no_such_model(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    _assert_error(_generate(capsys, name, drafter_folder), 1, name)
+    _assert_error(_generate(capsys, stories.folder, name), 1, name)
+
+
+def test_files_in_place_of_folders(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, drafter = (
+        folder / "model.safetensors" for folder in (stories.folder, drafter_folder)
+    )
+    expected = "expected a checkpoint folder, found a file"
+    _assert_error(_generate(capsys, model, drafter_folder), 1, expected)
+    _assert_error(_generate(capsys, stories.folder, drafter), 1, expected)
+
+
+def test_a_model_in_place_of_a_drafter(
+    stories: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = _generate(capsys, stories.folder, stories.folder)
+    _assert_error(result, 1, "expected a drafter", "found 'llama'", "redrafter-mlx convert")
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the target's weights fails the test."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the target's weights were read")
+
+    monkeypatch.setattr(mlx_lm, "load", fail)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "parts"),
+    [
+        (512, 48, ["hidden_size 48", "64", "use a drafter trained for this model"]),
+        (600, 64, ["vocab_size 600", "512", "use a drafter trained for this model"]),
+    ],
+)
+def test_drafter_of_another_model_is_refused_before_the_weights_are_read(
+    stories: Trained,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    vocab_size: int,
+    hidden_size: int,
+    parts: list[str],
+) -> None:
+    save_drafter(random_drafter(vocab_size, hidden_size), tmp_path)
+    _assert_error(_generate(capsys, stories.folder, tmp_path), 1, *parts)
+
+
+def test_drafter_of_a_smaller_vocabulary(
+    stories: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_drafter(random_drafter(511, 64), tmp_path)
+    result = _generate(capsys, stories.folder, tmp_path)
+    _assert_error(result, 1, "vocab_size 511 does not match the target's 512")
+
+
+@pytest.fixture
+def model_copy(stories: Trained, tmp_path: Path) -> Path:
+    """A copy of stories260k to damage."""
+    return shutil.copytree(stories.folder, tmp_path / "model")
+
+
+def _change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "mamba"}, {"model_type": "gemma3"}, {"model_type": "no-such-architecture"}],
+    ids=str,
+)
+def test_unsupported_architecture(
+    model_copy: Path,
+    drafter_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+) -> None:
+    _change_config(model_copy, **config)
+    result = _generate(capsys, model_copy, drafter_folder)
+    _assert_error(result, 1, config["model_type"], "mlx_lm.generate")
+
+
+def test_a_folder_without_config(
+    model_copy: Path, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model_copy / "config.json").unlink()
+    result = _generate(capsys, model_copy, drafter_folder)
+    _assert_error(result, 1, "no config.json", "is it a checkpoint folder?")
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _replace_by_zip(path: Path) -> None:
+    path.write_bytes(b"PK\x03\x04" + bytes(200))
+
+
+@pytest.mark.parametrize("damage", [_truncate, _replace_by_zip])
+@pytest.mark.parametrize("whose", ["model", "drafter"])
+def test_damaged_weights(
+    model_copy: Path,
+    drafter_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    whose: str,
+) -> None:
+    drafter_copy = shutil.copytree(drafter_folder, tmp_path / "drafter")
+    damage((model_copy if whose == "model" else drafter_copy) / "model.safetensors")
+    result = _generate(capsys, model_copy, drafter_copy)
+    _assert_error(result, 1, "is truncated or not a safetensors file", f"/{whose}/")
+
+
+def test_weights_of_another_model(
+    model_copy: Path, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(drafter_folder / "model.safetensors", model_copy / "model.safetensors")
+    _assert_error(_generate(capsys, model_copy, drafter_folder), 1, "mlx-lm cannot load")
+
+
+def test_weights_that_are_no_numbers(
+    stories: Trained, model_copy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drafter = random_drafter(512, 64)
+    bias: Any = drafter.rnn_u.bias
+    bias[0] = float("nan")
+    save_drafter(drafter, tmp_path / "drafter")
+    result = _generate(capsys, stories.folder, tmp_path / "drafter")
+    _assert_error(result, 1, "NaN or infinite weights in rnn_u.bias", "convert or train it again")
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_logits_that_are_no_numbers(
+    model_copy: Path, drafter_folder: Path, capsys: pytest.CaptureFixture[str], drafts: bool
+) -> None:
+    tensors: Any = mx.load(str(model_copy / "model.safetensors"))
+    tensors = dict(tensors)
+    tensors["model.norm.weight"] = mx.full((64,), float("nan"))
+    mx.save_safetensors(str(model_copy / "new.safetensors"), tensors)
+    (model_copy / "new.safetensors").replace(model_copy / "model.safetensors")
+    drafting = ["--drafter", drafter_folder] if drafts else ["--no-draft"]
+    result = run(capsys, "generate", "--model", model_copy, *drafting, "-p", "Hi")
+    _assert_error(result, 1, "logits after the prompt are NaN")
+
+
+def test_prompt_longer_than_the_context(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = _generate(capsys, stories.folder, drafter_folder, "--prompt", "word " * 600)
+    _assert_error(result, 2, "the model's context is 512", "shorten the prompt")
+
+
+def test_text_past_the_context_is_warned_about_once(
+    model_copy: Path, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _change_config(model_copy, max_position_embeddings=12)
+    base = ["generate", "--model", model_copy, "--drafter", drafter_folder, "-p", "Once", "-m", 30]
+    command = [sys.executable, "-m", "mlx_redrafter.cli", *(str(option) for option in base)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.count("longer than the model's context of 12 tokens") == 1
+    assert "Generation: 30 tokens" in done.stderr
+    assert "context" not in done.stdout
+
+
+def test_empty_prompt(
+    model_copy: Path, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing at all is left of it where the tokenizer adds no token of its own."""
+    values = json.loads((model_copy / "tokenizer_config.json").read_text())
+    values["add_bos_token"] = False
+    (model_copy / "tokenizer_config.json").write_text(json.dumps(values))
+    result = _generate(capsys, model_copy, drafter_folder, "--prompt", "")
+    _assert_error(result, 2, "the prompt is empty; give at least one token")
+
+
+def test_system_prompt_without_a_template(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = _generate(capsys, stories.folder, drafter_folder, "--system-prompt", "Be good")
+    _assert_error(result, 2, "--system-prompt needs a chat template")
+
+
+@pytest.mark.parametrize("token", ["no-such-token", "512", "-1"])
+def test_unknown_stop_token(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str], token: str
+) -> None:
+    """Tokenizers answer the unknown token for a name they do not know."""
+    options = ["--extra-eos-token", token]
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 2, "--extra-eos-token must be a token of the model or an id", token)
+
+
+def test_template_that_fails(
+    model_copy: Path, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads((model_copy / "tokenizer_config.json").read_text())
+    values["chat_template"] = "{{ raise_exception('System role not supported') }}"
+    (model_copy / "tokenizer_config.json").write_text(json.dumps(values))
+    result = _generate(capsys, model_copy, drafter_folder)
+    _assert_error(result, 2, "chat template", "System role not supported")
+
+
+def test_no_such_adapter(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--adapter-path", NOWHERE]
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 1, f"no such adapter folder: {NOWHERE}")
+
+
+def test_prompt_caches_that_do_not_fit(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cache.safetensors"
+    options = ["--prompt-cache-file", path]
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 2, "is no cache of mlx_lm.cache_prompt")
+
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 2, "is no cache of mlx_lm.cache_prompt")
+
+    cache = make_prompt_cache(stories.model)
+    stories.model(mx.array([[1, 2]]), cache=cache)
+    save_prompt_cache(str(path), cache, {"model": "another"})
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 2, "was made with model 'another'", "give the same one")
+
+    name = {"model": str(stories.folder)}
+    save_prompt_cache(str(path), cache[:3], name)
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 2, "prompt_cache has 3 layers, the model needs 5")
+
+    rotating = [RotatingKVCache(max_size=8) for _ in range(5)]
+    stories.model(mx.array([[1, 2]]), cache=rotating)
+    save_prompt_cache(str(path), rotating, name)
+    result = _generate(capsys, stories.folder, drafter_folder, *options)
+    _assert_error(result, 1, "found RotatingKVCache", "use mlx-lm")
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    from mlx_redrafter.errors import CheckpointError
+
+    with pytest.raises(CheckpointError):
+        run(capsys, "generate", "--model", NOWHERE, "--no-draft", "-p", "Hi", "--debug")

@@ -1,0 +1,334 @@
+"""``redrafter-mlx generate``: text, statistics, JSON, prompts, templates and caches."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+from mlx_redrafter import __version__
+from tests.conftest import Trained
+from tests.helpers.cli import run
+from tests.helpers.equality import ids, stock_tokens
+
+PROMPT = "Once upon a time"
+TEMPLATE = (
+    "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' + (tone or '') }}{% endif %}"
+)
+
+FIELDS: dict[str, Any] = {
+    "text": str,
+    "tokens": list,
+    "prompt_tokens": int,
+    "generation_tokens": int,
+    "steps": int,
+    "tokens_per_step": float,
+    "acceptance_rate_by_depth": list,
+    "prompt_tps": float,
+    "generation_tps": float,
+    "peak_memory": float,
+    "finish_reason": str,
+    "beam_width": int,
+    "beam_length": int,
+    "tree_nodes": int,
+    "select": str,
+    "seed": int,
+}
+
+
+def _options(stories: Trained, drafter: Path | None, prompt: str = PROMPT) -> list[object]:
+    drafting = ["--no-draft"] if drafter is None else ["--drafter", drafter]
+    return ["generate", "--model", stories.folder, *drafting, "--prompt", prompt, "-m", 20]
+
+
+def _stock_text(stories: Trained, prompt: str = PROMPT, max_tokens: int = 20) -> str:
+    return mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[], ["--beam-width", 2, "--beam-length", 3, "--tree-nodes", 4], ["--select", "beam"]],
+    ids=str,
+)
+def test_text_goes_to_stdout_and_statistics_to_stderr(
+    stories: Trained,
+    drafter_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    shape: list[object],
+) -> None:
+    result = run(capsys, *_options(stories, drafter_folder), *shape)
+    assert result.code == 0
+    assert result.out == _stock_text(stories) + "\n"
+    lines = result.err.splitlines()
+    assert lines[0] == "=========="
+    assert lines[1].startswith("Prompt: 5 tokens, ")
+    assert lines[2].startswith("Generation: 20 tokens, ")
+    assert lines[3].startswith("Peak memory: ")
+    assert lines[4].startswith("Speculative: 1.")
+    assert "tokens/step over" in lines[4]
+    assert len(lines) == 5
+
+
+def test_plain_decoding_prints_the_same_text_and_no_speculation(
+    stories: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(capsys, *_options(stories, None))
+    assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
+    assert "Speculative" not in result.err
+
+
+def test_json_has_every_field_and_nothing_else_is_printed(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(capsys, *_options(stories, drafter_folder), "--json")
+    assert (result.code, result.err) == (0, "")
+    values = json.loads(result.out)
+    assert {name: type(value) for name, value in values.items()} == FIELDS
+    assert values["text"] == _stock_text(stories)
+    prompt: list[int] = stories.tokenizer.encode(PROMPT)
+    assert values["tokens"] == ids(stock_tokens(stories.model, prompt, 20))
+    assert values["prompt_tokens"] == len(prompt)
+    assert values["generation_tokens"] == 20
+    assert values["tokens_per_step"] == pytest.approx(19 / values["steps"])
+    assert values["finish_reason"] == "length"
+    assert values["beam_width"] == 4
+    assert values["beam_length"] == 5
+    assert values["tree_nodes"] == 9
+    assert values["select"] == "top_n"
+
+
+def test_json_of_plain_decoding_has_no_shape(
+    stories: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads(run(capsys, *_options(stories, None), "--json").out)
+    assert values.keys() == FIELDS.keys()
+    assert values["tokens_per_step"] == 1.0
+    assert values["acceptance_rate_by_depth"] == []
+    shape = {values[name] for name in ("beam_width", "beam_length", "tree_nodes", "select")}
+    assert shape == {None}
+
+
+def test_json_of_merged_beams_has_no_node_count(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*_options(stories, drafter_folder), "--select", "beam", "--json"]
+    values = json.loads(run(capsys, *options).out)
+    assert (values["tree_nodes"], values["select"]) == (None, "beam")
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_stop_token_is_counted_and_not_listed(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str], drafts: bool
+) -> None:
+    prompt: list[int] = stories.tokenizer.encode(PROMPT)
+    tokens = ids(stock_tokens(stories.model, prompt, 20))
+    stop = tokens[6]
+    options = _options(stories, drafter_folder if drafts else None)
+    result = run(capsys, *options, "--json", "--extra-eos-token", stop)
+    values = json.loads(result.out)
+    end = tokens.index(stop)
+    assert values["finish_reason"] == "stop"
+    assert values["tokens"] == tokens[:end]
+    assert values["generation_tokens"] == end + 1
+
+
+def test_one_token_has_no_rate(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*_options(stories, drafter_folder), "-m", 1]
+    values = json.loads(run(capsys, *options, "--json").out)
+    assert (values["steps"], values["tokens_per_step"]) == (0, None)
+    assert "Speculative" not in run(capsys, *options).err
+
+
+def test_same_seed_same_text(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = ["--temp", 1, "--top-p", 0.95, "--top-k", 50, "--min-p", 0.01, "--json"]
+    options = [*_options(stories, drafter_folder), *sampling]
+    first, second, third = (
+        json.loads(run(capsys, *options, "--seed", seed).out) for seed in (5, 5, 6)
+    )
+    plain = json.loads(run(capsys, *_options(stories, None), *sampling, "--seed", 5).out)
+    assert first["tokens"] == second["tokens"] == plain["tokens"]
+    assert first["tokens"] != third["tokens"]
+    assert first["seed"] == 5
+
+
+def test_a_fresh_seed_is_reported_and_repeats_the_text(
+    stories: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*_options(stories, None), "--temp", 1, "--json"]
+    first, second = (json.loads(run(capsys, *options).out) for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = json.loads(run(capsys, *options, "--seed", first["seed"]).out)
+    assert again["tokens"] == first["tokens"]
+
+
+def test_prompt_from_stdin(
+    stories: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    result = run(capsys, *_options(stories, None, "-"))
+    assert result.out == _stock_text(stories) + "\n"
+
+
+def test_escapes_in_a_prompt_are_line_breaks_and_tabs(
+    stories: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(capsys, *_options(stories, None, "Lily\\nand\\tTom"))
+    assert result.out == _stock_text(stories, "Lily\nand\tTom") + "\n"
+
+
+def test_draft_model_is_an_alias(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["generate", "--model", stories.folder, "--draft-model", drafter_folder]
+    result = run(capsys, *options, "-p", PROMPT, "--max-tokens", 20)
+    assert result.out == _stock_text(stories) + "\n"
+
+
+def test_verbose_says_what_is_drafted_and_the_seed(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*_options(stories, drafter_folder), "--verbose", "--seed", 7]
+    result = run(capsys, *options)
+    assert "Seed: 7." in result.err
+    assert "beam_width=4" in result.err
+    assert result.out == _stock_text(stories) + "\n"
+
+
+@pytest.fixture(scope="session")
+def chat_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260k with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(stories.folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _prompt_tokens(
+    capsys: pytest.CaptureFixture[str], folder: Path, *options: object
+) -> tuple[int, list[int]]:
+    arguments = ["generate", "--model", folder, "--no-draft", "-m", 8, "--json", *options]
+    values = json.loads(run(capsys, *arguments).out)
+    return values["prompt_tokens"], values["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ([], "[user]Hi[assistant]"),
+        (["--system-prompt", "Be good"], "[system]Be good[user]Hi[assistant]"),
+        (["--chat-template-config", '{"tone": "kind"}'], "[user]Hi[assistant]kind"),
+    ],
+    ids=str,
+)
+def test_chat_template(
+    stories: Trained,
+    chat_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[object],
+    prompt: str,
+) -> None:
+    encoded: list[int] = stories.tokenizer.encode(prompt, add_special_tokens=False)
+    found = _prompt_tokens(capsys, chat_folder, "-p", "Hi", *options)
+    assert found == (len(encoded), ids(stock_tokens(stories.model, encoded, 8)))
+
+
+def test_chat_template_can_be_ignored(
+    stories: Trained, chat_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoded: list[int] = stories.tokenizer.encode("Hi")
+    found = _prompt_tokens(capsys, chat_folder, "-p", "Hi", "--ignore-chat-template")
+    assert found == (len(encoded), ids(stock_tokens(stories.model, encoded, 8)))
+
+
+def _write_cache(trained: Trained, prompt: list[int], path: Path, model: str) -> None:
+    """What ``mlx_lm.cache_prompt`` does."""
+    cache = make_prompt_cache(trained.model)
+    for _ in generate_step(
+        mx.array(prompt),
+        trained.model,
+        max_tokens=0,
+        prompt_cache=cache,
+    ):
+        pass
+    save_prompt_cache(str(path), cache, {"model": model, "tokenizer_config": "{}"})
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_prompt_cache_file(
+    stories: Trained,
+    drafter_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    drafts: bool,
+) -> None:
+    start: list[int] = stories.tokenizer.encode("Once upon a")
+    _write_cache(stories, start, tmp_path / "cache.safetensors", str(stories.folder))
+    options = _options(stories, drafter_folder if drafts else None, " time")
+    result = run(
+        capsys, *options, "--json", "--prompt-cache-file", tmp_path / "cache.safetensors"
+    )
+    question: list[int] = stories.tokenizer.encode(" time")
+    expected = ids(stock_tokens(stories.model, [*start, *question], 20))
+    assert json.loads(result.out)["tokens"] == expected
+    assert json.loads(result.out)["prompt_tokens"] == len(question)
+
+
+def test_prompt_cache_file_of_a_chat_leaves_out_the_templates_beginning(
+    stories: Trained, chat_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = stories.tokenizer
+    start: list[int] = tokenizer.encode("[user]Once", add_special_tokens=False)
+    _write_cache(stories, start, tmp_path / "cache.safetensors", str(chat_folder))
+    count, tokens = _prompt_tokens(
+        capsys, chat_folder, "-p", "Hi", "--prompt-cache-file", tmp_path / "cache.safetensors"
+    )
+    question: list[int] = tokenizer.encode("Hi[assistant]", add_special_tokens=False)
+    assert count == len(question)
+    assert tokens == ids(stock_tokens(stories.model, [*start, *question], 8))
+
+
+def test_the_installed_command(stories: Trained, drafter_folder: Path) -> None:
+    """One real process: what a shell sees."""
+    command = shutil.which("redrafter-mlx", path=str(Path(sys.executable).parent))
+    assert command is not None
+    options = [str(option) for option in _options(stories, drafter_folder)]
+    done = subprocess.run([command, *options], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == _stock_text(stories) + "\n"
+    assert b"Speculative: " in done.stderr
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
+    for arguments in (["--help"], ["generate", "--help"], ["check", "--help"]):
+        result = run(capsys, *arguments)
+        assert result.code == 0
+        assert "Usage: redrafter-mlx" in result.out
+
+
+def test_interrupt_ends_with_130(
+    stories: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlx_redrafter.generation.stream_generate", interrupt)
+    result = run(capsys, *_options(stories, None))
+    assert (result.code, result.out) == (130, "")
