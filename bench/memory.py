@@ -20,6 +20,7 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
 from mlx_redrafter.decoding import Decoder, Request
@@ -27,7 +28,6 @@ from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.target import Target
 
-PREFILL_STEP = 512
 NUM_TOKENS = 64
 # Buffers of the largest capacity hold this many times the tokens there are.
 CAPACITIES = (1, 16)

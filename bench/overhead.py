@@ -19,8 +19,8 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from mlx_redrafter.accept import accept
 from mlx_redrafter.beam import expand
+from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
-from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.decoding import Decoder, Request, normalise
 from mlx_redrafter.drafter import Drafter
@@ -31,7 +31,6 @@ from mlx_redrafter.target import Target
 from mlx_redrafter.tree import TokenTree, select_top_n
 
 WARM_UP = 5
-PREFILL_STEP = 512
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class _Bench:
         )
         # Two steps per round, each of at most L tokens, and what is in flight.
         longest = len(prompt) + (2 * (rounds + WARM_UP) + 4) * shape.beam_length
-        self.cache = self._fill(longest)
+        self.cache = filled_cache(self.target, longest)
         self.hidden = mx.zeros((self.target.hidden_size,))
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
         self.tree = self._draft()
@@ -232,11 +231,3 @@ class _Bench:
         steps = self.decoder.stats.steps
         while self.decoder.stats.steps == steps:
             next(self.tokens)
-
-    def _fill(self, length: int) -> TreeCache:
-        cache = self.target.new_cache()
-        tokens = mx.arange(length, dtype=mx.int32) % self.target.vocab_size
-        with mx.stream(generation_stream):
-            forward = self.target.prefill(tokens, cache, PREFILL_STEP, lambda done, total: None)
-            mx.eval(forward.logits)
-        return cache

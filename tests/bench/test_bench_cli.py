@@ -1,11 +1,13 @@
 """The commands of `redrafter-mlx bench`, end to end on a tiny pair."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
-from mlx_redrafter.cli.bench import app, parse_count
+from mlx_redrafter.cli.bench import app
+from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_names
 from mlx_redrafter.errors import ConfigError
 
 runner = CliRunner()
@@ -64,3 +66,89 @@ def test_usage_errors(folders):
         run("widen", folders[0], "x", "--drafter", "y")
     with pytest.raises(ConfigError, match="no drafter"):
         run("overhead", "--model", folders[0])
+
+
+PROMPTS = "abc abc\n\nhello there\n"
+
+
+def test_compare(folders, tmp_path):
+    target, drafter = folders
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(PROMPTS)
+    out = tmp_path / "c.json"
+    options = ("--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6, "-o", out)
+    text = run("compare", *options, "--repeats", 2, "--stock-draft-model", target)
+    assert "top_n w4 l5 n9" in text
+    result = json.loads(out.read_text())
+    assert len(result["runs"]) == 5 * 2 * 2
+    assert {row["num_different"] for row in result["found"]["rows"]} == {0}
+    run("compare", *options, "--repeats", 2, "--stock-draft-model", target, "--resume")
+    assert len(json.loads(out.read_text())["runs"]) == 5 * 2 * 2
+
+
+def test_compare_at_a_temperature(folders, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(PROMPTS)
+    options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts, "-m", 6)
+    text = run("compare", *options, "--repeats", 1, "--temp", 0.9, "--seed", 4)
+    assert "beam w4 l5" in text
+
+
+def test_sweep(folders, tmp_path):
+    target, drafter = folders
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["abc"], "category": "x", "question_id": 3}\n')
+    out = tmp_path / "sweep"
+    options = (
+        "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 5, "-o", out,
+        "--widths", "1-2", "--lengths", "2-3", "--repeats", 1, "--temps", "0,0.8",
+        "--shapes-per-block", 3,
+    )  # fmt: skip
+    run("sweep", *options)
+    result = json.loads((out / "sweep.json").read_text())
+    assert len(result["points"]) == 2 * 8
+    assert {point["row"]["num_different"] for point in result["points"]} == {0}
+    rows = (out / "recurrent_drafting.csv").read_text().splitlines()
+    apple = (
+        "run,beam_width,beam_length,dtype,nmax_length,greedy,steps,prompt_length,"
+        "prompt_and_generated_length,comprehension_and_generation_time"
+    )
+    assert rows[0].startswith(apple)
+    assert rows[1].startswith("0,1,2,mlx.core.float32,5,True,")
+    assert len(rows) == 1 + 2 * 8
+    assert len((out / "autoregression.csv").read_text().splitlines()) == 1 + 2 * 3
+    pytest.importorskip("matplotlib")
+    assert len(list(out.glob("*.png"))) == 2 * 2 + 1
+
+
+def test_sweep_without_matplotlib(folders, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("abc")
+    options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts, "-m", 3)
+    out = tmp_path / "sweep"
+    text = run("sweep", *options, "-o", out, "--widths", 1, "--lengths", 2, "--repeats", 1)
+    assert "install mlx-redrafter[plot]" in text
+    assert (out / "recurrent_drafting.csv").exists()
+
+
+def test_profile(folders, tmp_path):
+    options = ("--model", folders[0], "--drafter", folders[1], "-o", tmp_path / "profile")
+    text = run("profile", *options, "--contexts", "16,40", "--tokens", "1,3", "--widths", 2,
+               "--rounds", 2, "--beam-length", 3)  # fmt: skip
+    assert "verify(T) at 40" in text
+    found = json.loads((tmp_path / "profile" / "profile.json").read_text())["found"]
+    assert [(cost["context"], cost["tokens"]) for cost in found["verify"]] == [
+        (16, 1), (16, 3), (40, 1), (40, 3)
+    ]  # fmt: skip
+    assert [cost["length"] for cost in found["draft"]] == [2, 3]
+
+
+def test_lists():
+    assert parse_ints("1,2, 4-6,5") == (1, 2, 4, 5, 6)
+    for text in ("", "0", "3-2", "a", "1,,2"):
+        with pytest.raises(ConfigError, match="expected numbers"):
+            parse_ints(text)
+    assert parse_names("a, b,a", ("a", "b")) == ("a", "b")
+    with pytest.raises(ConfigError, match="expected some of a, b, got 'c'"):
+        parse_names("c", ("a", "b"))

@@ -1,0 +1,98 @@
+"""Ways of decoding side by side, on the same prompts, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import Row, summarise
+from mlx_redrafter.bench.runs import (
+    PLAIN,
+    STOCK,
+    STOCK_DRAFT,
+    Arm,
+    EncodedPrompt,
+    Setting,
+    Turn,
+    drafted_arm,
+    stock_arm,
+    take_turn,
+    warm_up,
+)
+from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.config import TreeShape
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found.
+
+    Attributes:
+        rows: Over all prompts.
+        by_category: Over the prompts of each category; empty where there is one only.
+    """
+
+    rows: list[Row]
+    by_category: dict[str, list[Row]]
+
+
+def compare(
+    setting: Setting,
+    shapes: Sequence[TreeShape],
+    prompts: Sequence[EncodedPrompt],
+    repeats: int,
+    recording: Recording,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int = 3,
+    cool_down: float = 0.0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Comparison:
+    """Decode every prompt in every way, ``repeats`` times, in turns.
+
+    Args:
+        setting: What the ways share.
+        shapes: Trees to compare.
+        prompts: The prompts.
+        repeats: Rounds per prompt.
+        recording: Gets the runs; turns that it has are not repeated.
+        draft_model: For mlx-lm's own speculative decoding.
+        num_draft_tokens: Of it.
+        cool_down: Seconds to rest before every run.
+        on_progress: Called with turns done and their number.
+    """
+    arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: drafted_arm(setting, None)}
+    if draft_model is not None:
+        arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
+    arms |= {arm_name(shape): drafted_arm(setting, shape) for shape in shapes}
+    turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
+    missing = [turn for turn in turns if not recording.has(turn.key)]
+    if missing:
+        warm_up(arms, prompts[0])
+    for done, turn in enumerate(missing, start=len(turns) - len(missing)):
+        on_progress(done, len(turns))
+        recording.add(take_turn(arms, turn, cool_down))
+    on_progress(len(turns), len(turns))
+
+    reference = STOCK if setting.temp == 0 else PLAIN
+    categories = dict.fromkeys(prompt.category for prompt in prompts)
+    found = Comparison(
+        summarise(recording.runs, reference),
+        {
+            category: summarise(
+                [run for run in recording.runs if run.category == category], reference
+            )
+            for category in (categories if len(categories) > 1 else ())
+        },
+    )
+    recording.result["found"] = found
+    recording.write()
+    return found
+
+
+def arm_name(shape: TreeShape) -> str:
+    """How tables call a shape."""
+    nodes = "" if shape.tree_nodes is None else f" n{shape.tree_nodes}"
+    return f"{shape.select} w{shape.beam_width} l{shape.beam_length}{nodes}"

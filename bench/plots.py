@@ -1,0 +1,140 @@
+"""Plots of results as PNG. They need the extra ``plot``; everything else works without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.bench.profile import Profile
+from mlx_redrafter.bench.sweep import Point, group_name
+from mlx_redrafter.checkpoint import write_atomically
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.errors import RedrafterError
+
+NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"
+
+
+class PlotError(RedrafterError):
+    """A plot cannot be drawn here."""
+
+
+def plot_sweep(folder: Path, points: Sequence[Point], title: str) -> list[Path]:
+    """Draw a heat map of the speedup for every group, and speed against acceptance.
+
+    Args:
+        folder: Where the PNG files go.
+        points: Results of a sweep.
+        title: What was measured on what.
+
+    Returns:
+        The files.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        nodes = (
+            ""
+            if point.shape.tree_nodes is None or _has_default_nodes(point)
+            else (f" n{point.shape.tree_nodes}")
+        )
+        name = f"{point.shape.select}{nodes}, {group_name(point.dtype, point.temp)}"
+        groups.setdefault(name, []).append(point)
+    files = []
+    for name, group in groups.items():
+        path = folder / f"speedup {name}.png".replace(", ", " ").replace(" ", "-")
+        with _figure(path, (6.5, 4.5)) as axes:
+            _heat_map(axes, group)
+            axes.set_title(f"{title}\n{name}: speedup over mlx-lm", fontsize=9)
+        files.append(path)
+    path = folder / "speed-and-acceptance.png"
+    with _figure(path, (6.5, 4.5)) as axes:
+        for name, group in groups.items():
+            pairs = [
+                (point.row.tokens_per_step, point.row.speedup.median)
+                for point in group
+                if point.row.tokens_per_step is not None and point.row.speedup is not None
+            ]
+            axes.scatter(*zip(*pairs, strict=True), s=14, label=name)
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set_xlabel("tokens per step")
+        axes.set_ylabel("speedup over mlx-lm")
+        axes.set_title(title, fontsize=9)
+        axes.legend(fontsize=7)
+    return [*files, path]
+
+
+def plot_profile(folder: Path, found: Profile, title: str) -> list[Path]:
+    """Draw the cost of verifying, of drafting, and the parts of a step; see `plot_sweep`."""
+    verify = folder / "verify.png"
+    with _figure(verify, (6.5, 4.5)) as axes:
+        for context in dict.fromkeys(cost.context for cost in found.verify):
+            costs = [cost for cost in found.verify if cost.context == context]
+            sizes = [cost.tokens for cost in costs]
+            axes.plot(sizes, [cost.ratio for cost in costs], marker="o", label=f"{context} tokens")
+        axes.set_xlabel("tokens per forward pass, T")
+        axes.set_ylabel("verify(T) / verify(1)")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize=9)
+        axes.legend(title="context", fontsize=7)
+    draft = folder / "draft.png"
+    with _figure(draft, (6.5, 4.5)) as axes:
+        for width in dict.fromkeys(cost.width for cost in found.draft):
+            drafts = [cost for cost in found.draft if cost.width == width]
+            levels = [cost.length - 1 for cost in drafts]
+            times = [1e3 * cost.seconds.median for cost in drafts]
+            axes.plot(levels, times, marker="o", label=f"{width}")
+        axes.set_xlabel("levels, L - 1")
+        axes.set_ylabel("drafting, ms")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize=9)
+        axes.legend(title="beam width", fontsize=7)
+    step = folder / "step.png"
+    with _figure(step, (6.5, 2.5)) as axes:
+        names = ["stock step", "step", "verify", "draft", "accept", "commit"]
+        parts = [found.step.parts[name] for name in names]
+        axes.barh(names[::-1], [1e3 * part.median for part in parts][::-1])
+        axes.set_xlabel("ms")
+        axes.set_title(title, fontsize=9)
+    return [verify, draft, step]
+
+
+def _has_default_nodes(point: Point) -> bool:
+    return point.shape == TreeShape(point.shape.beam_width, point.shape.beam_length)
+
+
+def _heat_map(axes: Any, points: Sequence[Point]) -> None:
+    widths = sorted({point.shape.beam_width for point in points})
+    lengths = sorted({point.shape.beam_length for point in points})
+    cells = [[float("nan")] * len(widths) for _ in lengths]
+    for point in points:
+        row, column = lengths.index(point.shape.beam_length), widths.index(point.shape.beam_width)
+        if point.row.speedup is not None:
+            cells[row][column] = point.row.speedup.median
+            text = f"{point.row.speedup.median:.2f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8)
+    image = axes.imshow(cells, cmap="RdYlGn", origin="lower", vmin=0.5, vmax=1.5, aspect="auto")
+    axes.figure.colorbar(image, ax=axes)
+    axes.set_xticks(range(len(widths)), widths)
+    axes.set_yticks(range(len(lengths)), lengths)
+    axes.set_xlabel("beam width")
+    axes.set_ylabel("beam length")
+
+
+@contextmanager
+def _figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes to draw on; the file is written afterwards, whole or not at all."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(NO_MATPLOTLIB) from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure.add_subplot()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save: Callable[[Path], object] = lambda temporary: figure.savefig(temporary, dpi=120)  # noqa: E731
+    write_atomically(path, save)

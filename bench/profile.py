@@ -1,0 +1,150 @@
+"""Where a step goes: verifying T tokens at several lengths, drafting level by level, the rest.
+
+Axes: T tokens per forward pass, W beam width, L beam length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from mlx_redrafter.beam import expand
+from mlx_redrafter.bench.contexts import bushy_tree, filled_cache
+from mlx_redrafter.bench.overhead import Overhead, measure_overhead
+from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
+from mlx_redrafter.cache import TreeCache
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.target import Target
+from mlx_redrafter.tree import TokenTree, select_top_n
+
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class VerifyCost:
+    """What a forward pass over T tokens costs.
+
+    Attributes:
+        context: Tokens before them.
+        tokens: T; one token is processed as in plain decoding, more as a tree.
+        seconds: Time, the host's part included.
+        ratio: Median over the median for one token at the same length.
+    """
+
+    context: int
+    tokens: int
+    seconds: Estimate
+    ratio: float
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """What drafting costs.
+
+    Attributes:
+        width: W.
+        length: L: the search has L - 1 levels.
+        seconds: Of the whole search and the choice of the tree.
+    """
+
+    width: int
+    length: int
+    seconds: Estimate
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All of it."""
+
+    verify: list[VerifyCost]
+    draft: list[DraftCost]
+    step: Overhead
+
+
+def profile(
+    model: nn.Module,
+    drafter: Drafter,
+    shape: TreeShape,
+    contexts: Sequence[int],
+    tokens: Sequence[int],
+    widths: Sequence[int],
+    rounds: int = 20,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Profile:
+    """Measure everything, in turns where numbers are compared.
+
+    Args:
+        model: The target.
+        drafter: Its drafter.
+        shape: Of the step whose parts are measured.
+        contexts: Lengths at which verifying is measured.
+        tokens: Values of T; 1 is always measured.
+        widths: Values of W; L goes from 2 to ``shape.beam_length``.
+        rounds: Samples of each.
+        on_progress: Called with parts done and their number.
+    """
+    target = Target(model)
+    total = len(contexts) + len(widths) + 1
+    verify: list[VerifyCost] = []
+    for context in contexts:
+        on_progress(len(verify) and contexts.index(context), total)
+        verify += _verify_costs(target, context, tokens, rounds)
+    draft: list[DraftCost] = []
+    for i, width in enumerate(widths):
+        on_progress(len(contexts) + i, total)
+        draft += _draft_costs(target, drafter, width, shape.beam_length, rounds)
+    on_progress(total - 1, total)
+    prompt = [token % target.vocab_size for token in range(min(contexts))]
+    step = measure_overhead(model, drafter, prompt, shape, rounds)
+    on_progress(total, total)
+    return Profile(verify, draft, step)
+
+
+def _verify_costs(
+    target: Target, context: int, tokens: Sequence[int], rounds: int
+) -> list[VerifyCost]:
+    cache = filled_cache(target, context)
+    sizes = sorted({1, *tokens})
+    jobs = {
+        str(size): partial(_time_verify, target, cache, context, bushy_tree(size)) for size in sizes
+    }
+    samples = take_turns(jobs, rounds, WARM_UP)
+    found = {size: estimate(samples[str(size)]) for size in sizes}
+    return [
+        VerifyCost(context, size, seconds, seconds.median / found[1].median)
+        for size, seconds in found.items()
+    ]
+
+
+def _time_verify(target: Target, cache: TreeCache, context: int, tree: TokenTree) -> float:
+    cache.settle(context)
+    with mx.stream(generation_stream):
+        if tree.num_nodes == 1:
+            return timed(lambda: mx.eval(*target.advance(tree.tokens, cache)))
+        return timed(lambda: mx.eval(*target.verify(tree, cache)))
+
+
+def _draft_costs(
+    target: Target, drafter: Drafter, width: int, length: int, rounds: int
+) -> list[DraftCost]:
+    hidden, root = mx.zeros((target.hidden_size,)), mx.zeros((1,), dtype=mx.int32)
+    shapes = {str(size): TreeShape(width, size) for size in range(2, length + 1)}
+
+    def draft(shape: TreeShape) -> float:
+        def work() -> Any:
+            expansion = expand(drafter, target.embed, hidden, root, shape)
+            mx.eval(select_top_n(expansion, root, shape).arrays)
+
+        with mx.stream(generation_stream):
+            return timed(work)
+
+    jobs = {name: partial(draft, shape) for name, shape in shapes.items()}
+    samples = take_turns(jobs, rounds, WARM_UP)
+    return [DraftCost(width, int(name), estimate(values)) for name, values in samples.items()]

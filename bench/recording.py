@@ -1,0 +1,78 @@
+"""A result file that grows while runs are made, so that an interrupted benchmark can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.bench.results import new_result, read_result, write_result
+from mlx_redrafter.bench.runs import Run
+from mlx_redrafter.errors import ConfigError
+
+# What must be the same when a benchmark goes on.
+FIXED = ("configuration", "versions")
+
+
+class Recording:
+    """The runs of a benchmark, kept in a file after every turn.
+
+    Attributes:
+        result: What the file holds; add to it what was found.
+        runs: All runs so far.
+    """
+
+    def __init__(
+        self, path: Path | None, kind: str, configuration: Mapping[str, Any], resume: bool = False
+    ):
+        """Start a recording, or go on with the one in the file.
+
+        Args:
+            path: The file; None keeps nothing.
+            kind: The benchmark's name.
+            configuration: What is run, as JSON has it.
+            resume: Go on where the file ends, if there is one.
+
+        Raises:
+            ConfigError: The file exists and is not to be resumed, or was measured otherwise.
+        """
+        self.path = path
+        self.runs: list[Run] = []
+        self.result = new_result(kind, configuration)
+        sitting = {key: self.result[key] for key in ("measured_at", "machine", "commit")}
+        self.result["sittings"] = [sitting]
+        if path is not None and path.exists():
+            if not resume:
+                raise ConfigError(f"{path} exists; go on with --resume, or choose another file")
+            self._continue(path, kind, sitting)
+        self._done = {run.turn for run in self.runs}
+
+    def has(self, turn: tuple[str, int, str, int]) -> bool:
+        """Whether the runs of a turn are there."""
+        return turn in self._done
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Keep the runs of a turn, all of them."""
+        self.runs.extend(runs)
+        self._done.update(run.turn for run in self.runs)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file."""
+        if self.path is not None:
+            write_result(self.path, {**self.result, "runs": [asdict(run) for run in self.runs]})
+
+    def _continue(self, path: Path, kind: str, sitting: dict[str, Any]) -> None:
+        before = read_result(path, kind)
+        for key in FIXED:
+            found, expected = before[key], self.result[key]
+            different = [name for name in expected if found.get(name) != expected[name]]
+            if different:
+                name = different[0]
+                raise ConfigError(
+                    f"{path} was measured with {name} {found.get(name)!r}, now it is "
+                    f"{expected[name]!r}; resume with the same settings or choose another file"
+                )
+        self.runs = [Run(**values) for values in before.pop("runs")]
+        self.result = {**before, "sittings": [*before["sittings"], sitting]}

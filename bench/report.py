@@ -1,0 +1,101 @@
+"""From runs to rows: speed against stock mlx-lm, acceptance, and whether the texts are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlx_redrafter.bench.runs import STOCK, STOCK_DRAFT, Run, repetition
+from mlx_redrafter.bench.timing import Estimate, estimate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of decoding over some prompts.
+
+    Attributes:
+        arm: The way of decoding.
+        speedup: Over stock mlx-lm, one ratio per prompt and repeat; None without a stock run.
+        tokens_per_second: Decoding only.
+        prompt_speedup: The same for the prompt, until the first token.
+        tokens_per_step: Over all steps; None for stock mlx-lm.
+        acceptance_rate_by_depth: At index d - 1, the share of steps accepting at least d drafts.
+        nodes_per_step: Tokens verified per step.
+        merged: Share of the beams' tokens that merging prefixes saved.
+        repeated: Share of 4-grams that occurred before in their text.
+        num_texts: Texts decoded.
+        num_different: Texts that are not the reference's; None where they need not be.
+    """
+
+    arm: str
+    speedup: Estimate | None
+    tokens_per_second: Estimate | None
+    prompt_speedup: Estimate | None
+    tokens_per_step: float | None
+    acceptance_rate_by_depth: list[float]
+    nodes_per_step: float | None
+    merged: float
+    repeated: float
+    num_texts: int
+    num_different: int | None
+
+
+def summarise(runs: Sequence[Run], reference: str = STOCK) -> list[Row]:
+    """One row per way of decoding, in the order of their first runs.
+
+    Args:
+        runs: Runs of one group that were made in turns.
+        reference: The way whose texts are right: stock mlx-lm when greedy, this package's plain
+            decoding at a temperature, as its noise is not mlx-lm's.
+    """
+    names = list(dict.fromkeys(run.arm for run in runs))
+    stock = {run.turn: run for run in runs if run.arm == STOCK and run.is_timed}
+    texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
+    rows = []
+    for name in names:
+        is_checked = reference == STOCK or name not in (STOCK, STOCK_DRAFT)
+        own = [run for run in runs if run.arm == name]
+        rows.append(_row(name, own, stock, texts if is_checked else {}))
+    return rows
+
+
+def _row(
+    name: str,
+    runs: Sequence[Run],
+    stock: dict[tuple[str, int, str, int], Run],
+    texts: dict[str, list[int]],
+) -> Row:
+    timed = [run for run in runs if run.is_timed]
+    pairs = [(stock[run.turn], run) for run in timed if run.turn in stock]
+    steps = sum(run.steps for run in runs)
+    unmerged = sum(run.num_unmerged for run in runs)
+    verified = sum(run.num_verified for run in runs)
+    checked = [run for run in runs if run.prompt in texts]
+    return Row(
+        arm=name,
+        speedup=_ratios((a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
+        tokens_per_second=_ratios((1.0, run.seconds_per_token) for run in timed),
+        prompt_speedup=_ratios((a.prompt_seconds, b.prompt_seconds) for a, b in pairs),
+        tokens_per_step=sum(len(run.tokens) - 1 for run in runs) / steps if steps else None,
+        acceptance_rate_by_depth=_acceptance(runs),
+        nodes_per_step=verified / steps if steps else None,
+        merged=1 - verified / unmerged if unmerged > verified else 0.0,
+        repeated=sum(repetition(run.tokens) for run in runs) / len(runs),
+        num_texts=len(runs),
+        num_different=(
+            sum(run.tokens != texts[run.prompt] for run in checked) if checked else None
+        ),
+    )
+
+
+def _acceptance(runs: Sequence[Run]) -> list[float]:
+    steps = sum(run.steps for run in runs)
+    deepest = max((len(run.accepted_counts) for run in runs), default=0)
+    return [
+        sum(sum(run.accepted_counts[depth:]) for run in runs) / steps for depth in range(1, deepest)
+    ]
+
+
+def _ratios(pairs: Iterable[tuple[float, float]]) -> Estimate | None:
+    samples = [a / b for a, b in pairs]
+    return estimate(samples) if samples else None

@@ -1,0 +1,312 @@
+"""Beam width x beam length (x tree nodes x selection x dtype x temperature), as Apple swept it.
+
+Stock mlx-lm is measured once per block of a few shapes, in turns with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_redrafter.bench.compare import arm_name
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import Row, summarise
+from mlx_redrafter.bench.results import write_csv
+from mlx_redrafter.bench.runs import (
+    PLAIN,
+    STOCK,
+    Arm,
+    EncodedPrompt,
+    Run,
+    Setting,
+    Turn,
+    drafted_arm,
+    stock_arm,
+    take_turn,
+    warm_up,
+)
+from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.config import Selection, TreeShape
+from mlx_redrafter.errors import ConfigError
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# Apple's columns, in Apple's order, and after them what Apple did not vary.
+DRAFTED_COLUMNS = (
+    "run",
+    "beam_width",
+    "beam_length",
+    "dtype",
+    "nmax_length",
+    "greedy",
+    "steps",
+    "prompt_length",
+    "prompt_and_generated_length",
+    "comprehension_and_generation_time",
+    "select",
+    "tree_nodes",
+    "temp",
+    "prompt",
+    "generation_time",
+)
+PLAIN_COLUMNS = (
+    "run",
+    "dtype",
+    "comprehension_mlx",
+    "generation_mlx",
+    "comprehension_ours",
+    "generation_ours",
+    "temp",
+    "prompt",
+    "block",
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is swept.
+
+    Attributes:
+        widths: Beam widths.
+        lengths: Beam lengths.
+        nodes: Tree nodes with "top_n", None for the default; those a tree cannot have are left out.
+        selections: "top_n", "beam".
+        dtypes: Names; None for the dtype that the checkpoint has.
+        temps: Temperatures.
+    """
+
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    nodes: tuple[int | None, ...] = (None,)
+    selections: tuple[Selection, ...] = ("top_n", "beam")
+    dtypes: tuple[str | None, ...] = (None,)
+    temps: tuple[float, ...] = (0.0,)
+
+    def __post_init__(self) -> None:
+        for name in self.dtypes:
+            if name is not None and name not in DTYPES:
+                raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+        if not self.shapes:
+            raise ConfigError("no tree has as many nodes as asked for; give fewer nodes")
+
+    @property
+    def shapes(self) -> list[TreeShape]:
+        """All shapes, without repetitions."""
+        found: dict[TreeShape, None] = {}
+        for selection in self.selections:
+            for width in self.widths:
+                for length in self.lengths:
+                    for nodes in self.nodes if selection == "top_n" else (None,):
+                        most = TreeShape(width, length, select=selection).max_nodes
+                        if nodes is None or nodes <= most:
+                            found[TreeShape(width, length, nodes, selection)] = None
+        return list(found)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape of a sweep.
+
+    Attributes:
+        dtype: Of the weights.
+        temp: Temperature.
+        shape: What was drafted.
+        row: What was found.
+    """
+
+    dtype: str
+    temp: float
+    shape: TreeShape
+    row: Row
+
+
+@dataclass(frozen=True)
+class Block:
+    """Shapes that are measured in turns with one another and with stock mlx-lm.
+
+    Attributes:
+        dtype: Of the weights.
+        setting: With the temperature.
+        number: Counts from 0 for each dtype and temperature.
+        shapes: A few.
+    """
+
+    dtype: str
+    setting: Setting
+    number: int
+    shapes: list[TreeShape]
+
+    @property
+    def group(self) -> str:
+        """Names dtype and temperature."""
+        return group_name(self.dtype, self.setting.temp)
+
+    @property
+    def arms(self) -> dict[str, Arm]:
+        """Stock mlx-lm and the shapes; in the first block also plain decoding by this package."""
+        arms: dict[str, Arm] = {STOCK: stock_arm(self.setting)}
+        if self.number == 0:
+            arms[PLAIN] = drafted_arm(self.setting, None)
+        return arms | {arm_name(shape): drafted_arm(self.setting, shape) for shape in self.shapes}
+
+
+def sweep(
+    setting: Setting,
+    grid: Grid,
+    prompts: Sequence[EncodedPrompt],
+    repeats: int,
+    recording: Recording,
+    shapes_per_block: int = 4,
+    cool_down: float = 0.0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Point]:
+    """Measure every shape of the grid.
+
+    Args:
+        setting: Model, drafter and limits; the models are cast to each dtype in turn, in place.
+        grid: What is swept.
+        prompts: The prompts.
+        repeats: Rounds per prompt.
+        recording: Gets the runs; turns that it has are not repeated.
+        shapes_per_block: Shapes per run of stock mlx-lm.
+        cool_down: Seconds to rest before every run.
+        on_progress: Called with turns done and their number.
+    """
+    blocks = list(_blocks(setting, grid, shapes_per_block))
+    total, done = len(blocks) * repeats * len(prompts), 0
+    casts = [_Cast(module) for module in (setting.model, setting.drafter)]
+    for block in blocks:
+        turns = [
+            Turn(block.group, block.number, prompt, repeat)
+            for repeat in range(repeats)
+            for prompt in prompts
+        ]
+        missing = [turn for turn in turns if not recording.has(turn.key)]
+        done += len(turns) - len(missing)
+        arms = block.arms
+        if missing:
+            for one in casts:
+                one.to(block.dtype)
+            warm_up(arms, prompts[0])
+        for turn in missing:
+            on_progress(done, total)
+            recording.add(take_turn(arms, turn, cool_down))
+            done += 1
+    on_progress(total, total)
+    points = [point for block in blocks for point in _points(block, recording.runs)]
+    recording.result["points"] = points
+    recording.write()
+    return points
+
+
+def _points(block: Block, runs: Sequence[Run]) -> Iterator[Point]:
+    """What was found about the shapes of a block."""
+    group = [run for run in runs if run.group == block.group]
+    rows = {row.arm: row for row in summarise(group, STOCK if block.setting.temp == 0 else PLAIN)}
+    for shape in block.shapes:
+        yield Point(block.dtype, block.setting.temp, shape, rows[arm_name(shape)])
+
+
+def write_tables(
+    folder: Path, runs: Sequence[Run], points: Sequence[Point], max_tokens: int
+) -> None:
+    """Write ``recurrent_drafting.csv`` and ``autoregression.csv`` as Apple did, times in ms."""
+    settings = {
+        (group_name(point.dtype, point.temp), arm_name(point.shape)): point for point in points
+    }
+    drafted = []
+    plain = []
+    ours = {run.turn: run for run in runs if run.arm == PLAIN}
+    for run in runs:
+        if (run.group, run.arm) in settings:
+            point = settings[run.group, run.arm]
+            drafted.append(_drafted_row(run, point, max_tokens))
+        elif run.arm == STOCK:
+            plain.append(_plain_row(run, ours.get(run.turn)))
+    write_csv(folder / "recurrent_drafting.csv", DRAFTED_COLUMNS, drafted)
+    write_csv(folder / "autoregression.csv", PLAIN_COLUMNS, plain)
+
+
+def group_name(dtype: str, temp: float) -> str:
+    """How runs call what they share."""
+    return f"{dtype} temp {temp:g}"
+
+
+class _Cast:
+    """Casts the floating-point weights of a module, each time from those it had at first."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.original = dict(module.parameters())
+        self.dtype = _dtype_name(module)
+
+    def to(self, dtype: str) -> None:
+        """Cast to a dtype, by name; a quantised module keeps its own."""
+        if dtype == self.dtype:
+            return
+        if any("scales" in part for part in self.module.modules()):
+            raise ConfigError("a quantised model cannot be cast; sweep it without --dtypes")
+        self.module.update(self.original)
+        self.module.set_dtype(DTYPES[dtype])
+        mx.eval(self.module.parameters())
+        self.dtype = dtype
+
+
+def _blocks(setting: Setting, grid: Grid, size: int) -> Iterator[Block]:
+    shapes = grid.shapes
+    own = _dtype_name(setting.model)
+    for dtype in grid.dtypes:
+        for temp in grid.temps:
+            for number, start in enumerate(range(0, len(shapes), size)):
+                few = shapes[start : start + size]
+                yield Block(dtype or own, replace(setting, temp=temp), number, few)
+
+
+def _dtype_name(module: nn.Module) -> str:
+    names = {value: name for name, value in DTYPES.items()}
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
+    for _, tensor in parameters:
+        if tensor.dtype in names:
+            return names[tensor.dtype]
+    raise ConfigError("the model has no floating-point weights")
+
+
+def _drafted_row(run: Run, point: Point, max_tokens: int) -> tuple[Any, ...]:
+    shape = point.shape
+    return (
+        run.repeat,
+        shape.beam_width,
+        shape.beam_length,
+        f"mlx.core.{point.dtype}",
+        max_tokens,
+        point.temp == 0,
+        run.steps,
+        run.prompt_tokens,
+        run.prompt_tokens + len(run.tokens),
+        1e3 * (run.prompt_seconds + run.decode_seconds),
+        shape.select,
+        shape.tree_nodes or "",
+        point.temp,
+        run.prompt,
+        1e3 * run.decode_seconds,
+    )
+
+
+def _plain_row(stock: Run, ours: Run | None) -> tuple[Any, ...]:
+    dtype, _, temp = stock.group.partition(" temp ")
+    return (
+        stock.repeat,
+        f"mlx.core.{dtype}",
+        1e3 * stock.prompt_seconds,
+        1e3 * stock.decode_seconds,
+        "" if ours is None else 1e3 * ours.prompt_seconds,
+        "" if ours is None else 1e3 * ours.decode_seconds,
+        temp,
+        stock.prompt,
+        stock.block,
+    )

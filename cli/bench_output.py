@@ -1,0 +1,95 @@
+"""What the benchmark commands share: loading, numbers, tables, progress."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlx_redrafter.cli import options
+from mlx_redrafter.errors import ConfigError
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="JSON file for the result.", show_default=False),
+]
+
+
+def load_pair(model: str | None, drafter: str | None) -> tuple[Any, Any, Any]:
+    """Load a target, its tokenizer and its drafter, all of which are needed."""
+    if drafter is None:
+        raise ConfigError("no drafter given; say --drafter FOLDER")
+    return options.Loading(model, drafter, None, False, []).load()
+
+
+def parse_count(text: str) -> int:
+    """A number such as 200000, 150M or 0.2B."""
+    match = re.fullmatch(r"([0-9.]+)\s*([KMB]?)", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if match is None or number <= 0:
+        raise ConfigError(f"expected a number such as 200000, 150M or 0.2B, got {text!r}")
+    return int(number * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """Numbers such as 1,2,4-6, each at least 1."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise ConfigError(f"expected numbers such as 1,2,4-6, got {text!r}")
+        numbers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(dict.fromkeys(numbers))
+
+
+def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Names such as top_n,beam, each one of those allowed."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"expected some of {', '.join(allowed)}, got {name!r}")
+    return names
+
+
+def draw(plot: Callable[[], Sequence[Path]]) -> None:
+    """Draw plots and name their files, or say why there are none."""
+    from mlx_redrafter.bench.plots import PlotError
+
+    try:
+        for path in plot():
+            typer.echo(f"plot: {path}", err=True)
+    except PlotError as error:
+        typer.echo(f"note: {error}", err=True)
+
+
+def show(*lines: object) -> None:
+    """Print to stdout; wide enough for every table where stdout is no terminal."""
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for line in lines:
+        console.print(line)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback that shows what is done of how much, and the time left, on stderr."""
+    columns: Sequence[Any] = (
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task(label)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

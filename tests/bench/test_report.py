@@ -1,0 +1,50 @@
+"""Rows from runs: ratios are taken within a turn, texts against the reference."""
+
+import pytest
+
+from mlx_redrafter.bench.report import summarise
+from mlx_redrafter.bench.runs import PLAIN, STOCK, Run, repetition
+
+
+def make_run(arm, seconds, tokens=(1, 2, 3), accepted=(), prompt="p", repeat=0, block=0):
+    return Run("g", block, arm, prompt, "c", repeat, 5, 0.5, seconds, list(tokens), list(accepted),
+               6, 9)  # fmt: skip
+
+
+def test_ratios_within_a_turn():
+    runs = [
+        make_run(STOCK, 4.0),
+        make_run("a", 2.0, accepted=[0, 1]),
+        make_run(STOCK, 8.0, repeat=1),
+        make_run("a", 2.0, accepted=[1, 0, 1], repeat=1),
+        make_run(STOCK, 40.0, block=1),
+        make_run("b", 4.0, tokens=(1, 2, 9), accepted=[2], block=1),
+    ]
+    stock, a, b = summarise(runs)
+    assert (stock.arm, stock.speedup.median, stock.tokens_per_step) == (STOCK, 1, None)
+    assert a.speedup.median == 3
+    assert a.tokens_per_step == pytest.approx(4 / 3)
+    assert a.acceptance_rate_by_depth == pytest.approx([2 / 3, 1 / 3])
+    assert a.nodes_per_step == 4
+    assert a.merged == pytest.approx(1 / 3)
+    assert (a.num_different, b.num_different) == (0, 1)
+    assert b.speedup.median == 10
+
+
+def test_noise_of_stock_is_not_ours():
+    runs = [make_run(STOCK, 1.0, (7, 8)), make_run(PLAIN, 1.0), make_run("a", 1.0, (1, 2))]
+    assert [row.num_different for row in summarise(runs, PLAIN)] == [None, 0, 1]
+
+
+def test_texts_of_one_token_have_no_speed():
+    runs = [make_run(STOCK, 0.0, (1,)), make_run("a", 0.0, (1,))]
+    row = summarise(runs)[1]
+    assert row.speedup is None
+    assert row.tokens_per_second is None
+    assert row.num_different == 0
+
+
+def test_repetition():
+    assert repetition([1, 2, 3]) == 0
+    assert repetition([1, 2, 3, 4, 5]) == 0
+    assert repetition([1] * 8) == pytest.approx(4 / 5)
