@@ -145,8 +145,9 @@ def _report(conversion: Conversion, destination: Path, options: ConversionOption
     stored_as = options.quantization or options.dtype
     state = f"RNN ({config.rnn_activation})" if config.rnn else "sum of embeddings"
     typer.echo(
-        f"wrote {destination}: hidden size {config.hidden_size}, head {config.exit_dim} wide with "
-        f"{config.num_draft_layers} blocks and {config.head_rows} rows, {state}, {stored_as}"
+        f"wrote {destination}: hidden_size {config.hidden_size}, exit_dim {config.exit_dim}, "
+        f"num_draft_layers {config.num_draft_layers}, head of {config.head_rows} tokens, {state}, "
+        f"{stored_as}"
     )
     if (measured := provenance["self_test"]) is not None:
         typer.echo(

@@ -21,7 +21,12 @@ from mlx_redrafter.convert.source import Source, open_source, source_name
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import DTYPES, read_weights
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import check_quantization, quantize_drafter, save_drafter
+from mlx_redrafter.drafter_io import (
+    check_quantization,
+    check_token_ids,
+    quantize_drafter,
+    save_drafter,
+)
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation import check_fit
 from mlx_redrafter.loading import load
@@ -98,6 +103,7 @@ class Conversion:
 class _Workpiece:
     """A drafter between reading and writing."""
 
+    source: str
     config: DrafterConfig
     weights: dict[str, mx.array]
     name_set: str
@@ -153,8 +159,7 @@ def _read(source: Source, options: ConversionOptions) -> _Workpiece:
     named = map_names(source.tensors, source.config)
     config = drafter_config(named, source.tensors, source.config, options.rnn_activation)
     weights = read_weights(named, source.tensors, options.dtype)
-    _check_token_ids(weights.get("token_ids"), config)
-    piece = _Workpiece(config, weights, named.name_set, list(named.notes))
+    piece = _Workpiece(source.name, config, weights, named.name_set, list(named.notes))
     if source.config.get("speculators_model_type") == "recurrent_drafting":
         piece.warnings.append(
             "drafters of the speculators fork are trained for one step without recurrence, on "
@@ -163,19 +168,10 @@ def _read(source: Source, options: ConversionOptions) -> _Workpiece:
     return piece
 
 
-def _check_token_ids(token_ids: mx.array | None, config: DrafterConfig) -> None:
-    if token_ids is not None and not bool(
-        mx.all((token_ids >= 0) & (token_ids < config.vocab_size)).item()
-    ):
-        raise CheckpointError(
-            f"expected token_ids from 0 to {config.vocab_size - 1}, found others; "
-            "the checkpoint is damaged"
-        )
-
-
 def _build(piece: _Workpiece, options: ConversionOptions) -> Drafter:
     drafter = Drafter(piece.config)
     drafter.load_weights(list(piece.weights.items()))
+    check_token_ids(drafter, piece.source)
     if options.quantization is not None:
         quantize_drafter(drafter, options.quantization.bits, options.quantization.group_size)
     mx.eval(drafter.parameters())
@@ -184,7 +180,7 @@ def _build(piece: _Workpiece, options: ConversionOptions) -> Drafter:
 
 
 def _fit_vocabulary(piece: _Workpiece, target: Target) -> None:
-    """Drop rows of the head beyond the target's vocabulary: padding, which no token can follow."""
+    """Drop rows of the head beyond the target's vocabulary, which can only be padding."""
     config = piece.config
     extra = config.vocab_size - target.vocab_size
     if not 0 < extra <= MAX_PADDING_ROWS or config.draft_vocab_size is not None:
@@ -192,7 +188,7 @@ def _fit_vocabulary(piece: _Workpiece, target: Target) -> None:
     head = f"lm_head.{config.num_draft_layers}.weight"
     piece.weights[head] = piece.weights[head][: target.vocab_size]
     piece.config = replace(config, vocab_size=target.vocab_size)
-    piece.notes.append(f"{extra} padding rows of the head, beyond the target's vocabulary, dropped")
+    piece.notes.append(f"{extra} padding rows of the head, beyond the target's tokens, dropped")
 
 
 def _slice_vocabulary(

@@ -46,7 +46,7 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     except CheckpointError as error:
         return Inspection(source, "no drafter that can be converted", None, (str(error),))
     if PROVENANCE_KEY in source.config:
-        kind = "a recurrent drafter, converted already"
+        kind = "a recurrent drafter, written by this converter"
     else:
         kind = f"a recurrent drafter with {named.name_set} names"
     return Inspection(source, kind, config, named.notes)

@@ -12,6 +12,13 @@ from mlx_redrafter.convert.source import Source
 _MEDUSA = re.compile(
     r"(?:medusa_heads?\.)?([0-9]{1,4})\.[0-9]{1,4}\.(?:linear\.(?:weight|bias)|weight)"
 )
+# What configs call other drafters, and what people call them.
+_MODEL_TYPES = {
+    "medusa": "a Medusa checkpoint (parallel heads, no recurrent drafter)",
+    "eagle": "an EAGLE checkpoint (a transformer layer that drafts, no recurrent drafter)",
+    "eagle3": "an EAGLE-3 checkpoint (a transformer layer that drafts, no recurrent drafter)",
+    "mlp_speculator": "an MLP speculator, no recurrent drafter",
+}
 _EAGLE_PREFIXES = ("midlayer.", "layers.0.self_attn.", "layers.0.mlp.")
 
 
@@ -25,14 +32,17 @@ def foreign_kind(source: Source) -> str | None:
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
             "--tp_size 1, or convert the drafter it was made from"
         )
+    for key in ("model_type", "speculators_model_type"):
+        if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
+            return _MODEL_TYPES[model_type]
     heads = {int(match[1]) for name in names if (match := _MEDUSA.fullmatch(name))}
     if heads:
         return _medusa_kind(source, heads)
     bare = [name.removeprefix("model.") for name in names]
     if "fc.weight" in bare and any(name.startswith(_EAGLE_PREFIXES) for name in bare):
-        return "an EAGLE checkpoint (a transformer layer that drafts, no recurrent drafter)"
+        return _MODEL_TYPES["eagle"]
     if "d2t" in bare or "t2d" in bare:
-        return "an EAGLE-3 checkpoint (a transformer layer that drafts, no recurrent drafter)"
+        return _MODEL_TYPES["eagle3"]
     if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
         return "a language model, no drafter; it can be a --target"
     return None

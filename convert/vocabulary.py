@@ -29,8 +29,10 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
         try:
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
-                    ids = np.array(tokenizer.encode(line, add_special_tokens=False), dtype=np.int64)
-                    counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+                    # Not verbose: it does not matter that a line exceeds the model's context.
+                    ids = tokenizer.encode(line, add_special_tokens=False, verbose=False)
+                    known = [token for token in ids if token < vocab_size]
+                    counts += np.bincount(known, minlength=vocab_size)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read the text {path}: {error}") from error
     return counts

@@ -59,7 +59,7 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
     tensors = read_tensors(folder)
     drafter.load_weights([(n, t) for n, t in tensors.items() if n not in UNUSED_TENSORS])
     check_finite(drafter, folder)
-    _check_token_ids(drafter, folder)
+    check_token_ids(drafter, folder)
     drafter.eval()
     return drafter
 
@@ -136,6 +136,26 @@ def named_parameters(module: nn.Module) -> dict[str, mx.array]:
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())))
 
 
+def check_token_ids(drafter: Drafter, name: str | Path) -> None:
+    """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
+
+    Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
+    """
+    if drafter.config.draft_vocab_size is None:
+        return
+    ids = drafter.token_ids
+    last = drafter.config.vocab_size - 1
+    if not mx.issubdtype(ids.dtype, mx.integer):
+        found = f"integers, found {ids.dtype}"
+    elif not 0 <= mx.min(ids).item() <= mx.max(ids).item() <= last:  # type: ignore[operator]
+        found = f"ids from 0 to {last}, found {mx.min(ids).item()} to {mx.max(ids).item()}"
+    elif len(set(to_ints(ids))) < ids.size:
+        found = "distinct ids, found some twice"
+    else:
+        return
+    raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")
+
+
 def _quantize_as_stored(
     drafter: Drafter, quantization: object, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
@@ -173,23 +193,3 @@ def _check_shapes(drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folde
         raise CheckpointError(
             f"the weights in {folder} do not fit its config.json: {'; '.join(sorted(problems))}"
         )
-
-
-def _check_token_ids(drafter: Drafter, folder: Path) -> None:
-    """Check that no two rows of the head propose the same token, and none an unknown one.
-
-    Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
-    """
-    if drafter.config.draft_vocab_size is None:
-        return
-    ids = drafter.token_ids
-    last = drafter.config.vocab_size - 1
-    if not mx.issubdtype(ids.dtype, mx.integer):
-        found = f"integers, found {ids.dtype}"
-    elif not 0 <= mx.min(ids).item() <= mx.max(ids).item() <= last:  # type: ignore[operator]
-        found = f"ids from 0 to {last}, found {mx.min(ids).item()} to {mx.max(ids).item()}"
-    elif len(set(to_ints(ids))) < ids.size:
-        found = "distinct ids, found some twice"
-    else:
-        return
-    raise CheckpointError(f"token_ids in {folder} must be {found}; convert or train it again")

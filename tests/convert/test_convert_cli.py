@@ -27,7 +27,7 @@ def test_convert(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = str(tmp_path / "out")
     assert main(["convert", source, out, "-q", "--q-bits", "8", "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith(f"wrote {out}: hidden size 64")
+    assert captured.out.startswith(f"wrote {out}: hidden_size 64")
     assert "8 bits, groups of 64" in captured.out
     assert captured.err == ""
     values = json.loads((tmp_path / "out" / "config.json").read_text())

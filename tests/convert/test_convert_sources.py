@@ -232,6 +232,12 @@ FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
         {},
         "an EAGLE-3 checkpoint",
     ),
+    "model type": (handmade.tensors(), {"model_type": "medusa"}, "a Medusa checkpoint"),
+    "speculators": (
+        handmade.tensors(),
+        {"speculators_model_type": "eagle3"},
+        "an EAGLE-3 checkpoint",
+    ),
     "a model": (
         {"model.embed_tokens.weight": np.zeros((2, 2), np.float32)},
         {},
@@ -317,7 +323,10 @@ def test_inspection_describes_without_values(tmp_path: Path) -> None:
     assert inspection.config.hidden_size == CONFIG["hidden_size"]
     assert inspection.kind == "a recurrent drafter with apple names"
     convert(source)
-    assert inspect_checkpoint(tmp_path / "out").kind == "a recurrent drafter, converted already"
+    assert (
+        inspect_checkpoint(tmp_path / "out").kind
+        == "a recurrent drafter, written by this converter"
+    )
 
 
 def test_inspection_of_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
