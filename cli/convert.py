@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 DEFAULT_COMMAND = "run"
 
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")]
+TargetModel = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="The model it is for: check that it fits, test it."),
+]
+
 
 class ConvertGroup(TyperGroup):
     """Converts unless the first word names another command: ``convert SRC DST``."""
@@ -53,12 +60,9 @@ class Recurrence(str, Enum):
 
 @app.command(DEFAULT_COMMAND)
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="The model it is for: check that it fits, test it."),
-    ] = None,
+    source: Source,
+    destination: Destination,
+    target: TargetModel = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="float16 unless given; with --to pytorch as stored.")
     ] = None,
@@ -94,25 +98,21 @@ def convert(
         convert_drafter,
     )
 
-    if (vocab_slice is None) != (not vocab_text):
-        raise typer.BadParameter("--vocab-slice and --vocab-text need each other")
-    if vocab_slice is not None and target is None:
-        raise typer.BadParameter("--vocab-slice needs --target, whose tokenizer counts the tokens")
+    _check_vocabulary(vocab_slice, vocab_text, target)
     if to is Layout.PYTORCH:
         if quantize or target or vocab_slice or rnn_activation:
             raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
         _export(source, destination, dtype)
     else:
+        rows = (
+            None if vocab_slice is None else VocabularySlice(vocab_slice, tuple(vocab_text or ()))
+        )
         options = ConversionOptions(
             dtype=(dtype or Dtype.FLOAT16).value,
             quantization=Quantization(q_bits, q_group_size) if quantize else None,
             target=target,
             rnn_activation=None if rnn_activation is None else rnn_activation.value,
-            vocabulary=(
-                None
-                if vocab_slice is None
-                else VocabularySlice(vocab_slice, tuple(vocab_text or ()))
-            ),
+            vocabulary=rows,
         )
         _report(convert_drafter(source, destination, options), destination, options)
     if upload_repo is not None:
@@ -123,12 +123,21 @@ def convert(
 
 @app.command("inspect")
 def inspect_source(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")],
+    source: Source,
 ) -> None:
     """Say what a checkpoint is, without converting it or reading its values."""
     from mlx_redrafter.convert.inspection import inspect_checkpoint
 
     _show(inspect_checkpoint(source))
+
+
+def _check_vocabulary(
+    vocab_slice: int | None, vocab_text: list[Path] | None, target: str | None
+) -> None:
+    if (vocab_slice is None) != (not vocab_text):
+        raise typer.BadParameter("--vocab-slice and --vocab-text need each other")
+    if vocab_slice is not None and target is None:
+        raise typer.BadParameter("--vocab-slice needs --target, whose tokenizer counts the tokens")
 
 
 def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
