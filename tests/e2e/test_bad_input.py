@@ -117,9 +117,7 @@ def test_no_such_model(
 def test_files_in_place_of_folders(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, drafter = (
-        folder / "model.safetensors" for folder in (stories.folder, drafter_folder)
-    )
+    model, drafter = (folder / "model.safetensors" for folder in (stories.folder, drafter_folder))
     expected = "expected a checkpoint folder, found a file"
     _assert_error(_generate(capsys, model, drafter_folder), 1, expected)
     _assert_error(_generate(capsys, stories.folder, drafter), 1, expected)

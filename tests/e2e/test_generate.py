@@ -281,9 +281,7 @@ def test_prompt_cache_file(
     start: list[int] = stories.tokenizer.encode("Once upon a")
     _write_cache(stories, start, tmp_path / "cache.safetensors", str(stories.folder))
     options = _options(stories, drafter_folder if drafts else None, " time")
-    result = run(
-        capsys, *options, "--json", "--prompt-cache-file", tmp_path / "cache.safetensors"
-    )
+    result = run(capsys, *options, "--json", "--prompt-cache-file", tmp_path / "cache.safetensors")
     question: list[int] = stories.tokenizer.encode(" time")
     expected = ids(stock_tokens(stories.model, [*start, *question], 20))
     assert json.loads(result.out)["tokens"] == expected
