@@ -4,7 +4,9 @@
     ├── ConfigError (also a ValueError)      an option or a config value is out of range
     ├── CheckpointError                      a model or drafter file cannot be used
     ├── UnsupportedTargetError               the target or its cache cannot be decoded exactly
-    └── NonFiniteError                       NaN or infinity where numbers were expected
+    ├── NonFiniteError                       NaN or infinity where numbers were expected
+    ├── DataError                            a text or prompt file cannot be used for training
+    └── ResourceError                        not enough disk or memory for what was asked
 
 Every message says what was expected, what was found and what to do about it.
 """
@@ -28,3 +30,11 @@ class UnsupportedTargetError(RedrafterError):
 
 class NonFiniteError(RedrafterError):
     """Weights or logits contain NaN or infinity."""
+
+
+class DataError(RedrafterError):
+    """A file of texts or prompts is missing, malformed, or too small to train on."""
+
+
+class ResourceError(RedrafterError):
+    """The disk or the memory is too small for what was asked."""

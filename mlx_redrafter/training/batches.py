@@ -1,0 +1,204 @@
+"""Batches of positions in an order that depends on the seed alone.
+
+Every position stands for itself, since the drafter's state starts anew at each: positions of some
+shards are shuffled together. A run can begin anywhere in the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_redrafter.errors import DataError
+from mlx_redrafter.training.cache import Part, Shard, TeacherCache, windows
+from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.options import Recipe
+
+# Cached arrays in memory at one time; shards that fit are shuffled together.
+GROUP_BYTES = 2**29
+
+
+class BatchOptions(NamedTuple):
+    """How batches are made.
+
+    Attributes:
+        recipe: Which tokens are the drafts.
+        beam_length: L.
+        batch_tokens: Positions per batch; the last one of a group is filled up with idle ones.
+        seed: Of the order.
+    """
+
+    recipe: Recipe
+    beam_length: int
+    batch_tokens: int
+    seed: int
+
+
+class Place(NamedTuple):
+    """Where a step is in the order: pass over the data, which group of it, which batch of that."""
+
+    epoch: int
+    group: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Shards in memory.
+
+    Attributes:
+        shard: All of them as one.
+        positions: Positions with at least one step that counts, int64, shape (p,).
+        steps: Which steps count, bool, shape (n, L - 1).
+    """
+
+    shard: Shard
+    positions: NDArray[np.int64]
+    steps: NDArray[np.bool_]
+
+
+class BatchOrder:
+    """All batches of all epochs.
+
+    Args:
+        cache: Filled.
+        part: Which shards.
+        options: How.
+
+    Raises:
+        DataError: No position has anything to learn from.
+    """
+
+    def __init__(self, cache: TeacherCache, part: Part, options: BatchOptions):
+        self.cache = cache
+        self.part: Part = part
+        self.options = options
+        self.groups, self.counts = self._survey()
+        if not self.groups:
+            raise DataError(
+                f"expected texts of more than {options.beam_length} tokens to train on, found "
+                "none; give longer or more texts"
+            )
+        self._group: tuple[int, Group] | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Positions per epoch."""
+        return sum(self.counts)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches per epoch."""
+        return sum(map(self._num_batches, self.counts))
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, counted from 0 on."""
+        place = self._place(step)
+        group = self._load(place.group)
+        rng = np.random.default_rng([self.options.seed, place.epoch, place.group])
+        order = rng.permutation(group.positions)
+        size = self.options.batch_tokens
+        chosen = order[place.batch * size : (place.batch + 1) * size]
+        return gather(group, chosen, size, self.options.beam_length)
+
+    def _place(self, step: int) -> Place:
+        epoch, left = divmod(step, self.steps_per_epoch)
+        rng = np.random.default_rng([self.options.seed, epoch])
+        for group in rng.permutation(len(self.groups)):
+            if left < self._num_batches(self.counts[group]):
+                return Place(epoch, int(group), left)
+            left -= self._num_batches(self.counts[group])
+        raise AssertionError("a step beyond the epoch")
+
+    def _num_batches(self, count: int) -> int:
+        return -(-count // self.options.batch_tokens)
+
+    def _survey(self) -> tuple[list[list[int]], list[int]]:
+        """Numbers of the shards of each group, and its positions."""
+        groups: list[list[int]] = []
+        counts: list[int] = []
+        room = 0
+        for number in range(self.cache.num_shards(self.part)):
+            shard = self.cache.load(self.part, number)
+            count = int(self._steps(shard).any(axis=1).sum())
+            if count == 0:
+                continue
+            size = sum(array.nbytes for array in shard.arrays().values())
+            if not groups or size > room:
+                groups.append([])
+                counts.append(0)
+                room = GROUP_BYTES
+            groups[-1].append(number)
+            counts[-1] += count
+            room -= size
+        return groups, counts
+
+    def _steps(self, shard: Shard) -> NDArray[np.bool_]:
+        length = self.options.beam_length
+        tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
+        steps = windows(tokens, is_trained, starts, length)
+        if self.options.recipe == "rollouts":
+            # A rollout is complete wherever it begins.
+            trained = np.append(np.array(shard.is_trained)[1:], False)
+            trained[np.array(shard.starts)[1:] - 1] = False
+            steps = np.repeat(trained[:, None], length - 1, axis=1)
+        return steps
+
+    def _load(self, number: int) -> Group:
+        if self._group is None or self._group[0] != number:
+            self._group = None  # before the next one takes its memory
+            length = self.options.beam_length if self.options.recipe == "rollouts" else None
+            shards = [self.cache.load(self.part, n, length) for n in self.groups[number]]
+            steps = np.concatenate([self._steps(shard) for shard in shards])
+            group = Group(concatenate(shards), np.flatnonzero(steps.any(axis=1)), steps)
+            self._group = (number, group)
+        return self._group[1]
+
+
+def concatenate(shards: list[Shard]) -> Shard:
+    """Several shards as one."""
+    if len(shards) == 1:
+        return shards[0]
+    offsets = np.cumsum([0, *(shard.tokens.shape[0] for shard in shards)])
+    starts = [shard.starts[:-1] + int(n) for shard, n in zip(shards, offsets, strict=False)]
+    joined = {
+        name: mx.concatenate([getattr(shard, name) for shard in shards])
+        for name in shards[0].arrays()
+        if name != "starts"
+    }
+    if all(shard.rollouts is not None for shard in shards):
+        joined["rollouts"] = mx.concatenate([s.rollouts for s in shards if s.rollouts is not None])
+    end = mx.array([int(offsets[-1])], dtype=mx.int32)
+    shard = Shard(starts=mx.concatenate([*starts, end]), **joined)
+    mx.eval(list(shard.arrays().values()))
+    return shard
+
+
+def gather(group: Group, positions: NDArray[np.int64], size: int, length: int) -> Batch:
+    """The batch of some positions, filled up to ``size`` with ones that do not count."""
+    shard, last = group.shard, len(group.steps) - 1
+    weights = np.zeros((size, length - 1), np.float32)
+    weights[: len(positions)] = group.steps[positions]
+    padded = np.zeros(size, np.int64)
+    padded[: len(positions)] = positions
+    here = mx.array(padded.astype(np.int32))
+    if shard.rollouts is None:
+        ahead = np.minimum(padded[:, None] + np.arange(1, length + 1), last).astype(np.int32)
+        tokens = shard.tokens[mx.array(ahead)]
+    else:
+        tokens = shard.rollouts[here]
+    # The distribution at the root and at each draft but the last: P_{t+1} to P_{t+S}.
+    seen = np.minimum(padded[:, None] + np.arange(1, length), last).astype(np.int32)
+    labels = mx.array(seen)
+    return Batch(
+        hidden=shard.hidden[here],
+        tokens=tokens,
+        weights=mx.array(weights),
+        top_ids=shard.top_ids[labels],
+        top_log_probs=shard.top_log_probs[labels].astype(mx.float32),
+        tail=shard.tail[labels],
+    )

@@ -1,0 +1,327 @@
+"""Texts and prompts from files, and the token sequences made of them.
+
+Files are not trusted: whatever is wrong with one is reported by its name and line.
+
+- ``*.jsonl``: one object a line with ``"text"``, with ``"messages"`` (a chat), with ``"prompt"``
+  (the target writes the answer), or with ``"prompt"`` and ``"completion"``.
+- Any other name: plain text. Lines ``<|endoftext|>`` divide it into documents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.typing import NDArray
+
+from mlx_redrafter.errors import DataError
+from mlx_redrafter.generation import encode_prompt
+
+DOCUMENT_SEPARATOR = "<|endoftext|>"
+MAX_LINE_CHARS = 2**24
+# A piece of a long text is tokenised at once; tokens of most languages are 2 to 5 characters long.
+CHARS_PER_TOKEN = 3
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to learn from; ``origin`` is its file and line."""
+
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with "role" and "content"; ``origin`` is their file and line.
+
+    Without an assistant's message at the end, it is a prompt that the target answers.
+    """
+
+    messages: list[Message]
+    origin: str
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the assistant has the last word."""
+        return self.messages[-1]["role"] == "assistant"
+
+
+Item = Document | Conversation
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence of n tokens as the target sees it.
+
+    Attributes:
+        tokens: Token ids, int32, shape (n,).
+        is_trained: Which tokens the target would have to write when serving, bool, shape (n,).
+            Only these are drafted.
+    """
+
+    tokens: NDArray[np.int32]
+    is_trained: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> list[Item]:
+    """Read all texts, chats and prompts.
+
+    Args:
+        paths: Files.
+        lines_are_prompts: Take every line of a plain text as one prompt.
+
+    Raises:
+        DataError: A file is missing, no UTF-8, malformed (with the line), or nothing is in it.
+    """
+    items: list[Item] = []
+    for path in map(Path, paths):
+        num_before = len(items)
+        if path.suffix == ".jsonl":
+            items += [_parse_row(line, origin) for line, origin in _filled_lines(path)]
+        elif path.suffix in (".json", ".gz", ".xz", ".zip", ".parquet"):
+            raise DataError(
+                f"expected a text or .jsonl file, found {path}; convert or unpack it first"
+            )
+        elif lines_are_prompts:
+            items += [_as_prompt(line, origin) for line, origin in _filled_lines(path)]
+        else:
+            items += _read_documents(path)
+        if len(items) == num_before:
+            raise DataError(f"expected texts in {path}, found none")
+    return items
+
+
+def _filled_lines(path: Path) -> Iterator[tuple[str, str]]:
+    return ((line, origin) for line, origin in _read_lines(path) if line.strip())
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """All lines, and where they are."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            while line := file.readline(MAX_LINE_CHARS + 1):
+                number += 1
+                if len(line) > MAX_LINE_CHARS:
+                    raise DataError(
+                        f"{path}:{number}: expected at most {MAX_LINE_CHARS} characters in a line, "
+                        "found more; split the text"
+                    )
+                yield line.rstrip("\n"), f"{path}:{number}"
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}:{number + 1}: expected UTF-8, found the byte "
+            f"{error.object[error.start]:#04x} near here; convert the file"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_documents(path: Path) -> Iterator[Document]:
+    lines: list[str] = []
+    origin = ""
+    for line, line_origin in [*_read_lines(path), (DOCUMENT_SEPARATOR, "")]:
+        if line.strip() == DOCUMENT_SEPARATOR:
+            if text := "\n".join(lines).strip():
+                yield Document(text, origin)
+            lines = []
+        else:
+            origin = origin if lines else line_origin
+            lines.append(line)
+
+
+def _as_prompt(text: str, origin: str) -> Conversation:
+    return Conversation([{"role": "user", "content": text}], origin)
+
+
+def _parse_row(line: str, origin: str) -> Item:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{origin}: expected a JSON object, found {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{origin}: expected a JSON object, found {type(row).__name__}")
+    if "messages" in row:
+        return Conversation(_check_messages(row["messages"], origin), origin)
+    for key in ("text", "prompt", "completion"):
+        if key in row and not (isinstance(row[key], str) and row[key].strip()):
+            raise DataError(f'{origin}: expected "{key}" to be a text, found {row[key]!r:.40}')
+    if "prompt" in row:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        if "completion" in row:
+            messages.append({"role": "assistant", "content": row["completion"]})
+        return Conversation(messages, origin)
+    if "text" in row:
+        return Document(row["text"], origin)
+    raise DataError(
+        f'{origin}: expected "text", "prompt" or "messages", found the keys '
+        f"{', '.join(map(repr, list(row)[:5])) or '(none)'}"
+    )
+
+
+def _check_messages(messages: object, origin: str) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{origin}: expected "messages" to be a list, found {messages!r:.40}')
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise DataError(
+                f"{origin}: expected message {number} to have one of the roles "
+                f"{', '.join(ROLES)}, found {message!r:.60}"
+            )
+        if not isinstance(message.get("content"), str):
+            raise DataError(f"{origin}: expected message {number} to have a text as its content")
+    return messages
+
+
+class Encoder:
+    """Turns items into token sequences, the way they are served.
+
+    Args:
+        tokenizer: The target's.
+        sequence_length: Longest sequence.
+        vocab_size: Rows of the target's embedding; ids beyond are an error.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, sequence_length: int, vocab_size: int):
+        self.tokenizer = tokenizer
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+
+    def encode(self, item: Item) -> Iterator[TokenSequence]:
+        """The sequences of a text or an answered chat, none longer than `sequence_length`.
+
+        Raises:
+            DataError: The chat template refuses the messages, or there is none.
+        """
+        if isinstance(item, Document):
+            yield from self._encode_text(item)
+        elif self.tokenizer.has_chat_template:
+            yield from self._encode_chat(item)
+        else:
+            prompt = self.encode_prompt(item)
+            answer = item.messages[-1]["content"]
+            reply = list(self.tokenizer.encode(answer, add_special_tokens=False))
+            yield self._sequence([*prompt, *reply], len(prompt), item.origin)
+
+    def encode_prompt(self, item: Conversation) -> list[int]:
+        """Token ids up to where the assistant's last reply begins.
+
+        Raises:
+            DataError: As `encode`.
+        """
+        messages = item.messages[:-1] if item.is_answered else item.messages
+        if self.tokenizer.has_chat_template:
+            return self._apply_template(messages, item.origin, add_generation_prompt=True)
+        if len(messages) != 1 or messages[0]["role"] != "user":
+            raise DataError(
+                f"{item.origin}: expected a model with a chat template for chats, found one "
+                'without; give "text" or "prompt"'
+            )
+        return encode_prompt(self.tokenizer, messages[0]["content"])
+
+    def _encode_text(self, document: Document) -> Iterator[TokenSequence]:
+        for piece in split_text(document.text, CHARS_PER_TOKEN * self.sequence_length):
+            # Not verbose: pieces longer than the model's context are cut here.
+            ids = list(self.tokenizer.encode(piece, verbose=False))
+            plain = list(self.tokenizer.encode(piece, add_special_tokens=False, verbose=False))
+            # Special tokens before a text are given, not written.
+            num_given = len(ids) - len(plain) if ids[-len(plain) :] == plain else 0
+            prefix, body = ids[:num_given], ids[num_given:]
+            room = self.sequence_length - num_given
+            for start in range(0, len(body), room):
+                part = body[start : start + room]
+                yield self._sequence([*prefix, *part], num_given, document.origin)
+
+    def _encode_chat(self, item: Conversation) -> Iterator[TokenSequence]:
+        """One sequence for all replies, or several where the template rewrites earlier turns."""
+        tokens: list[int] = []
+        is_trained: list[bool] = []
+        for turn, message in enumerate(item.messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._apply_template(
+                item.messages[:turn], item.origin, add_generation_prompt=True
+            )
+            full = self._apply_template(item.messages[: turn + 1], item.origin)
+            if prompt[: len(tokens)] != tokens:
+                yield from self._finish_chat(tokens, is_trained, item.origin)
+                tokens, is_trained = [], []
+            start = common_prefix(prompt, full)
+            end = self._end_of_reply(full, start)
+            is_trained = [*is_trained, *[False] * (start - len(tokens)), *[True] * (end - start)]
+            is_trained += [False] * (len(full) - end)
+            tokens = full
+        yield from self._finish_chat(tokens, is_trained, item.origin)
+
+    def _finish_chat(
+        self, tokens: list[int], is_trained: list[bool], origin: str
+    ) -> Iterator[TokenSequence]:
+        if any(is_trained[: self.sequence_length]):
+            sequence = self._sequence(tokens, 0, origin)
+            yield TokenSequence(
+                sequence.tokens, np.array(is_trained[: self.sequence_length], dtype=np.bool_)
+            )
+
+    def _end_of_reply(self, tokens: Sequence[int], start: int) -> int:
+        """After the stop token, if any: templates may add a line break that nobody says."""
+        stops = self.tokenizer.eos_token_ids
+        return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), len(tokens))
+
+    def _apply_template(
+        self, messages: list[Message], origin: str, add_generation_prompt: bool = False
+    ) -> list[int]:
+        # Templates are programs that raise what they like; the rendered text is tokenised as the
+        # command line does it.
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:
+            raise DataError(
+                f"{origin}: the model's chat template refuses these messages: {error}"
+            ) from error
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _sequence(self, tokens: list[int], num_given: int, origin: str) -> TokenSequence:
+        ids = np.array(tokens[: self.sequence_length], dtype=np.int32)
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise DataError(
+                f"{origin}: expected token ids below {self.vocab_size}, found {int(ids.max())}; "
+                "the tokenizer does not fit the model"
+            )
+        return TokenSequence(ids, np.arange(len(ids)) >= num_given)
+
+
+def split_text(text: str, max_chars: int) -> Iterator[str]:
+    """Pieces of at most ``max_chars`` characters, cut at line ends or spaces if there are any."""
+    start = 0
+    while len(text) - start > max_chars:
+        end = start + max_chars
+        for mark in ("\n", " "):
+            if (cut := text.rfind(mark, start + max_chars // 2, end)) > 0:
+                end = cut + 1
+                break
+        yield text[start:end]
+        start = end
+    if text[start:].strip():
+        yield text[start:]
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for count, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return count
+    return min(len(first), len(second))

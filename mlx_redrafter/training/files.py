@@ -1,0 +1,66 @@
+"""Files of a training run: arrays and JSON that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.checkpoint import read_json, write_atomically
+from mlx_redrafter.errors import CheckpointError
+
+Arrays = dict[str, mx.array]
+
+
+def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file; waits for the device."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        path,
+        lambda temporary: mx.save_safetensors(
+            str(temporary), arrays, metadata=dict(metadata or {})
+        ),
+    )
+
+
+def load_arrays(path: Path) -> Arrays:
+    """The arrays of a safetensors file.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    return load_arrays_and_metadata(path)[0]
+
+
+def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """The arrays of a safetensors file and the texts of its header.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    try:
+        arrays, metadata = mx.load(str(path), return_metadata=True)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read {path} ({error}); delete it, and training makes it again"
+        ) from error
+    return dict(arrays), dict(metadata)  # type: ignore[arg-type]
+
+
+def save_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an object."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(values, indent=2) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """Read an object.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    return read_json(path)

@@ -1,0 +1,116 @@
+"""The drafter before training.
+
+Its head starts as the target's own, projected on the directions that matter most to it when it is
+narrower; its residual blocks start as the identity. The projection to the head starts random: made
+so that the target's state reaches the head as in the target, it would begin with predicting the
+root, which is known, and that took longer to unlearn than random weights take to learn.
+
+Axes: V vocabulary, H hidden size, D exit_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.target import Target
+from mlx_redrafter.training.options import NetworkOptions
+
+DEFAULT_EXIT_DIM = 1024
+# Rows of the head computed at once.
+ROWS = 1024
+
+
+def drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
+    """The shape of a drafter for this target."""
+    default = min(DEFAULT_EXIT_DIM, 2 * target.hidden_size)
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        exit_dim=options.exit_dim or default,
+        num_draft_layers=options.num_layers,
+        rnn=True,
+    )
+
+
+def initial_drafter(config: DrafterConfig, head: mx.array | None, seed: int) -> Drafter:
+    """A drafter in float32 with the weights training starts from.
+
+    Seeds MLX's global random state.
+
+    Args:
+        config: Its shape.
+        head: The target's head as a matrix, shape (V, H), or None to start from noise.
+        seed: Of the random weights.
+    """
+    mx.random.seed(seed)
+    drafter = Drafter(config)
+    for block in drafter.lm_head[:-1]:
+        block.linear.weight = mx.zeros_like(block.linear.weight)
+        block.linear.bias = mx.zeros_like(block.linear.bias)
+    if head is not None:
+        _start_from_head(drafter, np.array(head.astype(mx.float32)))
+    mx.eval(drafter.parameters())
+    return drafter
+
+
+def _start_from_head(drafter: Drafter, head: NDArray[np.float32]) -> None:
+    hidden, width = drafter.config.hidden_size, drafter.config.exit_dim
+    last = drafter.lm_head[-1]
+    weight = np.array(last.weight)
+    if width < hidden:
+        # The rank-D matrix nearest to the head: its right singular vectors, from the small Gram
+        # matrix since V may be large.
+        _, vectors = np.linalg.eigh(head.T @ head)
+        basis = vectors[:, ::-1][:, :width]  # (H, D)
+        weight = head @ basis
+    else:
+        basis = np.eye(hidden, width, dtype=np.float32)
+        weight[:, :hidden] = head
+    last.weight = mx.array(weight.astype(np.float32))
+
+
+def head_matrix(target: Target) -> mx.array | None:
+    """The matrix W with ``logits = W hidden``, or None where the model has no plain head.
+
+    Returns:
+        float32, shape (V, H), whatever the head is stored as; waits for the device.
+    """
+    apply = _find_head(target.model)
+    if apply is None:
+        apply = _as_linear(target)
+    if apply is None:
+        return None
+    identity = mx.eye(target.hidden_size).astype(_float_dtype(target))
+    columns = []
+    for start in range(0, target.hidden_size, ROWS):
+        part = apply(identity[start : start + ROWS])
+        mx.eval(part)
+        columns.append(part)
+    matrix = mx.concatenate(columns).T.astype(mx.float32)
+    return matrix if matrix.shape == (target.vocab_size, target.hidden_size) else None
+
+
+def _find_head(model: Any) -> Any:
+    """The module ``lm_head`` of the model or of the text model inside it."""
+    heads = [
+        module
+        for name, module in model.named_modules()
+        if name.split(".")[-1] == "lm_head" and isinstance(module, (nn.Linear, nn.QuantizedLinear))
+    ]
+    return heads[0] if len(heads) == 1 else None
+
+
+def _as_linear(target: Target) -> Any:
+    embedding = target._embedding
+    return getattr(embedding, "as_linear", None)
+
+
+def _float_dtype(target: Target) -> mx.Dtype:
+    return target.embed(mx.zeros((1,), dtype=mx.int32)).dtype

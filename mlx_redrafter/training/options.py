@@ -1,0 +1,164 @@
+"""What a training run can be told, one frozen dataclass per stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mlx_redrafter.config import MAX_BEAM_LENGTH, check_int
+from mlx_redrafter.errors import ConfigError
+
+Recipe = Literal["soft", "apple", "rollouts"]
+RECIPES: tuple[Recipe, ...] = ("soft", "apple", "rollouts")
+ComputeDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which texts the drafter learns from.
+
+    Attributes:
+        max_tokens: Most tokens of text to train on, None for all there is.
+        sequence_length: Longest sequence in tokens; longer texts are cut.
+        written_share: Share of the tokens that the target writes itself, 0 to 1.
+        answer_tokens: Most tokens of one text that the target writes.
+        temp: Temperature of the sampled half of these texts; the other half is greedy.
+        held_out: Texts written by the target that only measure tokens per step.
+        seed: Of the choice of texts and of their sampling.
+    """
+
+    max_tokens: int | None = None
+    sequence_length: int = 512
+    written_share: float = 0.5
+    answer_tokens: int = 256
+    temp: float = 0.8
+    held_out: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            check_int("tokens", self.max_tokens, 1)
+        check_int("sequence_length", self.sequence_length, 16)
+        check_int("answer_tokens", self.answer_tokens, 8)
+        check_int("held_out", self.held_out, 1)
+        check_int("seed", self.seed, 0, 2**31 - 1)
+        check_number("self_written", self.written_share, 0, 1)
+        check_number("temp", self.temp, 0, 100)
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """The shape of the drafter; the defaults suit small and large targets.
+
+    Attributes:
+        exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
+        num_layers: Residual blocks before the head.
+        beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
+    """
+
+    exit_dim: int | None = None
+    num_layers: int = 2
+    beam_length: int = 5
+
+    def __post_init__(self) -> None:
+        if self.exit_dim is not None:
+            check_int("exit_dim", self.exit_dim, 1)
+        check_int("layers", self.num_layers, 0, 16)
+        check_int("length", self.beam_length, 2, MAX_BEAM_LENGTH, " (the root counts as one)")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the drafter is taught.
+
+    Attributes:
+        recipe: "soft": the target's own distributions, from one pass over the text. "apple":
+            the text itself, as in Apple's released code. "rollouts": greedy continuations of every
+            position by the target, the paper's Eq. 2.
+        position_decay: Weight of each unroll step relative to the one before; "soft" only.
+        confidence_floor: With a in [0, 1), a draft counts by the chance that the drafts before it
+            are accepted, each chance q raised to ``(1 - a) q + a``; 1 switches this off. "soft"
+            only.
+    """
+
+    recipe: Recipe = "soft"
+    position_decay: float = 0.8
+    confidence_floor: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        check_number("position_decay", self.position_decay, 0, 1)
+        check_number("confidence_floor", self.confidence_floor, 0, 1)
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How the drafter is optimised.
+
+    Attributes:
+        epochs: Passes over the text.
+        minutes: Train about this long instead; fixes the number of steps once the speed is known.
+        batch_tokens: Positions per optimiser step.
+        learning_rate: Peak of the schedule: warm-up, then cosine to a hundredth; None for
+            `default_learning_rate`.
+        warmup: Share of the steps spent warming up.
+        max_grad_norm: Gradients longer than this are scaled down to it.
+        ema_decay: Of the average of the weights that is exported.
+        num_evaluations: Measurements of tokens per step over the whole run.
+        patience: Stop after this many measurements without a better one.
+        checkpoint_seconds: Longest time between checkpoints; 0 writes one after every step.
+        compute_dtype: Of forward and backward pass; the weights are kept in float32.
+        seed: Of the initial weights and of the order of the positions.
+    """
+
+    epochs: int = 3
+    minutes: float | None = None
+    batch_tokens: int = 1024
+    learning_rate: float | None = None
+    warmup: float = 0.05
+    max_grad_norm: float = 1.0
+    ema_decay: float = 0.998
+    num_evaluations: int = 20
+    patience: int = 6
+    checkpoint_seconds: float = 60.0
+    compute_dtype: ComputeDtype = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("epochs", self.epochs, 1)
+        check_int("batch_tokens", self.batch_tokens, 1)
+        check_int("num_evaluations", self.num_evaluations, 1)
+        check_int("patience", self.patience, 1)
+        check_int("seed", self.seed, 0, 2**31 - 1)
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, 0, 1e6)
+        if self.learning_rate is not None:
+            check_number("lr", self.learning_rate, 0, 10)
+        check_number("warmup", self.warmup, 0, 1)
+        check_number("max_grad_norm", self.max_grad_norm, 0, math.inf)
+        check_number("ema_decay", self.ema_decay, 0, 1)
+        check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}"
+            )
+
+
+def default_learning_rate(exit_dim: int) -> float:
+    """Narrow heads bear and need larger steps: 2e-3 for 1024, inversely with the width."""
+    return min(2.0 / exit_dim, 1.6e-2)
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise `ConfigError` unless weights can be written in this dtype."""
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ConfigError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")

@@ -1,0 +1,327 @@
+"""A whole training run, from files to a drafter folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import save_drafter
+from mlx_redrafter.errors import ConfigError, DataError
+from mlx_redrafter.loading import load
+from mlx_redrafter.stats import DecodingStats
+from mlx_redrafter.target import Target
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.cache import TeacherCache
+from mlx_redrafter.training.card import Training, write_card
+from mlx_redrafter.training.corpus import Corpus, build_corpus, describe, divide
+from mlx_redrafter.training.curves import write_csv, write_picture
+from mlx_redrafter.training.data import Encoder, read_items
+from mlx_redrafter.training.estimate import check_resources, estimate, estimate_tokens
+from mlx_redrafter.training.fingerprint import fingerprint
+from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
+from mlx_redrafter.training.loss import Embed
+from mlx_redrafter.training.options import (
+    DataOptions,
+    LossOptions,
+    NetworkOptions,
+    TrainingOptions,
+    check_dtype,
+)
+from mlx_redrafter.training.selfgen import Writer
+from mlx_redrafter.training.simulate import simulate
+from mlx_redrafter.training.state import has_state
+from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.trainer import Lesson, Trainer
+
+STATE_FOLDER, CACHE_FOLDER = "state", "cache"
+
+
+class Reporter(Protocol):
+    """Hears how a run goes on. Raising KeyboardInterrupt from `progress` stops it."""
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        """So much of a stage is done; the total may be unknown."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Something worth a line."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to train.
+
+    Attributes:
+        model: The target: a folder or a hub repository.
+        out: The drafter's folder.
+        data: Files of texts, chats or prompts.
+        prompts: Files of prompts.
+        cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
+            files and data options may share one.
+        adapter_path: LoRA adapter of the target.
+        trust_remote_code: Run code from the target's checkpoint.
+        top_k: Next tokens whose probabilities the target teaches.
+        dtype: Of the weights that are written.
+        resume: Go on with the run that was begun in ``out``, if there is one.
+        data_options: Which texts.
+        network: The drafter's shape.
+        loss: What is taught.
+        training: How.
+    """
+
+    model: str
+    out: Path
+    data: Sequence[Path] = ()
+    prompts: Sequence[Path] = ()
+    cache: Path | None = None
+    adapter_path: Path | None = None
+    trust_remote_code: bool = False
+    top_k: int = 32
+    dtype: str = "float16"
+    resume: bool = False
+    data_options: DataOptions = field(default_factory=DataOptions)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if not self.data and not self.prompts:
+            raise ConfigError("nothing to train on: give --data or --prompts")
+        if has_state(self.out / STATE_FOLDER) and not self.resume:
+            raise ConfigError(
+                f"a run was begun in {self.out}; go on with --resume, or choose another --out"
+            )
+
+
+class Student(NamedTuple):
+    """What is left of the target once its cache is filled.
+
+    Attributes:
+        embedding: Rows of its input embedding, shape (V, H).
+        drafter: The drafter before training.
+        fingerprint: Of its weights.
+    """
+
+    embedding: mx.array
+    drafter: Drafter
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind.
+
+    Attributes:
+        drafter: As written to ``out``, in float32.
+        measured: Simulated decoding of held-out texts, by what was drafted.
+    """
+
+    drafter: Drafter
+    measured: dict[str, DecodingStats]
+
+
+def train_drafter(request: Request, reporter: Reporter) -> Result:
+    """Train a drafter and write it to ``request.out``.
+
+    Raises:
+        RedrafterError: The files, the target, the options, the disk or the memory do not allow it;
+            checked before anything long is begun, as far as possible.
+    """
+    cache_folder = request.cache or request.out / CACHE_FOLDER
+    corpus, cache, student = _teach(request, cache_folder, reporter)
+    batch_options = BatchOptions(
+        request.loss.recipe,
+        request.network.beam_length,
+        request.training.batch_tokens,
+        request.training.seed,
+    )
+    held_out = [cache.load("held-out", n) for n in range(cache.num_shards("held-out"))]
+    lesson = Lesson(
+        lambda tokens: student.embedding[tokens],
+        BatchOrder(cache, "train", batch_options),
+        held_out,
+        request.loss,
+        request.training,
+    )
+    identity = _identity(request, student, corpus)
+    trainer = Trainer(student.drafter, lesson, request.out / STATE_FOLDER, identity)
+    if trainer.progress.step:
+        reporter.say(f"going on from step {trainer.progress.step:,}")
+    drafter = trainer.run(
+        on_step=lambda p: _report_step(p, request.out, reporter),
+        on_best=lambda best: _save(best, request, student.fingerprint),
+    )
+    measured = measure(drafter, lesson.embed, lesson, request.network.beam_length)
+    _finish(request, student, corpus, trainer, drafter, measured)
+    if not write_picture(request.out, trainer.progress.curve):
+        reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
+    return Result(drafter, measured)
+
+
+def measure(
+    drafter: Drafter, embed: Embed, lesson: Lesson, beam_length: int
+) -> dict[str, DecodingStats]:
+    """Simulated decoding of the held-out texts with a chain and with a tree."""
+    width = min(4, drafter.config.head_rows)
+    shapes = {
+        f"chain of {beam_length - 1}": TreeShape(1, beam_length),
+        "tree of 8": TreeShape(width, beam_length),
+    }
+    return {n: simulate(drafter, embed, lesson.held_out, shape) for n, shape in shapes.items()}
+
+
+def _teach(
+    request: Request, folder: Path, reporter: Reporter
+) -> tuple[Corpus, TeacherCache, Student]:
+    """Everything that needs the target; afterwards its memory is free."""
+    options = request.data_options
+    data = read_items(request.data)
+    prompts = read_items(request.prompts, lines_are_prompts=True)
+    model, tokenizer, _ = load(
+        request.model,
+        adapter_path=request.adapter_path,
+        trust_remote_code=request.trust_remote_code,
+    )
+    target = Target(model)
+    options = _fit_to_context(options, target, reporter)
+    sources = divide(data, prompts, options)
+    config = drafter_config(target, request.network)
+    needed = estimate(
+        estimate_tokens(sources, options),
+        request.top_k,
+        request.loss,
+        request.network.beam_length,
+        target,
+        config,
+    )
+    check_resources(needed, folder)
+    reporter.say(f"needs {needed}")
+    name = fingerprint(model)
+    cache = TeacherCache(
+        folder,
+        {
+            "target": name,
+            "texts": sources.fingerprint,
+            "chat template": str(getattr(tokenizer, "chat_template", None)),
+            "top_k": request.top_k,
+            **describe(options),
+        },
+    )
+    encoder = Encoder(tokenizer, options.sequence_length, target.vocab_size)
+    writer = Writer(model, tokenizer, options.seed)
+    corpus = build_corpus(sources, encoder, writer, options, folder, reporter.progress)
+    _check_corpus(corpus)
+    for part, sequences in (("train", corpus.train), ("held-out", corpus.held_out)):
+        total = sum(map(len, sequences))
+        stage = f"reading {part} text"
+        fill_cache(
+            cache,
+            part,  # type: ignore[arg-type]
+            target,
+            sequences,
+            request.top_k,
+            lambda done, stage=stage, total=total: reporter.progress(stage, done, total),  # type: ignore[misc]
+        )
+    if request.loss.recipe == "rollouts":
+        total = sum(map(len, corpus.train))
+        fill_rollouts(
+            cache,
+            "train",
+            target,
+            request.network.beam_length,
+            lambda done: reporter.progress("rollouts", done, total),
+        )
+    embedding = target.embed(mx.arange(target.vocab_size))
+    drafter = initial_drafter(config, head_matrix(target), request.training.seed)
+    mx.eval(embedding)
+    return corpus, cache, Student(embedding, drafter, name)
+
+
+def _fit_to_context(options: DataOptions, target: Target, reporter: Reporter) -> DataOptions:
+    limit = target.context_length
+    if limit is None or options.sequence_length <= limit:
+        return options
+    reporter.say(f"sequences are cut to the model's context of {limit} tokens")
+    return DataOptions(**{**asdict(options), "sequence_length": limit})
+
+
+def _check_corpus(corpus: Corpus) -> None:
+    if not any(int(s.is_trained.sum()) > 1 for s in corpus.held_out):
+        raise DataError(
+            "the target ends every held-out text at once, so nothing can be measured; give other "
+            "prompts"
+        )
+
+
+def _identity(request: Request, student: Student, corpus: Corpus) -> str:
+    """What must be the same for a run to be gone on with."""
+    training = {k: v for k, v in asdict(request.training).items() if k != "checkpoint_seconds"}
+    return json.dumps(
+        {
+            "target": student.fingerprint,
+            "tokens": sum(map(len, corpus.train)),
+            "top_k": request.top_k,
+            **asdict(request.data_options),
+            **asdict(request.network),
+            **asdict(request.loss),
+            **training,
+        },
+        sort_keys=True,
+    )
+
+
+def _report_step(progress: Any, out: Path, reporter: Reporter) -> None:
+    if progress.curve[-1].step == progress.step:
+        write_csv(out, progress.curve)
+        point = progress.curve[-1]
+        reporter.say(
+            f"step {point.step:,}: loss {point.loss:.3f}, {point.tokens_per_step:.2f} tokens/step"
+        )
+    reporter.progress("training", progress.step, progress.total_steps)
+
+
+def _save(drafter: Drafter, request: Request, target_fingerprint: str) -> None:
+    copy = Drafter(drafter.config)
+    copy.update(drafter.parameters())
+    copy.set_dtype(getattr(mx, request.dtype))
+    save_drafter(
+        copy,
+        request.out,
+        {"target": {"name": request.model, "fingerprint": target_fingerprint}},
+    )
+
+
+def _finish(
+    request: Request,
+    student: Student,
+    corpus: Corpus,
+    trainer: Trainer,
+    drafter: Drafter,
+    measured: dict[str, DecodingStats],
+) -> None:
+    _save(drafter, request, student.fingerprint)
+    write_csv(request.out, trainer.progress.curve)
+    files = [path.name for path in (*request.data, *request.prompts)]
+    write_card(
+        request.out,
+        Training(
+            request.model,
+            student.fingerprint,
+            files,
+            corpus,
+            drafter.config,
+            request.loss,
+            request.training,
+            trainer.progress,
+            measured,
+        ),
+    )

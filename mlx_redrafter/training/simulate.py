@@ -1,0 +1,142 @@
+"""Tokens per step that decoding would need for texts that the target wrote; the target is not run.
+
+A target that wrote x_1 .. x_n chooses, wherever decoding stands in this text, the next token of it.
+So drafting from the cached hidden states, by the functions that decoding uses, and comparing with
+the text is what decoding does. Axes: n tokens of a shard, p positions, N nodes, L beam length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_redrafter.beam import Embed, expand
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.stats import DecodingStats
+from mlx_redrafter.training.cache import Shard
+from mlx_redrafter.tree import NO_TOKEN, select_top_n
+
+# Positions that are drafted for at once, and the bytes of their float32 logits.
+MAX_POSITIONS = 512
+LOGITS_BYTES = 2**26
+# No node of a tree has this token, so nothing is accepted past the end of a text.
+END = NO_TOKEN - 1
+
+
+def simulate(
+    drafter: Drafter, embed: Embed, shards: Sequence[Shard], shape: TreeShape
+) -> DecodingStats:
+    """Count the steps of decoding all texts; waits for the device.
+
+    Args:
+        drafter: The network.
+        embed: The target's input embedding.
+        shards: Texts, each a prompt and what the target wrote after it (``is_trained``).
+        shape: What is drafted; ``select`` is "top_n".
+
+    Returns:
+        Counts over all texts, as if they were one: as ever, the first token of a text belongs to no
+        step, but only one such token is counted, so that ``tokens_per_step`` is right.
+    """
+    total = DecodingStats(num_tokens=1)
+    for shard in shards:
+        roots = [
+            np.arange(start + written[0], start + written[-1]) for start, written in _written(shard)
+        ]
+        if not roots:
+            continue
+        places = np.concatenate(roots)
+        accepted = np.zeros(shard.tokens.shape[0], np.int64)
+        accepted[places] = count_accepted(drafter, embed, shard, places, shape)
+        for stretch in roots:
+            _walk(accepted, int(stretch[0]), int(stretch[-1]) + 1, shape, total)
+    return total
+
+
+def _written(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
+    """Of each text with two tokens by the target or more: its start, and where they are in it."""
+    is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)
+    texts = [(int(a), np.flatnonzero(is_trained[a:b])) for a, b in pairwise(starts)]
+    return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
+
+
+def _walk(
+    accepted: NDArray[np.int64], root: int, last: int, shape: TreeShape, total: DecodingStats
+) -> None:
+    nodes = shape.tree_nodes or 0
+    while root < last:
+        # The token after the accepted drafts is the target's own, if the text does not end before.
+        step = min(int(accepted[root]) + 1, last - root)
+        total.count_step(int(accepted[root]), nodes, nodes)
+        total.num_tokens += step
+        root += step
+
+
+def count_accepted(
+    drafter: Drafter, embed: Embed, shard: Shard, roots: NDArray[np.int64], shape: TreeShape
+) -> NDArray[np.int64]:
+    """Drafts accepted in a step with each of these tokens as its root.
+
+    Args:
+        drafter: The network.
+        embed: The target's input embedding.
+        shard: Texts.
+        roots: Indices of tokens in the shard, none of them the first of a text, shape (p,).
+        shape: What is drafted.
+
+    Returns:
+        int64, shape (p,).
+    """
+    length = shape.beam_length
+
+    def draft(hidden: mx.array, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        tree = select_top_n(expand(drafter, embed, hidden, root, shape), root, shape)
+        return tree.tokens, tree.parents, tree.depths
+
+    rows = LOGITS_BYTES // (4 * drafter.config.head_rows * shape.beam_width)
+    size = max(1, min(MAX_POSITIONS, rows))
+    tokens = np.array(shard.tokens)
+    following = _following(shard, roots, length)
+    counts = []
+    for start in range(0, len(roots), size):
+        places = roots[start : start + size]
+        hiddens = shard.hidden[mx.array(places - 1)]
+        drafted = mx.vmap(draft)(hiddens, mx.array(tokens[places][:, None]))
+        mx.eval(drafted)
+        nodes, parents, depths = (np.array(array) for array in drafted)
+        counts.append(_accept(nodes, parents, depths, following[start : start + size]))
+    return np.concatenate(counts)
+
+
+def _following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArray[np.int32]:
+    """The L tokens after each root, END after the end of its text, int32, shape (p, L)."""
+    starts = np.array(shard.starts)
+    tokens = np.append(np.array(shard.tokens), np.int32(END))
+    ends = starts[np.searchsorted(starts, roots, side="right")]
+    ahead = roots[:, None] + np.arange(1, length + 1)
+    return tokens[np.where(ahead < ends[:, None], ahead, -1)]
+
+
+def _accept(
+    tokens: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    depths: NDArray[np.int32],
+    following: NDArray[np.int32],
+) -> NDArray[np.int64]:
+    """`mlx_redrafter.accept.accept` for many trees, each of shape (N,) in an array of (p, N).
+
+    On the host, and node by node: ``mx.vmap`` of MLX 0.32 gets a logical "or" of it wrong.
+    """
+    rows = np.arange(len(tokens))
+    on_path = np.zeros(tokens.shape, np.bool_)
+    on_path[:, 0] = True
+    for node in range(1, tokens.shape[1]):
+        parent = parents[:, node]
+        matches = tokens[:, node] == following[rows, depths[rows, parent]]
+        on_path[:, node] = on_path[rows, parent] & matches
+    return on_path.sum(axis=1) - 1

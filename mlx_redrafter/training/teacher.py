@@ -1,0 +1,249 @@
+"""One pass of the target over all sequences, and greedy rollouts from every position.
+
+Axes: n tokens, B sequences at once, c tokens of them at once, V vocabulary, H hidden size, k kept
+tokens, L beam length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_redrafter.config import MAX_BEAM_LENGTH
+from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.hooks import captured_output
+from mlx_redrafter.target import Target
+from mlx_redrafter.topk import top_k
+from mlx_redrafter.training.cache import Part, Shard, TeacherCache
+from mlx_redrafter.training.data import TokenSequence
+from mlx_redrafter.training.files import save_arrays
+from mlx_redrafter.training.loss import IMPOSSIBLE
+from mlx_redrafter.training.selfgen import pack
+from mlx_redrafter.tree import TokenTree, ancestor_mask
+
+SHARD_TOKENS = 16384
+BATCH_SEQUENCES = 8
+MAX_CHUNK_TOKENS = 2048
+# Float32 logits that exist at one time.
+LOGITS_BYTES = 2**27
+# Positions whose rollouts are drafted in one tree.
+ROLLOUT_POSITIONS = 48
+
+OnTokens = Callable[[int], None]
+
+
+class TokenOutputs(NamedTuple):
+    """The target's outputs at n tokens; the axes and dtypes are those of `Shard`."""
+
+    hidden: NDArray[np.float16]
+    top_ids: NDArray[np.int32]
+    top_log_probs: NDArray[np.float16]
+    tail: NDArray[np.float32]
+
+
+def fill_cache(
+    cache: TeacherCache,
+    part: Part,
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    k: int,
+    on_tokens: OnTokens,
+) -> None:
+    """Run the target over the sequences; shards that are there already are kept.
+
+    Args:
+        cache: Gets the shards.
+        part: What the sequences are for.
+        target: The teacher.
+        sequences: Any number.
+        k: Next tokens whose log-probabilities are kept.
+        on_tokens: Called with the tokens done so far.
+
+    Raises:
+        NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
+    """
+    done = 0
+    for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
+        if not cache.has(part, number):
+            cache.save(part, number, read_sequences(target, group, k))
+        done += sum(map(len, group))
+        on_tokens(done)
+
+
+def group_by_tokens(
+    sequences: Sequence[TokenSequence], num_tokens: int
+) -> Iterator[list[TokenSequence]]:
+    """Consecutive groups that close once they have ``num_tokens`` tokens."""
+    group: list[TokenSequence] = []
+    for sequence in sequences:
+        group.append(sequence)
+        if sum(map(len, group)) >= num_tokens:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -> Shard:
+    """Hidden states and most probable next tokens at every token.
+
+    Raises:
+        NonFiniteError: As `fill_cache`.
+    """
+    total = sum(map(len, sequences))
+    k = min(k, target.vocab_size)
+    outputs = TokenOutputs(
+        np.zeros((total, target.hidden_size), np.float16),
+        np.zeros((total, k), np.int32),
+        np.zeros((total, k), np.float16),
+        np.zeros((total,), np.float32),
+    )
+    starts = np.cumsum([0, *map(len, sequences)])
+    # Of similar length together: the shorter ones are padded on the right, which nothing before
+    # the padding attends to.
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    for first in range(0, len(order), BATCH_SEQUENCES):
+        _read_batch(target, sequences, starts, order[first : first + BATCH_SEQUENCES], outputs)
+    if not np.isfinite(outputs.hidden).all() or not np.isfinite(outputs.tail).all():
+        raise NonFiniteError(
+            "expected finite hidden states and logits within float16 from the target, found NaN, "
+            "infinity or larger ones; this target cannot be taught from"
+        )
+    return Shard(**pack(sequences), **{n: mx.array(v) for n, v in outputs._asdict().items()})
+
+
+def _read_batch(
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    starts: NDArray[np.int64],
+    rows: Sequence[int],
+    outputs: TokenOutputs,
+) -> None:
+    longest = max(len(sequences[row]) for row in rows)
+    padded = np.zeros((len(rows), longest), np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(sequences[row])] = sequences[row].tokens
+    chunk = max(1, min(MAX_CHUNK_TOKENS, LOGITS_BYTES // 4 // target.vocab_size) // len(rows))
+    cache = target.new_cache().stock
+    k = outputs.top_ids.shape[1]
+    for begin in range(0, longest, chunk):
+        with captured_output() as captured:
+            logits = target.model(mx.array(padded[:, begin : begin + chunk]), cache=cache)
+        found = summarise(logits, captured[-1], k)
+        size = found.hidden.shape[1]
+        for index, row in enumerate(rows):
+            count = min(size, len(sequences[row]) - begin)
+            if count > 0:
+                where = slice(starts[row] + begin, starts[row] + begin + count)
+                for to, values in zip(_arrays(outputs), _arrays(found), strict=True):
+                    to[where] = values[index, :count]
+
+
+def _arrays(outputs: TokenOutputs) -> tuple[NDArray[Any], ...]:
+    return outputs
+
+
+def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
+    """Keep the k most probable next tokens and the probability of the rest; waits for the device.
+
+    Args:
+        logits: Shape (B, c, V).
+        hidden: Shape (B, c, H).
+        k: 1 to V.
+    """
+    batch, size, vocab = logits.shape
+    flat = logits.reshape(-1, vocab).astype(mx.float32)
+    best = top_k(flat, k)
+    log_probs = best.values - mx.logsumexp(flat, axis=-1, keepdims=True)
+    # What rounding to float16 took from the kept ones belongs nowhere; the tail is the true one.
+    tail = mx.maximum(1.0 - mx.sum(mx.exp(log_probs), axis=-1), 0.0)
+    if k == vocab:
+        tail = mx.zeros_like(tail)
+    tail = tail + 0.0 * log_probs[:, 0]  # NaN stays NaN
+    arrays = (
+        hidden.astype(mx.float16),
+        best.indices.astype(mx.int32).reshape(batch, size, k),
+        mx.maximum(log_probs, IMPOSSIBLE).astype(mx.float16).reshape(batch, size, k),
+        tail.reshape(batch, size),
+    )
+    mx.eval(arrays)
+    return TokenOutputs(*(np.array(array) for array in arrays))
+
+
+def fill_rollouts(
+    cache: TeacherCache, part: Part, target: Target, length: int, on_tokens: OnTokens
+) -> None:
+    """Add greedy continuations of every position to all shards; those that are there are kept.
+
+    Args:
+        cache: A filled cache.
+        part: Which shards.
+        target: The teacher.
+        length: L, tokens of each continuation.
+        on_tokens: Called with the tokens done so far.
+    """
+    done = 0
+    for number in range(cache.num_shards(part)):
+        path = cache.rollout_path(part, number, length)
+        shard = cache.load(part, number)
+        if not path.exists():
+            save_arrays(path, {"rollouts": mx.array(roll_out(target, shard, length))})
+        done += shard.tokens.shape[0]
+        on_tokens(done)
+
+
+def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
+    """The greedy continuation of every position of every sequence, int32, shape (n, L).
+
+    The positions of a stretch of text and their continuations form one tree, the text being its
+    trunk, and the target verifies it once for each further token.
+    """
+    tokens, starts = np.array(shard.tokens), np.array(shard.starts)
+    first = np.array(shard.top_ids[:, 0])
+    rollouts = np.zeros((len(tokens), length), np.int32)
+    rollouts[:, 0] = first
+    for start, end in pairwise(starts):
+        cache = target.new_cache()
+        size = ROLLOUT_POSITIONS
+        if end - start + length > (target.context_length or 0):
+            # Where positions may change with the length of the text, `Target.verify` places trees
+            # of drafts exactly, not deeper ones.
+            size = MAX_BEAM_LENGTH - length + 1
+        for begin in range(start, end, size):
+            stop = min(begin + size, end)
+            trunk = tokens[begin:stop]
+            for known in range(1, length):
+                tree = trunk_tree(trunk, rollouts[begin:stop, :known])
+                logits = target.verify(tree, cache).logits[-len(trunk) :]
+                rollouts[begin:stop, known] = np.array(mx.argmax(logits, axis=-1))
+            cache.commit(mx.arange(len(trunk), dtype=mx.int32))
+            mx.clear_cache()
+    return rollouts
+
+
+def trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
+    """A text of m tokens, each with a branch of j tokens; level by level after the trunk.
+
+    Args:
+        trunk: Token ids, shape (m,).
+        branches: Token ids, shape (m, j).
+    """
+    size, levels = branches.shape
+    nodes = np.arange(size)
+    parents = np.concatenate([np.maximum(nodes - 1, 0), np.arange(size * levels)])
+    depths = np.concatenate([nodes + level for level in range(levels + 1)])
+    parent_nodes = mx.array(parents.astype(np.int32))
+    count = len(parents)
+    return TokenTree(
+        tokens=mx.array(np.concatenate([trunk, branches.T.flatten()])),
+        parents=parent_nodes,
+        depths=mx.array(depths.astype(np.int32)),
+        ancestors=ancestor_mask(parent_nodes, int(depths.max())),
+        num_nodes=count,
+        num_unmerged=count,
+    )
