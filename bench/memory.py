@@ -23,6 +23,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
+from mlx_redrafter.controller import FixedShape
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.sampling import KeyedChooser
@@ -213,7 +214,7 @@ def _drafted_tokens(
 ) -> tuple[Sequence[KVCache], Iterator[object]]:
     caches = make_prompt_cache(target.model) if caches is None else caches
     chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-    decoder = Decoder(target, target.new_cache(caches), chooser, drafter, shape)
+    decoder = Decoder(target, target.new_cache(caches), chooser, drafter, FixedShape(shape))
     return caches, decoder.decode(Request(list(prompt), prefill_step_size=PREFILL_STEP))
 
 

@@ -22,6 +22,7 @@ from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import SamplingParams, TreeShape
+from mlx_redrafter.controller import FixedShape
 from mlx_redrafter.decoding import Decoder, Request, normalise
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import ConfigError
@@ -134,7 +135,9 @@ class _Bench:
         self.shape, self.drafter = shape, drafter
         self.target = Target(model)
         self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
-        self.decoder = Decoder(self.target, self.target.new_cache(), self.chooser, drafter, shape)
+        self.decoder = Decoder(
+            self.target, self.target.new_cache(), self.chooser, drafter, FixedShape(shape)
+        )
         request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
         self.tokens: Iterator[object] = self.decoder.decode(request)
         self.stock = generate_step(
@@ -207,8 +210,9 @@ class _Bench:
 
         def work() -> list[int]:
             log_probs = normalise(self.logits)
-            depths, length = self.tree.depths, self.cache.length
-            chosen = self.chooser.choose(log_probs, depths, length, self.shape.beam_length)
+            length, depths = self.shape.beam_length, self.tree.depths
+            noise = self.chooser.noise(mx.array([self.cache.length]), length)
+            chosen = self.chooser.choose(log_probs, depths, noise, length)
             path, num_accepted, bonus = accept(self.tree, chosen, self.shape.beam_length)
             return to_ints(mx.concatenate([num_accepted, bonus, path, self.tree.tokens[path]]))
 

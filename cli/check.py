@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.config import SamplingParams, TreeShape, check_int
+from mlx_redrafter.config import SamplingParams, check_int, find_shape
 from mlx_redrafter.errors import ConfigError
 
 PROMPTS = (
@@ -41,9 +41,9 @@ def check(
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
     seed: options.Seed = 0,
-    beam_width: options.BeamWidth = 4,
-    beam_length: options.BeamLength = 5,
-    tree_nodes: options.TreeNodes = None,
+    beam_width: options.BeamWidth = "auto",
+    beam_length: options.BeamLength = "auto",
+    tree_nodes: options.TreeNodes = "auto",
     select: options.Select = "top_n",
     ignore_chat_template: options.IgnoreChatTemplate = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -57,7 +57,13 @@ def check(
     if drafter is None:
         raise ConfigError("no drafter given; say --drafter FOLDER")
     check_int("max_tokens", max_tokens, 1)
-    shape = TreeShape(beam_width, beam_length, tree_nodes, select)  # type: ignore[arg-type]
+    drafting = {
+        "beam_width": beam_width,
+        "beam_length": beam_length,
+        "tree_nodes": tree_nodes,
+        "select": select,
+    }
+    find_shape(**drafting)
     params = SamplingParams(temp, top_p, top_k, min_p, options.fresh_seed(seed))
     loading = options.Loading(model, drafter, adapter_path, trust_remote_code, [])
     target, tokenizer, loaded = loading.load()
@@ -75,7 +81,7 @@ def check(
             prompting.encode(tokenizer),
             max_tokens,
             **vars(params),
-            **{**vars(shape), "tree_nodes": tree_nodes},
+            **drafting,
         )
         results.append({"prompt": text, **asdict(comparison)})
         if not as_json:

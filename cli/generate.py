@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.config import SamplingParams, TreeShape, check_max_tokens
+from mlx_redrafter.config import SamplingParams, check_max_tokens, find_shape
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def generate(
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
-    beam_width: options.BeamWidth = 4,
-    beam_length: options.BeamLength = 5,
-    tree_nodes: options.TreeNodes = None,
+    beam_width: options.BeamWidth = "auto",
+    beam_length: options.BeamLength = "auto",
+    tree_nodes: options.TreeNodes = "auto",
     select: options.Select = "top_n",
     ignore_chat_template: options.IgnoreChatTemplate = False,
     chat_template_config: options.ChatTemplateConfig = None,
@@ -66,7 +66,13 @@ def generate(
         )
     # Cheap checks come before anything is loaded.
     check_max_tokens(max_tokens)
-    shape = TreeShape(beam_width, beam_length, tree_nodes, select)  # type: ignore[arg-type]
+    drafting = {
+        "beam_width": beam_width,
+        "beam_length": beam_length,
+        "tree_nodes": tree_nodes,
+        "select": select,
+    }
+    shape = find_shape(**drafting)
     params = SamplingParams(temp, top_p, top_k, min_p, options.fresh_seed(seed))
     prompting = options.Prompting(prompt, ignore_chat_template, chat_template_config, system_prompt)
     prompting.template_options()
@@ -76,14 +82,16 @@ def generate(
     request: dict[str, Any] = {
         "max_tokens": max_tokens,
         **vars(params),
-        **{**vars(shape), "tree_nodes": tree_nodes},
+        **drafting,
     }
     if verbose:
-        drafting = "off" if no_draft else f"{shape}"
-        typer.echo(f"Seed: {params.seed}. Drafting: {drafting}", err=True)
+        chosen = "off" if no_draft else shape or "the fastest shape at every step"
+        typer.echo(f"Seed: {params.seed}. Drafting: {chosen}", err=True)
     result = _generate(loading, prompting, prompt_cache_file, request, stream=not as_json)
     if as_json:
-        settings = vars(shape) if not no_draft else dict.fromkeys(vars(shape))
+        settings = (
+            dict.fromkeys(drafting) if no_draft else drafting | (vars(shape) if shape else {})
+        )
         typer.echo(json.dumps({**_to_json(result), **settings, "seed": params.seed}))
     else:
         typer.echo()

@@ -103,24 +103,47 @@ Seed = Annotated[
         "--seed", help="Of the noise; fresh by default.", show_default=False, rich_help_panel=SAMPLE
     ),
 ]
+
+
+def parse_size(value: str) -> int | str:
+    """A number, or ``auto``."""
+    if value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number or auto, got {value!r}") from None
+
+
+# int | "auto", which typer has no type for.
 BeamWidth = Annotated[
-    int,
-    typer.Option("--beam-width", help="Beams kept per level, 1 to 64.", rich_help_panel=DRAFT),
+    Any,
+    typer.Option(
+        "--beam-width",
+        parser=parse_size,
+        metavar="<int>|auto",
+        help="Beams kept per level, 1 to 64. With auto for this and the next two, every step is "
+        "given the shape expected to be fastest, plain decoding included.",
+        rich_help_panel=DRAFT,
+    ),
 ]
 BeamLength = Annotated[
-    int,
+    Any,
     typer.Option(
         "--beam-length",
+        parser=parse_size,
+        metavar="<int>|auto",
         help="Tokens per beam, root included, 2 to 16.",
         rich_help_panel=DRAFT,
     ),
 ]
 TreeNodes = Annotated[
-    int | None,
+    Any,
     typer.Option(
         "--tree-nodes",
-        help="Tokens per verify, root included; 9, or as many as there are.",
-        show_default=False,
+        parser=parse_size,
+        metavar="<int>|auto",
+        help="Tokens per verify, root included.",
         rich_help_panel=DRAFT,
     ),
 ]

@@ -22,6 +22,8 @@ from mlx_redrafter.topk import top_k
 LEAST_LOG_PROB = -1e30
 
 Embed = Callable[[mx.array], mx.array]
+# From log-probabilities of the tokens after nodes of one depth to what nodes are ranked by.
+Rank = Callable[[mx.array, int], mx.array]
 
 
 class Expansion(NamedTuple):
@@ -41,7 +43,12 @@ class Expansion(NamedTuple):
 
 
 def expand(
-    drafter: Drafter, embed: Embed, hidden: mx.array, root: mx.array, shape: TreeShape
+    drafter: Drafter,
+    embed: Embed,
+    hidden: mx.array,
+    root: mx.array,
+    shape: TreeShape,
+    rank: Rank | None = None,
 ) -> Expansion:
     """Score the continuations of the root, keeping W children of each of the W best nodes a level.
 
@@ -51,6 +58,8 @@ def expand(
         hidden: The target's last hidden state that predicted the root, shape (H,).
         root: The newest token, integer, shape (1,).
         shape: W and L; M is ``shape.num_drafted``.
+        rank: Replaces the drafter's log-probabilities, shape (W, V), by others of that shape; None
+            ranks by the drafter's own.
 
     Returns:
         The scored nodes. Nothing is read by the host.
@@ -58,7 +67,7 @@ def expand(
     width, dtype = shape.beam_width, drafter.dtype
     hidden = hidden.astype(dtype)
     state = drafter.start(embed(root).astype(dtype))  # (1, H)
-    best = top_k(_ordered(drafter.log_probs(hidden, state)), width)
+    best = top_k(_ranked(drafter.log_probs(hidden, state), 0, rank), width)
     tokens = drafter.to_token_ids(best.indices[0])  # (W,)
     scores = best.values[0]
     frontier = mx.arange(width, dtype=mx.int32)
@@ -67,7 +76,7 @@ def expand(
 
     for depth in range(2, shape.beam_length):
         state = drafter.advance(state, embed(tokens).astype(dtype))
-        best = top_k(_ordered(drafter.log_probs(hidden, state)), width)
+        best = top_k(_ranked(drafter.log_probs(hidden, state), depth - 1, rank), width)
         children = drafter.to_token_ids(best.indices).flatten()  # (W * W,)
         child_scores = (scores[:, None] + best.values).flatten()
         levels.append((children, child_scores, mx.repeat(frontier, width)))
@@ -82,5 +91,7 @@ def expand(
     return Expansion(node_tokens, node_scores, parents, frontier)
 
 
-def _ordered(log_probs: mx.array) -> mx.array:
+def _ranked(log_probs: mx.array, depth: int, rank: Rank | None) -> mx.array:
+    if rank is not None:
+        log_probs = rank(log_probs, depth)
     return mx.where(log_probs > LEAST_LOG_PROB, log_probs, LEAST_LOG_PROB)

@@ -21,6 +21,7 @@ MAX_DRAFT_LAYERS = 64
 
 Activation = Literal["silu", "identity"]
 Selection = Literal["top_n", "beam"]
+Auto = Literal["auto"]
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:
@@ -173,6 +174,21 @@ class TreeShape:
         if self.select == "beam":
             return 1 + self.beam_width * self.draft_length
         return 1 + self.num_drafted
+
+
+def find_shape(
+    beam_width: int | Auto, beam_length: int | Auto, tree_nodes: int | Auto, select: Selection
+) -> TreeShape | None:
+    """The shape asked for, None when every step may choose its own.
+
+    Raises:
+        ConfigError: It is out of range.
+    """
+    sizes = {"beam_width": beam_width, "beam_length": beam_length, "tree_nodes": tree_nodes}
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size != "auto"}
+    if not given and select == "top_n":
+        return None
+    return TreeShape(**given, select=select)
 
 
 @dataclass(frozen=True)

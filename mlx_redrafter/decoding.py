@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -19,11 +21,12 @@ from mlx_redrafter.accept import accept
 from mlx_redrafter.beam import expand
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.controller import Accepted, Controller
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.processors import ProcessorChain
-from mlx_redrafter.sampling import Chooser
+from mlx_redrafter.sampling import Chooser, PositionNoise
 from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.target import Forward, ProgressCallback, Target
 from mlx_redrafter.tree import TokenTree, select_beams, select_top_n
@@ -73,16 +76,27 @@ class Token:
     finish_reason: str | None
 
 
+class Proposal(NamedTuple):
+    """A dispatched draft: its shape, the tree, and the noise of the choices after its nodes."""
+
+    shape: TreeShape
+    tree: TokenTree
+    noise: PositionNoise | None
+
+
 @dataclass(frozen=True)
 class InFlight:
     """A dispatched forward pass whose outcome the host has not read yet.
 
     Attributes:
-        outcome: int32: number of drafts accepted, bonus token, and for a tree the path (L) and
-            its tokens (L).
+        outcome: int32: number of drafts accepted, bonus token, and for a tree, of every node on
+            the path, its index and token, and where known its id in the expansion and its rank by
+            score (L each).
         root: The bonus token, which is the next root, int32, shape (1,).
+        position: Where that root will stand, int32, shape (1,).
         hidden: Target state that predicted it, shape (H,).
         log_probs: Shape (N, V).
+        shape: Of the tree; None for one token.
         path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: What they would have been without merging.
@@ -90,8 +104,10 @@ class InFlight:
 
     outcome: mx.array
     root: mx.array
+    position: mx.array
     hidden: mx.array
     log_probs: mx.array
+    shape: TreeShape | None
     path: mx.array | None
     num_nodes: int
     num_unmerged: int
@@ -122,8 +138,9 @@ class Decoder:
         cache: Its K/V cache.
         chooser: Chooses the target's tokens.
         drafter: Proposes tokens; None for plain decoding.
-        shape: What it proposes.
+        controller: Chooses the shape of what it proposes, step by step.
         processors: Logits processors and their history.
+        couples: Draft with the noise that the target will choose with, where there is some.
     """
 
     def __init__(
@@ -132,15 +149,17 @@ class Decoder:
         cache: TreeCache,
         chooser: Chooser,
         drafter: Drafter | None,
-        shape: TreeShape,
+        controller: Controller,
         processors: ProcessorChain | None = None,
+        couples: bool = True,
     ):
         self.target = target
         self.cache = cache
         self.chooser = chooser
         self.drafter = drafter
-        self.shape = shape
+        self.controller = controller
         self.processors = processors
+        self.couples = couples
         self.stats = DecodingStats()
 
     def decode(self, request: Request) -> Iterator[Token]:
@@ -166,15 +185,17 @@ class Decoder:
         following: InFlight | None = None
         while True:
             is_last = self.stats.num_tokens + 1 == request.max_tokens
-            if self.drafter is None:
+            shape = None if is_last else self.controller.choose()
+            if shape is None and flight.path is None:
+                # From one token to the next: the length is known before the outcome is.
                 if not is_last or request.leave_as_stock:
                     following = self._advance(flight.root)
                 outcome = self._read(flight, request)
             else:
-                tree = None if is_last else self._draft(self.drafter, flight)
+                proposal = None if shape is None else self._draft(shape, flight)
                 outcome = self._read(flight, request)
-                if tree is not None and outcome.finish_reason is None:
-                    following = self._verify(tree)
+                if outcome.finish_reason is None:
+                    following = self._verify(proposal) if proposal else self._advance(flight.root)
                 elif request.leave_as_stock:
                     self._catch_up(outcome, flight)
             if flight.num_nodes == 0:  # as in mlx-lm, the prompt is done with the first token
@@ -207,22 +228,35 @@ class Decoder:
             logits = self.processors.process(logits)
         log_probs = normalise(logits)
         depths = mx.zeros((1,), dtype=mx.int32)
-        # The token just processed is the last of the committed ones.
-        root = self.chooser.choose(log_probs, depths, self.cache.length - 1, 1).astype(mx.int32)
+        position = mx.array([self.cache.length], dtype=mx.int32)
+        # The token just processed, the last of the committed ones, is the root of this choice.
+        noise = self.chooser.noise(position - 1, 1)
+        root = self.chooser.choose(log_probs, depths, noise, 1).astype(mx.int32)
         outcome = mx.concatenate([status.astype(mx.int32), root])
-        flight = InFlight(outcome, root, forward.hiddens[0], log_probs, None, num_nodes, num_nodes)
-        mx.async_eval(outcome, flight.hidden, log_probs)
-        return flight
+        hidden = forward.hiddens[0]
+        mx.async_eval(outcome, hidden, log_probs)
+        return InFlight(
+            outcome, root, position, hidden, log_probs, None, None, num_nodes, num_nodes
+        )
 
-    def _draft(self, drafter: Drafter, flight: InFlight) -> TokenTree:
+    def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
+        assert self.drafter is not None
         with mx.stream(generation_stream):
-            expansion = expand(drafter, self.target.embed, flight.hidden, flight.root, self.shape)
-            select = select_top_n if self.shape.select == "top_n" else select_beams
-            tree = select(expansion, flight.root, self.shape)
+            noise = self.chooser.noise(flight.position, shape.beam_length)
+            rank = None
+            if noise is not None and self.couples:
+                token_ids = self.drafter.token_ids if self.drafter.is_partial else None
+                rank = partial(noise.rank, token_ids=token_ids)
+            expansion = expand(
+                self.drafter, self.target.embed, flight.hidden, flight.root, shape, rank
+            )
+            select = select_top_n if shape.select == "top_n" else select_beams
+            tree = select(expansion, flight.root, shape)
             mx.async_eval(tree.arrays)
-            return tree
+        return Proposal(shape, tree, noise)
 
-    def _verify(self, tree: TokenTree) -> InFlight:
+    def _verify(self, proposal: Proposal) -> InFlight:
+        shape, tree, noise = proposal
         length = self.cache.length
         with mx.stream(generation_stream):
             forward = self.target.verify(tree, self.cache)
@@ -231,34 +265,53 @@ class Decoder:
                 self.processors.extend(tree.tokens[:1])
                 logits = self.processors.process_tree(logits, tree)
             log_probs = normalise(logits)
-            beam_length = self.shape.beam_length
-            chosen = self.chooser.choose(log_probs, tree.depths, length, beam_length)
-            path, num_accepted, bonus = accept(tree, chosen, beam_length)
+            chosen = self.chooser.choose(log_probs, tree.depths, noise, shape.beam_length)
+            path, num_accepted, bonus = accept(tree, chosen, shape.beam_length)
             hidden = forward.hiddens[path[num_accepted]][0]
-            outcome = mx.concatenate([num_accepted, bonus, path, tree.tokens[path]])
+            details = [tree.tokens, tree.ids, tree.ranks]
+            columns = [column[path] for column in details if column is not None]
+            outcome = mx.concatenate([num_accepted, bonus, path, *columns])
             mx.async_eval(outcome, hidden, log_probs)
-        return InFlight(outcome, bonus, hidden, log_probs, path, tree.num_nodes, tree.num_unmerged)
+        return InFlight(
+            outcome=outcome,
+            root=bonus,
+            position=num_accepted + (length + 1),
+            hidden=hidden,
+            log_probs=log_probs,
+            shape=shape,
+            path=path,
+            num_nodes=tree.num_nodes,
+            num_unmerged=tree.num_unmerged,
+        )
 
     def _read(self, flight: InFlight, request: Request) -> Outcome:
         """Wait for a forward pass, commit what it accepted, and cut it where decoding ends."""
-        num_accepted, bonus, *path_and_tokens = to_ints(flight.outcome)
+        num_accepted, bonus, *path_columns = to_ints(flight.outcome)
         if num_accepted == NOT_A_NUMBER:
             raise NonFiniteError(
                 "the target's logits after the prompt are NaN; its weights are damaged, or its "
                 "dtype overflows (bfloat16 or float32 may not)"
             )
-        rows, tokens = [0], [bonus]
-        if flight.path is not None:
-            beam_length = len(path_and_tokens) // 2
-            rows = path_and_tokens[: num_accepted + 1]
-            tokens = [*path_and_tokens[beam_length + 1 :][:num_accepted], bonus]
+        rows, tokens, accepted = [0], [bonus], Accepted([], [])
+        if flight.path is not None and flight.shape is not None:
+            kept = num_accepted + 1
+            length = flight.shape.beam_length
+            rows, drafts, *details = (
+                path_columns[start : start + kept] for start in range(0, len(path_columns), length)
+            )
+            tokens = [*drafts[1:], bonus]
+            if len(details) == 2:
+                ids, ranks = details
+                width = flight.shape.beam_width
+                accepted = Accepted(ranks[1:], [node % width for node in ids[1:]])
             with mx.stream(generation_stream):
-                self.cache.commit(flight.path[: num_accepted + 1])
-                self.chooser.keep(num_accepted + 1)
+                self.cache.commit(flight.path[:kept])
+                self.chooser.keep(kept)
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:-1], dtype=mx.int32))
         if flight.num_nodes:
             self.stats.count_step(num_accepted, flight.num_nodes, flight.num_unmerged)
+            self.controller.observe(flight.shape, accepted)
         finish_reason, length = find_end(tokens, self.stats.num_tokens, request)
         return Outcome(tokens[:length], rows[:length], num_accepted, finish_reason)
 

@@ -51,6 +51,11 @@ class Drafter(nn.Module):
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
+    def is_partial(self) -> bool:
+        """Whether the head covers only part of the vocabulary."""
+        return self.config.draft_vocab_size is not None
+
+    @property
     def dtype(self) -> mx.Dtype:
         """The floating-point dtype the network computes in."""
         head = self.lm_head[-1]
@@ -131,7 +136,7 @@ class Drafter(nn.Module):
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Token ids, int32, of rows of the head; any shape."""
-        if self.config.draft_vocab_size is None:
+        if not self.is_partial:
             return rows.astype(mx.int32)
         return self.token_ids[rows].astype(mx.int32)
 

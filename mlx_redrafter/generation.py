@@ -16,7 +16,17 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.config import SamplingParams, Selection, TreeShape, check_int, check_max_tokens
+from mlx_redrafter.config import (
+    Auto,
+    SamplingParams,
+    Selection,
+    TreeShape,
+    check_int,
+    check_max_tokens,
+    find_shape,
+)
+from mlx_redrafter.controller import LARGEST, AutoShape, Controller, FixedShape
+from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request, Token
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
@@ -73,9 +83,9 @@ def stream_generate(
     top_k: int | None = None,
     min_p: float | None = None,
     seed: int | None = None,
-    beam_width: int = 4,
-    beam_length: int = 5,
-    tree_nodes: int | None = None,
+    beam_width: int | Auto = "auto",
+    beam_length: int | Auto = "auto",
+    tree_nodes: int | Auto = "auto",
     select: Selection = "top_n",
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
@@ -97,9 +107,13 @@ def stream_generate(
         min_p: Least probability relative to the most probable token, off by default.
         seed: 0 to 2**32 - 1, fresh by default. The text is a function of the prompt, these
             sampling options and the seed: the drafter and its options do not change it.
-        beam_width: Beams kept at every level of drafting, 1 to 64.
+        beam_width: Beams kept at every level of drafting, 1 to 64. With "auto" for this and the
+            next two, and ``select="top_n"``, every step gets the shape expected to be fastest,
+            plain decoding included: step times are measured once per model and machine, which
+            takes a few seconds, and acceptance while generating. If one is a number the others
+            are 4, 5 and 9.
         beam_length: Tokens per beam, root included, 2 to 16.
-        tree_nodes: Tokens per verify, root included; by default 9, or as many as there are.
+        tree_nodes: Tokens per verify, root included.
         select: "top_n" verifies the most probable drafts, "beam" the merged beams.
         sampler: A sampler in mlx-lm's form instead of ``temp`` to ``seed``: the tokens are those
             of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend on its
@@ -117,7 +131,7 @@ def stream_generate(
     """
     sampling = {"temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
-    shape = TreeShape(beam_width, beam_length, tree_nodes, select)
+    shape = find_shape(beam_width, beam_length, tree_nodes, select)
     check_max_tokens(max_tokens)
     check_int("prefill_step_size", prefill_step_size, 1)
     if sampler is not None and given:
@@ -132,7 +146,7 @@ def stream_generate(
     _check_prompt(ids, cache.length, target)
     if drafter is not None:
         check_fit(drafter, target, tokenizer.vocab_size)
-        _check_width(shape, drafter)
+        _check_width(shape or LARGEST, drafter)
     chooser: Chooser = (
         StockChooser(sampler) if sampler is not None else KeyedChooser(params, target.vocab_size)
     )
@@ -145,7 +159,8 @@ def stream_generate(
         on_progress=prompt_progress_callback or (lambda done, total: None),
         leave_as_stock=prompt_cache is not None or sampler is not None,
     )
-    decoder = Decoder(target, cache, chooser, drafter, shape, processors)
+    controller = _controller(target, drafter, shape)
+    decoder = Decoder(target, cache, chooser, drafter, controller, processors)
     return _respond(decoder, request, tokenizer)
 
 
@@ -175,6 +190,12 @@ def check_fit(drafter: Drafter, target: Target, tokenizer_size: int) -> None:
             f"the drafter's vocab_size {config.vocab_size} does not match the target's "
             f"{target.vocab_size}; use a drafter trained for this model"
         )
+
+
+def _controller(target: Target, drafter: Drafter | None, shape: TreeShape | None) -> Controller:
+    if drafter is None:
+        return FixedShape(None)
+    return AutoShape(step_costs(target, drafter)) if shape is None else FixedShape(shape)
 
 
 def _check_width(shape: TreeShape, drafter: Drafter) -> None:

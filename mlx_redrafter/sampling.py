@@ -22,20 +22,40 @@ Sampler = Callable[[mx.array], mx.array]
 
 # The width of the noise is a multiple of this, so that vector units treat every token alike.
 NOISE_ALIGNMENT = 64
+# How much more certain a drafter is taken to be than it says when it ranks with the target's noise.
+# A drafter is less certain than its target; at 1 the noise would outweigh what it knows.
+SHARPNESS = 1.5
 
 
 class Chooser(Protocol):
     """Chooses the target's token after every node of a tree."""
 
+    def noise(self, position: mx.array, beam_length: int) -> PositionNoise | None:
+        """What the choices after a tree's nodes depend on besides the logits.
+
+        Args:
+            position: Position of the root, the number of tokens before it, integer, shape (1,).
+            beam_length: L.
+
+        Returns:
+            Noise for the choice after a node of each depth; None if there is none, or none that
+            can be known beforehand.
+        """
+        ...
+
     def choose(
-        self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: PositionNoise | None,
+        beam_length: int,
     ) -> mx.array:
         """The target's token after each node.
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
             depths: Depth of each node, int32, shape (N,).
-            length: Position of the root: the number of tokens before it.
+            noise: From `noise`.
             beam_length: L; depths are below it.
 
         Returns:
@@ -53,12 +73,59 @@ class Chooser(Protocol):
         ...
 
 
-class KeyedChooser:
-    """Greedy choice, or sampling by Gumbel noise keyed by (seed, absolute position).
+class PositionNoise:
+    """Gumbel noise keyed by (seed, absolute position), for the choices after a tree's nodes.
 
-    The token at position t is ``argmax(filtered log_probs / temp + G_t)``, a sample from the
+    The token at position t is ``argmax(filtered log_probs / temp + G_t)``: a sample from the
     tempered distribution (Gumbel-max), and a function of the seed and the text before it alone.
+
+    Args:
+        params: Temperature and filters.
+        values: Noise of the choice after a node of each depth, float32, shape (L, V).
     """
+
+    def __init__(self, params: SamplingParams, values: mx.array):
+        self.params = params
+        self.values = values
+
+    def choose(self, log_probs: mx.array, depths: mx.array) -> mx.array:
+        """The token after each node: log_probs (N, V), depths (N,), to ids of shape (N,)."""
+        return mx.argmax(self._tempered(log_probs) + self.values[depths], axis=-1)
+
+    def rank(self, log_probs: mx.array, depth: int, token_ids: mx.array | None) -> mx.array:
+        """The drafter's guess at what `choose` will choose after nodes of one depth.
+
+        A drafter that ranks with the noise that the target will use proposes what the target
+        would sample, rather than what is most probable (drafter-invariant coupling, arXiv
+        2408.07978). The text does not depend on it.
+
+        Args:
+            log_probs: The drafter's, shape (W, rows of its head).
+            depth: Of the nodes.
+            token_ids: Token ids of those rows if they are not the first tokens in order.
+
+        Returns:
+            Natural log-probabilities given the noise, float32, of the same shape.
+        """
+        rows = self.values[depth]
+        rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
+        scores = SHARPNESS * self._tempered(log_probs) + rows
+        return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+    def _tempered(self, log_probs: mx.array) -> mx.array:
+        # mlx-lm's order: all filters look at the distribution at temperature 1.
+        params, log_probs = self.params, log_probs.astype(mx.float32)
+        if 0 < params.top_p < 1:
+            log_probs = apply_top_p(log_probs, params.top_p)
+        if params.min_p > 0:
+            log_probs = apply_min_p(log_probs, params.min_p)
+        if 0 < params.top_k < log_probs.shape[-1]:
+            log_probs = apply_top_k(log_probs, params.top_k)
+        return log_probs / params.temp
+
+
+class KeyedChooser:
+    """Greedy choice, or sampling with `PositionNoise`."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
         if params.top_k >= vocab_size:
@@ -67,40 +134,38 @@ class KeyedChooser:
                 "use 0 to keep every token"
             )
         self.params = params
+        self.vocab_size = vocab_size
+
+    def noise(self, position: mx.array, beam_length: int) -> PositionNoise | None:
+        """See `Chooser.noise`."""
+        if self.params.temp == 0:
+            return None
+        # The token after a node of depth d stands d + 1 after the root.
+        values = gumbel_noise(self.params.seed, position + 1, beam_length, self.vocab_size)
+        return PositionNoise(self.params, values)
 
     def choose(
-        self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: PositionNoise | None,
+        beam_length: int,
     ) -> mx.array:
         """See `Chooser.choose`."""
-        if self.params.temp == 0:
-            return mx.argmax(log_probs, axis=-1)
-        scores = self._filter(log_probs.astype(mx.float32)) / self.params.temp
-        noise = gumbel_noise(self.params.seed, length + 1, beam_length, log_probs.shape[-1])
-        return mx.argmax(scores + noise[depths], axis=-1)
+        return mx.argmax(log_probs, axis=-1) if noise is None else noise.choose(log_probs, depths)
 
     def keep(self, num_choices: mx.array | int) -> None:
         """Nothing to do: the noise belongs to positions, not to choices made."""
 
-    def _filter(self, log_probs: mx.array) -> mx.array:
-        # mlx-lm's order: all filters look at the distribution at temperature 1.
-        params = self.params
-        if 0 < params.top_p < 1:
-            log_probs = apply_top_p(log_probs, params.top_p)
-        if params.min_p > 0:
-            log_probs = apply_min_p(log_probs, params.min_p)
-        if params.top_k > 0:
-            log_probs = apply_top_k(log_probs, params.top_k)
-        return log_probs
 
-
-def gumbel_noise(seed: int, position: int, count: int, vocab_size: int) -> mx.array:
-    """Standard Gumbel noise of ``count`` positions from ``position`` on.
+def gumbel_noise(seed: int, position: mx.array, count: int, vocab_size: int) -> mx.array:
+    """Standard Gumbel noise of ``count`` positions from ``position``, integer of shape (1,), on.
 
     Returns:
         float32, shape (count, V). Row i depends on (seed, position + i) alone.
     """
     width = -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
-    positions = mx.arange(position, position + count, dtype=mx.uint32)
+    positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
     keys = mx.stack([mx.full((count,), seed, dtype=mx.uint32), positions], axis=1)
     draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
     return draw(keys)[:, :vocab_size]
@@ -118,8 +183,16 @@ class StockChooser:
         self.sampler = sampler
         self._keys = mx.zeros((0, 2), dtype=mx.uint32)
 
+    def noise(self, position: mx.array, beam_length: int) -> PositionNoise | None:
+        """None: a sampler draws as it chooses."""
+        return None
+
     def choose(
-        self, log_probs: mx.array, depths: mx.array, length: int, beam_length: int
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: PositionNoise | None,
+        beam_length: int,
     ) -> mx.array:
         """See `Chooser.choose`. Leaves the random state after the first choice."""
         keys = [random_state()]

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.architectures import find_parts
 from mlx_redrafter.cache import TreeCache
-from mlx_redrafter.config import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.hooks import TreePositions, captured_output, install, tree_positions
 from mlx_redrafter.tree import TokenTree
@@ -138,7 +137,7 @@ class Target:
         """
         cache.expect_tree(tree.ancestors)
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
-        num_depths = min(tree.tokens.shape[0], MAX_BEAM_LENGTH)
+        num_depths = tree.tokens.shape[0] if tree.max_depth is None else tree.max_depth + 1
         positions = TreePositions(cache.length + tree.depths, cache.length, num_depths)
         with captured_output() as outputs, tree_positions(positions):
             logits = self.model(tokens[None], cache=cache.layers)

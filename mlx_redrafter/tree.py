@@ -31,6 +31,11 @@ class TokenTree:
         ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
         num_nodes: Nodes that are no padding, root included; N unless beams were merged.
         num_unmerged: Tokens of the beams before their prefixes were merged, root included.
+        max_depth: No node is deeper; None where that is not known.
+        ids: Each draft's id in the expansion it was selected from, int32, shape (N,); the root's
+            means nothing. None for trees that no search has made.
+        ranks: Each draft's place by score among all drafts of the expansion, from 0, int32, shape
+            (N,); None where drafts were not selected by score.
     """
 
     tokens: mx.array
@@ -39,17 +44,14 @@ class TokenTree:
     ancestors: mx.array
     num_nodes: int
     num_unmerged: int
+    max_depth: int | None = None
+    ids: mx.array | None = None
+    ranks: mx.array | None = None
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What the device has to compute for this tree."""
         return self.tokens, self.parents, self.depths, self.ancestors
-
-
-def root_only(root: mx.array) -> TokenTree:
-    """The tree of plain decoding: the root alone, integer, shape (1,)."""
-    zero = mx.zeros((1,), dtype=mx.int32)
-    return TokenTree(root.astype(mx.int32), zero, zero, mx.ones((1, 1), dtype=mx.bool_), 1, 1)
 
 
 def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
@@ -65,9 +67,10 @@ def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
         shape: Says N.
     """
     assert shape.tree_nodes is not None
-    kept = mx.sort(mx.argsort(-expansion.scores)[: shape.tree_nodes - 1])
+    best = mx.argsort(-expansion.scores)[: shape.tree_nodes - 1]
+    order = mx.argsort(best)
     unmerged = 1 + shape.beam_width * shape.draft_length
-    return _pack(expansion, root, kept, shape, shape.tree_nodes, unmerged)
+    return _pack(expansion, root, best[order], order, shape, shape.tree_nodes, unmerged)
 
 
 def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
@@ -92,13 +95,14 @@ def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
     size = next((s for s in STATIC_SIZES if s > count), shape.max_nodes)
     unmerged = 1 + shape.beam_width * shape.draft_length
     kept = kept[: min(size, shape.max_nodes) - 1]
-    return _pack(expansion, root, kept, shape, count + 1, unmerged)
+    return _pack(expansion, root, kept, None, shape, count + 1, unmerged)
 
 
 def _pack(
     expansion: Expansion,
     root: mx.array,
     kept: mx.array,
+    ranks: mx.array | None,
     shape: TreeShape,
     num_nodes: int,
     num_unmerged: int,
@@ -113,10 +117,10 @@ def _pack(
     tokens = mx.concatenate([expansion.tokens, mx.array([NO_TOKEN], dtype=mx.int32)])
     parents = mx.concatenate([expansion.parents, mx.array([-1], dtype=mx.int32)])
     # Node index by id of the expansion; the last entry stands for the root, whose id is -1.
-    ranks = mx.zeros((scored + 2,), dtype=mx.int32)
-    ranks = mx.put_along_axis(ranks, kept, mx.arange(1, size, dtype=mx.int32), axis=0)
+    nodes = mx.zeros((scored + 2,), dtype=mx.int32)
+    nodes = mx.put_along_axis(nodes, kept, mx.arange(1, size, dtype=mx.int32), axis=0)
     kept_parents = parents[kept]
-    parent_nodes = ranks[mx.where(kept_parents < 0, scored + 1, kept_parents)]
+    parent_nodes = nodes[mx.where(kept_parents < 0, scored + 1, kept_parents)]
     levels = 1 + (kept >= width) + mx.maximum(kept - width, 0) // width**2
     depths = mx.where(kept < scored, levels, 0).astype(mx.int32)
     zero = mx.zeros((1,), dtype=mx.int32)
@@ -128,6 +132,9 @@ def _pack(
         ancestors=ancestor_mask(parent_nodes, shape.draft_length),
         num_nodes=num_nodes,
         num_unmerged=num_unmerged,
+        max_depth=shape.draft_length,
+        ids=mx.concatenate([zero, kept]),
+        ranks=None if ranks is None else mx.concatenate([zero, ranks.astype(mx.int32)]),
     )
 
 

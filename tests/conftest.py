@@ -7,6 +7,7 @@ import os
 # Nothing is downloaded, and the command line sees the same.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from mlx_redrafter import load
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import save_drafter
 from tests.helpers.models import random_drafter, shared_model
+
+# Step times of tiny models are of no use to the user who runs the tests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="redrafter-tests-")
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)

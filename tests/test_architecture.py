@@ -33,6 +33,8 @@ ORDER = [
     "processors",
     "sampling",
     "stats",
+    "controller",
+    "costs",
     "decoding",
     "generation",
     "loading",

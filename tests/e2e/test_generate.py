@@ -91,7 +91,7 @@ def test_plain_decoding_prints_the_same_text_and_no_speculation(
 def test_json_has_every_field_and_nothing_else_is_printed(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(capsys, *_options(stories, drafter_folder), "--json")
+    result = run(capsys, *_options(stories, drafter_folder), "--json", "--beam-width", 4)
     assert (result.code, result.err) == (0, "")
     values = json.loads(result.out)
     assert {name: type(value) for name, value in values.items()} == FIELDS
@@ -106,6 +106,14 @@ def test_json_has_every_field_and_nothing_else_is_printed(
     assert values["beam_length"] == 5
     assert values["tree_nodes"] == 9
     assert values["select"] == "top_n"
+
+
+def test_json_says_that_shapes_were_chosen_step_by_step(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads(run(capsys, *_options(stories, drafter_folder), "--json").out)
+    assert values["text"] == _stock_text(stories)
+    assert [values[name] for name in ("beam_width", "beam_length", "tree_nodes")] == ["auto"] * 3
 
 
 def test_json_of_plain_decoding_has_no_shape(
@@ -203,7 +211,7 @@ def test_verbose_says_what_is_drafted_and_the_seed(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*_options(stories, drafter_folder), "--verbose", "--seed", 7]
-    result = run(capsys, *options)
+    result = run(capsys, *options, "--beam-width", 4)
     assert "Seed: 7." in result.err
     assert "beam_width=4" in result.err
     assert result.out == _stock_text(stories) + "\n"

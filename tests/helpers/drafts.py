@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.decoding import Decoder, InFlight
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.decoding import Decoder, InFlight, Proposal
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
@@ -81,13 +80,14 @@ class ScriptedDecoder(Decoder):
         super().__init__(*args, **kwargs)
         self.rng = random.Random(7)
 
-    def _draft(self, drafter: Drafter, flight: InFlight) -> TokenTree:
+    def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
         # The flight in hand is not read yet: how far it got is known from the script alone.
         (root,) = to_ints(flight.root)
         tokens_out = to_ints(flight.outcome)[0] + 1 if flight.num_nodes else 1
         future = self.script[self.stats.num_tokens + tokens_out :]
-        tokens, parents = grow(self.rng, root, future, self.shape, self.vocab_size, self.accuracy)
-        return make_tree(tokens, parents, self.shape.draft_length)
+        tokens, parents = grow(self.rng, root, future, shape, self.vocab_size, self.accuracy)
+        noise = self.chooser.noise(flight.position, shape.beam_length)
+        return Proposal(shape, make_tree(tokens, parents, shape.draft_length), noise)
 
 
 def scripted(script: Sequence[int], vocab_size: int, accuracy: float = 0.7) -> type[Decoder]:

@@ -11,7 +11,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.decoding import Decoder, InFlight
+from mlx_redrafter.controller import FixedShape
+from mlx_redrafter.decoding import Decoder, InFlight, Proposal
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.hooks import captured_output
 from mlx_redrafter.host import to_ints
@@ -106,18 +107,19 @@ class ScriptedDecoder(Decoder):
     def __init__(self, target: Target, cache: TreeCache, stock: list[int]):
         shape = TreeShape(beam_width=2, beam_length=DRAFT_LENGTH + 1)
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-        super().__init__(target, cache, chooser, cast(Drafter, self), shape)
+        super().__init__(target, cache, chooser, cast(Drafter, self), FixedShape(shape))
         self.stock = stock
         self.num_known = 0
         self.num_drafted = 0
 
-    def _draft(self, drafter: Drafter, flight: InFlight) -> TokenTree:
+    def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
         num_accepted = to_ints(flight.outcome)[0]
         self.num_known += num_accepted + 1
         num_right = self.num_drafted % DRAFT_LENGTH
         self.num_drafted += 1
         (root,) = to_ints(flight.root)
-        return scripted_tree(root, self.stock[self.num_known :], num_right)
+        tree = scripted_tree(root, self.stock[self.num_known :], num_right)
+        return Proposal(shape, tree, noise=None)
 
 
 def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_redrafter.accept import accept
-from mlx_redrafter.tree import NO_TOKEN, root_only
+from mlx_redrafter.tree import NO_TOKEN
 from tests.helpers.drafts import make_tree
 from tests.helpers.oracles import walk
 
@@ -60,7 +60,7 @@ def test_a_match_below_a_mismatch_does_not_count() -> None:
 
 
 def test_tree_smaller_than_a_beam() -> None:
-    acceptance = accept(root_only(mx.array([3])), mx.array([8]), 5)
+    acceptance = accept(make_tree([3], [0], 0), mx.array([8]), 5)
     assert acceptance.path.shape == (5,)
     assert np.array(acceptance.num_accepted).tolist() == [0]
     assert np.array(acceptance.bonus).tolist() == [8]

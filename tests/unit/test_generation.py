@@ -44,8 +44,8 @@ def _drafted(
     patch: pytest.MonkeyPatch, script: list[int], model: nn.Module, tokenizer: Any, **options: Any
 ) -> list[GenerationResponse]:
     patch.setattr(generation, "Decoder", scripted(script, VOCAB_SIZE, accuracy=0.85))
-    drafter = random_drafter(VOCAB_SIZE, 32)
-    return list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options))
+    options = {"beam_width": 4, "drafter": random_drafter(VOCAB_SIZE, 32), **options}
+    return list(stream_generate(model, tokenizer, PROMPT, **options))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 20])

@@ -92,7 +92,7 @@ def _run(stories: Trained, events: list[str], **options: Any) -> list[list[str]]
 def test_a_drafted_step_reads_once_while_the_next_draft_runs(
     stories: Trained, events: list[str], options: dict[str, Any]
 ) -> None:
-    steps = _run(stories, events, drafter=stories.drafter, **options)
+    steps = _run(stories, events, drafter=stories.drafter, beam_width=4, **options)
     assert len(steps) == STEPS
     for step in steps:
         # The next draft goes behind the verify in flight, and only then is the verify's outcome
@@ -118,6 +118,12 @@ def test_a_plain_step_reads_once_while_the_next_token_is_computed(
         assert step == ["dispatch", "read by tolist"]
 
 
+def test_steps_of_changing_shapes_read_at_most_once(stories: Trained, events: list[str]) -> None:
+    for step in _run(stories, events, drafter=stories.drafter):
+        assert sum(event.startswith("read") for event in step) <= 1
+        assert not any(event.startswith("wait") for event in step)
+
+
 def test_what_is_dispatched_before_the_read_is_the_next_draft(
     stories: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +139,12 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
         monkeypatch.setattr(decoding.Decoder, name, wrapper)
     list(
         stream_generate(
-            stories.model, stories.tokenizer, [1], drafter=stories.drafter, max_tokens=30
+            stories.model,
+            stories.tokenizer,
+            [1],
+            drafter=stories.drafter,
+            beam_width=4,
+            max_tokens=30,
         )
     )
     assert log[:4] == ["_draft", "_read", "_verify", "_draft"]

@@ -13,7 +13,6 @@ from mlx_redrafter.tree import (
     NO_TOKEN,
     STATIC_SIZES,
     ancestor_mask,
-    root_only,
     select_beams,
     select_top_n,
 )
@@ -25,12 +24,6 @@ def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
     parents = [0, *(draw % (n + 1) for n, draw in enumerate(draws))]
     found = ancestor_mask(mx.array(parents, dtype=mx.int32), len(parents))
     assert np.array_equal(np.array(found), ancestors(parents))
-
-
-def test_root_alone() -> None:
-    tree = root_only(mx.array([4], dtype=mx.uint32))
-    assert tree_paths(tree) == [(4,)]
-    assert tree.tokens.dtype == mx.int32
 
 
 def _worked_example() -> Expansion:

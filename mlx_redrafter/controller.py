@@ -1,0 +1,162 @@
+"""Which shape the next step drafts: a fixed one, or the one expected to be fastest.
+
+Axes: W beam width, L beam length, N tree nodes.
+
+The text does not depend on any choice made here, only the time it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_redrafter.config import TreeShape
+
+# What `AutoShape` chooses from besides plain decoding.
+CANDIDATES = (
+    TreeShape(1, 2, 2),
+    TreeShape(1, 3, 3),
+    TreeShape(1, 4, 4),
+    TreeShape(1, 5, 5),
+    TreeShape(4, 4, 6),
+    TreeShape(4, 5, 8),
+    TreeShape(4, 5, 10),
+    TreeShape(4, 6, 12),
+    TreeShape(4, 6, 16),
+)
+# Contains all others, so that a step of it shows what each of them would have accepted.
+LARGEST = CANDIDATES[-1]
+# Says cheaply whether plain decoding is still the best choice.
+SMALL = CANDIDATES[1]
+
+# Acceptance of a draft that is expected before anything was seen, and the steps that counts for.
+PRIOR_ACCEPTANCE = 0.5
+PRIOR_STEPS = 2
+# Steps of the largest shape that a text begins with.
+FIRST_PROBES = 3
+# Steps that an estimate remembers.
+MEMORY = 16
+# How much faster another shape must seem before it replaces the current one.
+HYSTERESIS = 1.03
+# Steps between probes; in plain decoding, where they gain nothing, they become rarer.
+PROBE_EVERY = 32
+LONGEST_PROBE_INTERVAL = 256
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The drafts accepted in a step, in order.
+
+    Attributes:
+        ranks: By score among all drafts of the step, from 0.
+        children: By score among the children of the same parent, from 0.
+    """
+
+    ranks: list[int]
+    children: list[int]
+
+    def count_within(self, shape: TreeShape) -> int:
+        """How many a smaller tree of the same drafts would have had."""
+        assert shape.tree_nodes is not None
+        count = 0
+        for rank, child in zip(self.ranks[: shape.draft_length], self.children, strict=False):
+            is_chain = shape.beam_width == 1
+            if child >= shape.beam_width or (not is_chain and rank >= shape.tree_nodes - 1):
+                break
+            count += 1
+        return count
+
+
+class Controller(Protocol):
+    """Chooses the shape of every step, and hears what became of it."""
+
+    def choose(self) -> TreeShape | None:
+        """The shape of the next step, None for plain decoding."""
+        ...
+
+    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+        """Learn from a step of ``shape``, None for a plain one."""
+        ...
+
+
+class FixedShape:
+    """The same shape every time."""
+
+    def __init__(self, shape: TreeShape | None):
+        self.shape = shape
+
+    def choose(self) -> TreeShape | None:
+        """See `Controller.choose`."""
+        return self.shape
+
+    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+        """Nothing to learn."""
+
+
+class AutoShape:
+    """The shape with the most expected tokens per second, plain decoding included.
+
+    A step shows exactly what every shape contained in its own would have accepted. Now and then a
+    step uses the largest shape, which contains all.
+
+    Args:
+        seconds: Duration of a step by shape, of plain decoding under None.
+    """
+
+    def __init__(self, seconds: Mapping[TreeShape | None, float]):
+        self.seconds = dict(seconds)
+        self.tokens: dict[TreeShape | None, float] = {None: 1.0}
+        for shape in CANDIDATES:
+            depths = range(1, shape.draft_length + 1)
+            self.tokens[shape] = 1 + sum(PRIOR_ACCEPTANCE**depth for depth in depths)
+        self.current = self._best()
+        self._weights = dict.fromkeys(CANDIDATES, PRIOR_STEPS)
+        self._interval = PROBE_EVERY
+        self._until_probe = PROBE_EVERY
+        self._first_probes = FIRST_PROBES
+
+    def choose(self) -> TreeShape | None:
+        """See `Controller.choose`."""
+        if self._first_probes > 0:
+            self._first_probes -= 1
+            return LARGEST
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return self.current
+        is_plain = self.current is None
+        self._interval = (
+            min(2 * self._interval, LONGEST_PROBE_INTERVAL) if is_plain else PROBE_EVERY
+        )
+        self._until_probe = self._interval
+        return SMALL if is_plain else LARGEST
+
+    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+        """See `Controller.observe`."""
+        if shape is None:
+            return
+        for candidate in CANDIDATES:
+            if contains(shape, candidate):
+                self._weights[candidate] = min(self._weights[candidate] + 1, MEMORY)
+                change = 1 + accepted.count_within(candidate) - self.tokens[candidate]
+                self.tokens[candidate] += change / self._weights[candidate]
+        best = self._best()
+        if self._speed(best) > HYSTERESIS * self._speed(self.current):
+            self.current = best
+
+    def _best(self) -> TreeShape | None:
+        return max(self.seconds, key=self._speed)
+
+    def _speed(self, shape: TreeShape | None) -> float:
+        return self.tokens[shape] / self.seconds[shape]
+
+
+def contains(shape: TreeShape, other: TreeShape) -> bool:
+    """Whether a step of ``shape`` shows what ``other`` would have accepted."""
+    assert shape.tree_nodes is not None
+    assert other.tree_nodes is not None
+    return (
+        shape.beam_width >= other.beam_width
+        and shape.beam_length >= other.beam_length
+        and shape.tree_nodes >= other.tree_nodes
+    )

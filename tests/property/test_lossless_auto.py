@@ -1,0 +1,89 @@
+"""Whatever shapes are chosen, step by step, the text is the target's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter import generation, stream_generate
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.controller import CANDIDATES, Accepted
+from tests.helpers.drafts import scripted
+from tests.helpers.equality import assert_same_tokens, ids
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+PROMPT = [5, 17, 3, 60]
+
+
+class RandomShapes:
+    """Any shape after any other, plain decoding among them."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.seen: set[TreeShape | None] = set()
+
+    def choose(self) -> TreeShape | None:
+        shape = self.rng.choice([None, None, TreeShape(3, 4, select="beam"), *CANDIDATES])
+        self.seen.add(shape)
+        return shape
+
+    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+        assert len(accepted.ranks) == len(accepted.children)
+        if shape is None:
+            assert not accepted.ranks
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_llama(seed=5, vocab_size=VOCAB_SIZE, spread=3.0)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
+)
+@pytest.mark.parametrize("drafts", ["random", "scripted"])
+def test_text_does_not_depend_on_the_shapes(
+    model: nn.Module, sampling: dict[str, Any], drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    plain = [
+        (response.token, response.logprobs)
+        for response in stream_generate(model, tokenizer, PROMPT, max_tokens=150, **sampling)
+    ]
+    controller = RandomShapes(3)
+    monkeypatch.setattr(generation, "_controller", lambda *_: controller)
+    if drafts == "scripted":
+        monkeypatch.setattr(generation, "Decoder", scripted(ids(plain), VOCAB_SIZE))
+    found = [
+        response.token
+        for response in stream_generate(
+            model, tokenizer, PROMPT, drafter=drafter, max_tokens=150, **sampling
+        )
+    ]
+    assert_same_tokens(plain, found, sampling)
+    assert len(controller.seen) > 8
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}])
+def test_auto_is_the_default_and_leaves_the_text_alone(
+    model: nn.Module,
+    sampling: dict[str, Any],
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    options: dict[str, Any] = {"max_tokens": 120, **sampling}
+    plain = [
+        (response.token, response.logprobs)
+        for response in stream_generate(model, tokenizer, PROMPT, **options)
+    ]
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    drafted = list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options))
+    assert_same_tokens(plain, [response.token for response in drafted], sampling)
+    assert (tmp_path / "mlx-redrafter").is_dir(), "step times were measured"

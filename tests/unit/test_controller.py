@@ -1,0 +1,98 @@
+"""The choice of a shape: what it is based on, and how it changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.controller import (
+    CANDIDATES,
+    FIRST_PROBES,
+    LARGEST,
+    Accepted,
+    AutoShape,
+    FixedShape,
+    contains,
+)
+
+NOTHING = Accepted([], [])
+CHAIN = CANDIDATES[0]
+
+
+def _costs(plain: float, per_node: float) -> dict[TreeShape | None, float]:
+    return {None: plain} | {
+        shape: plain + per_node * (shape.tree_nodes or 0) for shape in CANDIDATES
+    }
+
+
+def _run(auto: AutoShape, steps: int, outcome: Accepted) -> list[TreeShape | None]:
+    shapes = []
+    for _ in range(steps):
+        shape = auto.choose()
+        shapes.append(shape)
+        auto.observe(shape, NOTHING if shape is None else outcome)
+    return shapes
+
+
+def test_largest_shape_contains_every_candidate() -> None:
+    assert all(contains(LARGEST, shape) for shape in CANDIDATES)
+    assert not contains(CHAIN, LARGEST)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (TreeShape(4, 6, 16), 4),
+        (TreeShape(4, 3, 16), 2),  # too short for the rest
+        (TreeShape(4, 6, 10), 3),  # the fourth draft has rank 12
+        (TreeShape(4, 6, 6), 2),  # the third has rank 7
+        (TreeShape(1, 6, 6), 1),  # the second is no first child
+        (TreeShape(2, 6, 16), 2),  # the third is a third child
+    ],
+)
+def test_counting_what_a_smaller_tree_would_have_accepted(shape: TreeShape, expected: int) -> None:
+    accepted = Accepted(ranks=[0, 2, 7, 12], children=[0, 1, 2, 0])
+    assert accepted.count_within(shape) == expected
+
+
+def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
+    shapes = _run(AutoShape(_costs(1.0, 0.05)), 400, NOTHING)
+    assert shapes[:FIRST_PROBES] == [LARGEST] * FIRST_PROBES
+    drafted = [shape for shape in shapes if shape is not None]
+    # Verified nodes beyond one per step are what drafting in vain costs.
+    wasted = sum((shape.tree_nodes or 0) * 0.05 for shape in drafted)
+    assert wasted < 0.02 * 400
+    assert any(shape is not None for shape in shapes[200:]), "probes go on"
+
+
+def test_a_drafter_that_is_always_right_gets_the_longest_drafts() -> None:
+    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
+    shapes = _run(AutoShape(_costs(1.0, 0.02)), 100, always)
+    assert shapes[-1] is not None
+    assert shapes[-1].beam_length == LARGEST.beam_length
+
+
+def test_drafting_comes_back_when_the_drafter_becomes_right() -> None:
+    auto = AutoShape(_costs(1.0, 0.05))
+    assert _run(auto, 100, NOTHING)[-1] is None
+    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
+    assert _run(auto, 2000, always)[-1] is not None
+
+
+def test_expensive_verifies_are_not_chosen() -> None:
+    right_once = Accepted(ranks=[0], children=[0])
+    shapes = _run(AutoShape(_costs(1.0, 0.7)), 100, right_once)
+    assert shapes[FIRST_PROBES:].count(None) > 80
+
+
+def test_plain_steps_teach_nothing() -> None:
+    auto = AutoShape(_costs(1.0, 0.1))
+    before = dict(auto.tokens)
+    auto.observe(None, NOTHING)
+    assert auto.tokens == before
+
+
+def test_a_fixed_shape_stays() -> None:
+    fixed = FixedShape(CHAIN)
+    fixed.observe(CHAIN, NOTHING)
+    assert fixed.choose() == CHAIN
