@@ -9,6 +9,7 @@ import typer
 
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
+from mlx_redrafter.cli.bench_predict import predict
 from mlx_redrafter.cli.bench_speed import compare, sweep
 from mlx_redrafter.errors import ConfigError
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(sweep)
 app.command()(compare)
 app.command()(profile)
+app.command()(predict)
 app.command()(overhead)
 app.command()(memory)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_names
 from mlx_redrafter.errors import ConfigError
+
+SWEEPS = Path(__file__).parents[3] / "shared" / "data" / "apple_sweeps"
 
 runner = CliRunner()
 
@@ -152,3 +155,19 @@ def test_lists():
     assert parse_names("a, b,a", ("a", "b")) == ("a", "b")
     with pytest.raises(ConfigError, match="expected some of a, b, got 'c'"):
         parse_names("c", ("a", "b"))
+
+
+def test_predict_says_what_it_is(tmp_path):
+    out = tmp_path / "p.json"
+    text = run("predict", "--chip", "m1 max", "-o", out)
+    assert "PREDICTION, not a measurement" in text
+    assert "w1 l5" in text
+    assert "PREDICTION" in json.loads(out.read_text())["notes"][0]
+    with pytest.raises(ConfigError, match="no chip given"):
+        run("predict")
+
+
+def test_validation_of_the_prediction():
+    if not SWEEPS.is_dir():
+        pytest.skip("needs Apple's sweeps")
+    assert "median error of step time" in run("predict", "--validate", SWEEPS)

@@ -1,0 +1,117 @@
+"""The cost model: theory where nothing is known, measurements where there are some."""
+
+from dataclasses import astuple
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
+from mlx_redrafter.bench.cost_model import THEORY, Parameters, Step, fit, step_time
+from mlx_redrafter.bench.predict import (
+    APPLE_ACCEPTANCE,
+    FITTED,
+    Acceptance,
+    Question,
+    assumptions,
+    predict,
+)
+from mlx_redrafter.bench.validation import (
+    fit_all,
+    leave_one_out,
+    read_apple_sweeps,
+    tokens_per_step,
+)
+from mlx_redrafter.errors import CheckpointError, ConfigError
+
+SWEEPS = Path(__file__).parents[3] / "shared" / "data" / "apple_sweeps"
+needs_sweeps = pytest.mark.skipif(not SWEEPS.is_dir(), reason="needs Apple's sweeps")
+SIZES = ((1, 2), (2, 3), (3, 5), (4, 4), (4, 5))
+
+
+def make_steps() -> list[Step]:
+    return [
+        Step(CHIPS[name], plain, 6.74e9, 0.06, width * length, length)
+        for name, plain in (("M1 Max", 47.0), ("M2", 158.0), ("M2 Ultra", 25.0))
+        for width, length in SIZES
+    ]
+
+
+def test_theory_of_one_step():
+    step = Step(CHIPS["M1 Max"], 47.0, 6.74e9, 0.06, 4, 3)
+    assert step_time(step, THEORY) == pytest.approx(47 + 2 * 0.06 * 47 + 4 * 2 * 6.74 / 10.4)
+
+
+def test_fit_finds_what_made_the_times():
+    true = Parameters(1.08, 3.0, 1.2, 1.3, 30.0)
+    found = fit(make_steps(), [step_time(step, true) for step in make_steps()])
+    for step in make_steps():
+        assert step_time(step, found) == pytest.approx(step_time(step, true), rel=0.05)
+    assert fit(make_steps()[:1], [step_time(make_steps()[0], THEORY)]).base == pytest.approx(1)
+
+
+def test_no_parameter_is_negative():
+    found = fit(make_steps(), [0.5 * step.plain for step in make_steps()])
+    assert min(astuple(found)) >= 0
+
+
+@needs_sweeps
+def test_two_chips_predict_the_third():
+    found = leave_one_out(read_apple_sweeps(SWEEPS))
+    assert [one.chip for one in found] == ["M1 Max", "M2", "M2 Ultra"]
+    assert [len(one.errors) for one in found] == [128, 128, 64]
+    assert max(one.median_error for one in found) < 0.15
+    assert median(abs(error) for one in found for error in one.errors) < 0.10
+    assert min(best.share for one in found for best in one.best) >= 0.95
+
+
+@needs_sweeps
+def test_committed_numbers_are_those_of_the_sweeps():
+    rows = read_apple_sweeps(SWEEPS)
+    assert astuple(FITTED) == pytest.approx(astuple(fit_all(rows)), rel=1e-3)
+    acceptance = tokens_per_step(rows, ("float16", True))
+    for one in APPLE_ACCEPTANCE:
+        assert one.tokens_per_step == pytest.approx(acceptance[one.width, one.length], abs=0.006)
+
+
+def test_missing_sweeps_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="m1-max"):
+        read_apple_sweeps(tmp_path)
+
+
+def test_prediction_is_sorted_and_says_what_it_rests_on():
+    question = Question(find_chip("apple m2 ultra"), 6.74e9, 16, 4e8)
+    found = predict(question, APPLE_ACCEPTANCE)
+    speedups = [one.speedup for one in found]
+    assert speedups == sorted(speedups, reverse=True)
+    assert 20 < question.plain_step < 30
+    text = " ".join(assumptions(question))
+    assert "cost model fitted" in text
+    assert "75%" in text
+    measured = Question(CHIPS["M5 Max"], 27e9, 4, 1e9, plain=30.7)
+    assert "measured, as you say" in assumptions(measured)[0]
+    shapes = [Acceptance(1, 4, 4, 2.5, "chain"), Acceptance(8, 8, 57, 3.0, "too large")]
+    assert [one.acceptance.name for one in predict(measured, shapes)] == ["chain"]
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="expected a chip out of M1"):
+        find_chip("M9")
+    with pytest.raises(ConfigError, match="16 bits on M4 Pro"):
+        find_curve(CHIPS["M4 Pro"], 16)
+    with pytest.raises(ConfigError, match="no bandwidth known for M5 Max"):
+        Question(CHIPS["M5 Max"], 7e9, 4, 4e8)
+    with pytest.raises(ConfigError, match="bits must be 16, 8 or 4, got 5"):
+        Question(CHIPS["M1"], 7e9, 5, 4e8)
+    with pytest.raises(ConfigError, match="smaller ones"):
+        predict(Question(CHIPS["M1"], 7e9, 4, 4e8), [Acceptance(8, 8, 57, 3.0, "x")])
+
+
+def test_curves_start_at_one_and_are_interpolated():
+    for curve in CURVES:
+        assert curve.ratios[1] == 1
+        assert set(curve.chips) <= set(CHIPS)
+        assert list(curve.ratios) == sorted(curve.ratios)
+    curve = find_curve(CHIPS["M3 Max"], 4)
+    assert curve.at(6) == pytest.approx((1.28 + 2.5) / 2)
+    assert curve.at(33) is None
