@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 import typer
 
+from mlx_redrafter.cli.bench import app as bench
 from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
+from mlx_redrafter.cli.train import train
 from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.version import __version__
 
@@ -27,7 +29,9 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(check)
+app.command()(train)
 app.add_typer(convert, name="convert")
+app.add_typer(bench, name="bench")
 
 
 def run() -> None:
