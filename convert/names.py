@@ -81,7 +81,8 @@ def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
         )
     notes = []
     if unused:
-        notes.append(f"never used by the drafter's forward pass, dropped: {listed(unused)}")
+        names_left_out = listed(map(quoted, unused))
+        notes.append(f"never used by the drafter's forward pass, dropped: {names_left_out}")
     if len(kept) < len(names):
         notes.append(f"{len(names) - len(kept)} tensors of the target were left out")
     return NamedTensors(_name_set(kept, is_tensorrt), sources, tuple(notes))

@@ -106,7 +106,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(owners, dict) or not owners:
         raise CheckpointError(f"expected a weight_map in {path}, found none")
     for file in set(map(str, owners.values())):
-        if Path(file).name != file or not (path.parent / file).is_file():
+        is_beside = Path(file).name == file and file.isprintable()
+        if not is_beside or not (path.parent / file).is_file():
             raise CheckpointError(f"{path} names {quoted(file)}, which is no file beside it")
     return {name: str(file) for name, file in owners.items()}
 

@@ -308,6 +308,11 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     assert "'../model-2.safetensors', which is no file" in refusal(
         shards(tmp_path / "source", outside)
     )
+    loud = true_owners() | {"rnn_w.weight": "model\x1b[2J.safetensors"}
+    (tmp_path / "source" / "model\x1b[2J.safetensors").write_bytes(b"")
+    assert "'model\\x1b[2J.safetensors', which is no file" in refusal(
+        shards(tmp_path / "source", loud)
+    )
     assert "expected a weight_map" in refusal(shards(tmp_path / "source", {}))
 
 
@@ -335,3 +340,17 @@ def test_inspection_of_what_cannot_be_converted_says_why(tmp_path: Path) -> None
     inspection = inspect_checkpoint(write(tmp_path / "source", values, CONFIG))
     assert inspection.config is None
     assert "rnn_u.bias is missing" in inspection.notes[0]
+
+
+def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = write(tmp_path / "snapshot", handmade.tensors(), CONFIG)
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("mlx_redrafter.checkpoint.snapshot_download", download)
+    conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
+    assert conversion.provenance["source"] == "org/drafter"
+    assert asked == [("org/drafter", ["*.json", "*.safetensors", "*.bin", "*.pt"])]
