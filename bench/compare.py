@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
+    AUTO,
     PLAIN,
     STOCK,
     STOCK_DRAFT,
@@ -18,12 +19,15 @@ from mlx_redrafter.bench.runs import (
     Setting,
     Turn,
     drafted_arm,
+    plain_arm,
     stock_arm,
     take_turn,
     warm_up,
 )
-from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.costs import time_steps
+from mlx_redrafter.target import Target
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,17 @@ def compare(
         cool_down: Seconds to rest before every run.
         on_progress: Called with turns done and their number.
     """
-    arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: drafted_arm(setting, None)}
+    arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: plain_arm(setting)}
     if draft_model is not None:
         arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
     arms |= {arm_name(shape): drafted_arm(setting, shape) for shape in shapes}
+    arms[AUTO] = drafted_arm(setting, None)
     turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:
+        # Done once per model and machine, and kept; no answer's time has it.
+        calibration = timed(lambda: time_steps(Target(setting.model), setting.drafter))
+        recording.result["calibration_seconds"] = calibration
         warm_up(arms, prompts[0])
     for done, turn in enumerate(missing, start=len(turns) - len(missing)):
         on_progress(done, len(turns))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlx_redrafter.bench.chips import Chip, VerifyCurve, find_curve
 from mlx_redrafter.bench.cost_model import Parameters, Step, step_time
-from mlx_redrafter.bench.results import read_result
+from mlx_redrafter.bench.result_file import read_result
 from mlx_redrafter.errors import ConfigError
 
 # Fitted by `validation.fit_all` on all three of Apple's sweeps; a test holds that it still is.

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.bench.results import new_result, read_result, write_result
+from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import Run
 from mlx_redrafter.errors import ConfigError
 

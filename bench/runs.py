@@ -22,6 +22,7 @@ from mlx_redrafter.generation import GenerationResponse, stream_generate
 STOCK = "mlx-lm"
 PLAIN = "plain"
 STOCK_DRAFT = "mlx-lm draft model"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,17 @@ def stock_arm(
 
 
 def drafted_arm(setting: Setting, shape: TreeShape | None) -> Arm:
-    """This package with a tree of this shape, or None for its plain decoding."""
+    """This package with trees of this shape; None lets it choose the shape of every step."""
+    return _own_arm(setting, drafter=setting.drafter, **({} if shape is None else vars(shape)))
 
+
+def plain_arm(setting: Setting) -> Arm:
+    """This package without a drafter."""
+    return _own_arm(setting)
+
+
+def _own_arm(setting: Setting, **drafting: Any) -> Arm:
     def decode(ids: list[int]) -> Iterator[Any]:
-        drafting = {} if shape is None else {"drafter": setting.drafter, **vars(shape)}
         yield from stream_generate(
             setting.model,
             setting.tokenizer,

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.bench.compare import arm_name
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
-from mlx_redrafter.bench.results import write_csv
+from mlx_redrafter.bench.result_file import write_csv
 from mlx_redrafter.bench.runs import (
     PLAIN,
     STOCK,
@@ -27,6 +27,7 @@ from mlx_redrafter.bench.runs import (
     Setting,
     Turn,
     drafted_arm,
+    plain_arm,
     stock_arm,
     take_turn,
     warm_up,
@@ -151,7 +152,7 @@ class Block:
         """Stock mlx-lm and the shapes; in the first block also plain decoding by this package."""
         arms: dict[str, Arm] = {STOCK: stock_arm(self.setting)}
         if self.number == 0:
-            arms[PLAIN] = drafted_arm(self.setting, None)
+            arms[PLAIN] = plain_arm(self.setting)
         return arms | {arm_name(shape): drafted_arm(self.setting, shape) for shape in self.shapes}
 
 

@@ -21,6 +21,14 @@ Out = Annotated[
     typer.Option("--out", "-o", help="JSON file for the result.", show_default=False),
 ]
 
+# Benchmarks of one shape take numbers only.
+BeamWidth = Annotated[int, typer.Option(help="Beams kept per level, 1 to 64.")]
+BeamLength = Annotated[int, typer.Option(help="Tokens per beam, root included, 2 to 16.")]
+TreeNodes = Annotated[
+    int | None,
+    typer.Option(help="Tokens per verify, root included.", show_default="9, or all there are"),
+]
+
 
 def load_pair(model: str | None, drafter: str | None) -> tuple[Any, Any, Any]:
     """Load a target, its tokenizer and its drafter, all of which are needed."""

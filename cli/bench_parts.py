@@ -9,7 +9,17 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.cli.bench_output import Out, draw, load_pair, parse_ints, progress, show
+from mlx_redrafter.cli.bench_output import (
+    BeamLength,
+    BeamWidth,
+    Out,
+    TreeNodes,
+    draw,
+    load_pair,
+    parse_ints,
+    progress,
+    show,
+)
 from mlx_redrafter.config import TreeShape, check_int
 
 if TYPE_CHECKING:
@@ -25,9 +35,9 @@ def overhead(
     model: options.Model = None,
     drafter: options.DrafterPath = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", show_default=False)] = PROMPT,
-    beam_width: options.BeamWidth = 4,
-    beam_length: options.BeamLength = 5,
-    tree_nodes: options.TreeNodes = None,
+    beam_width: BeamWidth = 4,
+    beam_length: BeamLength = 5,
+    tree_nodes: TreeNodes = None,
     temp: options.Temp = 0.0,
     rounds: Annotated[int, typer.Option(help="Triples of step, verify and draft.")] = 100,
     goal: Annotated[float, typer.Option(help="Largest share of a plain step.")] = 0.08,
@@ -41,7 +51,7 @@ def overhead(
     shape = TreeShape(beam_width, beam_length, tree_nodes)
     target, tokenizer, loaded = load_pair(model, drafter)
     from mlx_redrafter.bench.overhead import measure_overhead
-    from mlx_redrafter.bench.results import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
 
     ids = list(tokenizer.encode(prompt))
     with progress("Triples") as on_progress:
@@ -82,9 +92,9 @@ def memory(
     model: options.Model = None,
     drafter: options.DrafterPath = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
-    beam_width: options.BeamWidth = 4,
-    beam_length: options.BeamLength = 5,
-    tree_nodes: options.TreeNodes = None,
+    beam_width: BeamWidth = 4,
+    beam_length: BeamLength = 5,
+    tree_nodes: TreeNodes = None,
     out: Out = None,
 ) -> None:
     """Measure memory against its bounds, with a random pair unless one is given.
@@ -94,7 +104,7 @@ def memory(
     check_int("prompt_tokens", prompt_tokens, 64)
     shape = TreeShape(beam_width, beam_length, tree_nodes)
     from mlx_redrafter.bench.memory import measure_memory, random_pair
-    from mlx_redrafter.bench.results import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
 
     if model is None and drafter is None:
         target, loaded = random_pair()
@@ -129,9 +139,9 @@ def profile(
         str, typer.Option(help="Tokens per forward pass.")
     ] = "1,2,3,4,5,6,8,9,10,12,15,16,20,24,32",
     widths: Annotated[str, typer.Option(help="Beam widths to draft with.")] = "1,2,4,8",
-    beam_width: options.BeamWidth = 4,
-    beam_length: options.BeamLength = 5,
-    tree_nodes: options.TreeNodes = None,
+    beam_width: BeamWidth = 4,
+    beam_length: BeamLength = 5,
+    tree_nodes: TreeNodes = None,
     rounds: Annotated[int, typer.Option(help="Samples of each number.")] = 20,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for JSON and PNG.")
@@ -144,7 +154,7 @@ def profile(
     target, _, loaded = load_pair(model, drafter)
     from mlx_redrafter.bench.plots import plot_profile
     from mlx_redrafter.bench.profile import profile as measure
-    from mlx_redrafter.bench.results import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
 
     with progress("Parts") as on_progress:
         found = measure(target, loaded, shape, lengths, sizes, beam_widths, rounds, on_progress)

@@ -57,7 +57,7 @@ def predict(
         read_acceptances,
     )
     from mlx_redrafter.bench.predict import predict as ask
-    from mlx_redrafter.bench.results import new_result, write_result
+    from mlx_redrafter.bench.result_file import new_result, write_result
 
     counts = parse_count(parameters), parse_count(drafter_parameters)
     question = Question(find_chip(chip), counts[0], bits, counts[1], drafter_bits, plain_ms)
@@ -79,7 +79,7 @@ def predict(
 
 
 def _validate(folder: Path, out: Path | None) -> None:
-    from mlx_redrafter.bench.results import new_result, write_result
+    from mlx_redrafter.bench.result_file import new_result, write_result
     from mlx_redrafter.bench.validation import leave_one_out, read_apple_sweeps
 
     found = leave_one_out(read_apple_sweeps(folder))

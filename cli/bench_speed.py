@@ -11,7 +11,17 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.cli.bench_output import draw, load_pair, parse_ints, parse_names, progress, show
+from mlx_redrafter.cli.bench_output import (
+    BeamLength,
+    BeamWidth,
+    TreeNodes,
+    draw,
+    load_pair,
+    parse_ints,
+    parse_names,
+    progress,
+    show,
+)
 from mlx_redrafter.config import TreeShape, check_int
 from mlx_redrafter.errors import ConfigError
 
@@ -54,15 +64,15 @@ def compare(
     repeats: Repeats = 3,
     temp: options.Temp = 0.0,
     seed: options.Seed = 0,
-    beam_width: options.BeamWidth = 4,
-    beam_length: options.BeamLength = 5,
-    tree_nodes: options.TreeNodes = None,
+    beam_width: BeamWidth = 4,
+    beam_length: BeamLength = 5,
+    tree_nodes: TreeNodes = None,
     ignore_chat_template: options.IgnoreChatTemplate = False,
     cool_down: CoolDown = 0.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file.")] = None,
     resume: Resume = False,
 ) -> None:
-    """Compare stock mlx-lm, plain decoding, merged beams and the best nodes on the same prompts.
+    """Compare stock mlx-lm, plain decoding, beams, best nodes and auto on the same prompts.
 
     The exit code is 1 where a text is not the target's own.
     """
@@ -75,7 +85,7 @@ def compare(
     from mlx_redrafter.bench.compare import arm_name
     from mlx_redrafter.bench.compare import compare as measure
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.results import checkpoint_name
+    from mlx_redrafter.bench.result_file import checkpoint_name
     from mlx_redrafter.bench.runs import Setting
 
     small = None
@@ -103,6 +113,8 @@ def compare(
             on_progress,
         )  # fmt: skip
     show(_table(found.rows, "all prompts"))
+    calibration = recording.result.get("calibration_seconds", 0.0)
+    show(f"auto: timing the shapes took {calibration:.1f} s, which no answer's time includes")
     for category, rows in found.by_category.items():
         show(_table(rows, category))
     _check_texts(found.rows)
@@ -140,7 +152,7 @@ def sweep(
     _check_counts(max_tokens=max_tokens, repeats=repeats, shapes_per_block=shapes_per_block)
     from mlx_redrafter.bench.plots import plot_sweep
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.results import checkpoint_name
+    from mlx_redrafter.bench.result_file import checkpoint_name
     from mlx_redrafter.bench.runs import Setting
     from mlx_redrafter.bench.sweep import DTYPES, Grid, write_tables
     from mlx_redrafter.bench.sweep import sweep as measure

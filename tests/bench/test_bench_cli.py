@@ -83,10 +83,10 @@ def test_compare(folders, tmp_path):
     text = run("compare", *options, "--repeats", 2, "--stock-draft-model", target)
     assert "top_n w4 l5 n9" in text
     result = json.loads(out.read_text())
-    assert len(result["runs"]) == 5 * 2 * 2
+    assert len(result["runs"]) == 6 * 2 * 2
     assert {row["num_different"] for row in result["found"]["rows"]} == {0}
     run("compare", *options, "--repeats", 2, "--stock-draft-model", target, "--resume")
-    assert len(json.loads(out.read_text())["runs"]) == 5 * 2 * 2
+    assert len(json.loads(out.read_text())["runs"]) == 6 * 2 * 2
 
 
 def test_compare_at_a_temperature(folders, tmp_path):

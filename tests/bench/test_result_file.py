@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_redrafter.bench.results import (
+from mlx_redrafter.bench.result_file import (
     checkpoint_name,
     new_result,
     read_result,
