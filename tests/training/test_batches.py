@@ -1,0 +1,128 @@
+"""Which drafts count, and that every position comes once per epoch in a reproducible order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_redrafter.errors import DataError
+from mlx_redrafter.training import batches
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.cache import Shard, TeacherCache, windows
+from mlx_redrafter.training.data import TokenSequence
+from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.selfgen import pack
+
+H, K, L = 2, 2, 3
+
+
+def _shard(sequences: list[TokenSequence], first: int) -> Shard:
+    """Values that tell where they come from: the number of the position, from ``first`` on."""
+    count = sum(map(len, sequences))
+    numbers = np.arange(first, first + count)
+    return Shard(
+        **pack(sequences),
+        hidden=mx.array(np.stack([numbers, -numbers], axis=1).astype(np.float16)),
+        top_ids=mx.array(np.stack([numbers, numbers + 1], axis=1).astype(np.int32)),
+        top_log_probs=mx.array((-numbers[:, None] / np.array([1, 2])).astype(np.float16)),
+        tail=mx.array(numbers.astype(np.float32)),
+        rollouts=mx.array(numbers[:, None] * 10 + np.arange(L)).astype(mx.int32),
+    )
+
+
+def _sequence(start: int, trained: list[int]) -> TokenSequence:
+    count = len(trained)
+    return TokenSequence(
+        np.arange(start, start + count, dtype=np.int32), np.array(trained, dtype=np.bool_)
+    )
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4),
+    st.integers(2, 5),
+)
+def test_windows_are_whole_stretches_of_written_tokens(
+    texts: list[list[bool]], length: int
+) -> None:
+    trained = np.array([flag for text in texts for flag in text], dtype=np.bool_)
+    starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    found = windows(np.zeros(len(trained), np.int32), trained, starts, length)
+    for text, start in zip(texts, starts, strict=False):
+        for t in range(len(text)):
+            for step in range(length - 1):
+                stretch = text[t + 1 : t + 3 + step]
+                expected = len(stretch) == 2 + step and all(stretch)
+                assert found[start + t, step] == expected
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TeacherCache:
+    cache = TeacherCache(tmp_path, {"target": "none"})
+    cache.save("train", 0, _shard([_sequence(100, [0, 1, 1, 1, 1]), _sequence(105, [1, 1])], 0))
+    cache.save("train", 1, _shard([_sequence(107, [1] * 9)], 7))
+    cache.save("train", 2, _shard([_sequence(116, [0, 0, 0])], 16))  # nothing to learn
+    return cache
+
+
+def _batches(order: BatchOrder, count: int) -> list[Batch]:
+    return [order.batch(step) for step in range(count)]
+
+
+def test_every_position_once_per_epoch_with_its_own_neighbours(
+    cache: TeacherCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
+    order = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))
+    assert order.num_positions == 3 + 7
+    assert order.steps_per_epoch == 1 + 2
+    seen: list[int] = []
+    for batch in _batches(order, order.steps_per_epoch):
+        for row in range(4):
+            weights = np.array(batch.weights[row])
+            if not weights.any():
+                continue
+            here = int(batch.hidden[row, 0].item())
+            seen.append(here)
+            for step in np.flatnonzero(weights):
+                assert batch.tokens[row, step + 1].item() == 100 + here + 2 + step
+                assert batch.top_ids[row, step, 0].item() == here + 1 + step
+                assert batch.tail[row, step].item() == here + 1 + step
+    assert sorted(seen) == [0, 1, 2, *range(7, 14)]
+
+
+def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
+    options = BatchOptions("soft", L, 4, seed=1)
+    steps = _batches(BatchOrder(cache, "train", options), 6)
+    late = BatchOrder(cache, "train", options).batch(5)
+    assert all(mx.array_equal(a, b).item() for a, b in zip(steps[5], late, strict=True))
+    other = BatchOrder(cache, "train", options._replace(seed=2)).batch(0)
+    assert not mx.array_equal(steps[0].hidden, other.hidden).item()
+
+
+def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
+    from mlx_redrafter.training.files import save_arrays
+
+    for number in range(3):
+        shard = cache.load("train", number)
+        first = 0 if number == 0 else 7 if number == 1 else 16
+        numbers = np.arange(first, first + shard.tokens.shape[0])
+        rollouts = mx.array((numbers[:, None] * 10 + np.arange(L)).astype(np.int32))
+        save_arrays(cache.rollout_path("train", number, L), {"rollouts": rollouts})
+    order = BatchOrder(cache, "train", BatchOptions("rollouts", L, 32, seed=1))
+    batch = order.batch(0)
+    assert order.num_positions == 4 + 1 + 8  # wherever the next token is the target's
+    for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
+        here = int(batch.hidden[int(row), 0].item())
+        assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]
+
+
+def test_too_short_texts_are_refused(tmp_path: Path) -> None:
+    cache = TeacherCache(tmp_path, {})
+    cache.save("train", 0, _shard([_sequence(0, [1, 1])], 0))
+    with pytest.raises(DataError, match="expected texts of more than 3 tokens"):
+        BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))

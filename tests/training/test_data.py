@@ -1,0 +1,236 @@
+"""Texts, chats and prompts from files; what is wrong with one is said with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.errors import DataError
+from mlx_redrafter.training.corpus import divide
+from mlx_redrafter.training.data import (
+    Conversation,
+    Document,
+    Encoder,
+    TokenSequence,
+    read_items,
+    split_text,
+)
+from mlx_redrafter.training.options import DataOptions
+from tests.training.pieces import WordTokenizer
+
+
+def _encoder(tokenizer: WordTokenizer, length: int = 100, vocab_size: int = 1000) -> Encoder:
+    return Encoder(cast(TokenizerWrapper, tokenizer), length, vocab_size)
+
+
+def _written(sequence: TokenSequence, tokenizer: WordTokenizer) -> str:
+    return tokenizer.decode([int(t) for t in sequence.tokens[sequence.is_trained]])
+
+
+def _rows(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+def test_plain_text_is_divided_at_separators(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("\none\n\ntwo\n<|endoftext|>\n\n<|endoftext|>\nthree\n", encoding="utf-8")
+    assert read_items([path]) == [
+        Document("one\n\ntwo", f"{path}:1"),
+        Document("three", f"{path}:8"),
+    ]
+
+
+def test_rows_of_all_kinds(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    path = _rows(
+        tmp_path / "a.jsonl",
+        {"text": "one"},
+        {"messages": messages},
+        {"prompt": "ask"},
+        {"prompt": "ask", "completion": "told"},
+    )
+    text, chat, prompt, told = read_items([path])
+    assert text == Document("one", f"{path}:1")
+    assert chat == Conversation(messages, f"{path}:2")
+    assert isinstance(prompt, Conversation)
+    assert not prompt.is_answered
+    assert isinstance(told, Conversation)
+    assert told.is_answered
+
+
+def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("why\n\nhow\n", encoding="utf-8")
+    items = read_items([path], lines_are_prompts=True)
+    assert [i.messages[0]["content"] for i in items if isinstance(i, Conversation)] == [
+        "why",
+        "how",
+    ]
+
+
+BAD_ROWS = [
+    ("{", "expected a JSON object"),
+    ("[1]", "found list"),
+    ('{"txt": 1}', "found the keys 'txt'"),
+    ("{}", r"found the keys \(none\)"),
+    ('{"text": 5}', '"text" to be a text, found 5'),
+    ('{"text": " "}', '"text" to be a text'),
+    ('{"messages": []}', '"messages" to be a list'),
+    ('{"messages": [{"role": "king", "content": "x"}]}', "message 1 to have one of the roles"),
+    ('{"messages": [{"role": "user", "content": [1]}]}', "message 1 to have a text"),
+    ("[" * 100_000, "expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_bad_rows_are_named_by_line(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n\n{row}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=message) as error:
+        read_items([path])
+    assert str(error.value).startswith(f"{path}:3: ")
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read .*missing.txt: No such file"):
+        read_items([tmp_path / "missing.txt"])
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(DataError, match="expected texts in .*empty.txt, found none"):
+        read_items([tmp_path / "empty.txt"])
+    (tmp_path / "latin.txt").write_bytes("fine\nfür\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin.txt:\d: expected UTF-8, found the byte 0xfc"):
+        read_items([tmp_path / "latin.txt"])
+    with pytest.raises(DataError, match="expected a text or .jsonl file"):
+        read_items([tmp_path / "a.json"])
+    with pytest.raises(DataError, match="cannot read"):
+        read_items([tmp_path])
+
+
+def test_only_the_replies_of_a_chat_are_trained() -> None:
+    tokenizer = WordTokenizer()
+    chat = Conversation(
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "who are you"},
+            {"role": "assistant", "content": "a model"},
+            {"role": "user", "content": "and I"},
+            {"role": "assistant", "content": "a user"},
+        ],
+        "x:1",
+    )
+    (sequence,) = _encoder(tokenizer).encode(chat)
+    assert _written(sequence, tokenizer) == "a model </s> a user </s>"
+    text = tokenizer.decode(sequence.tokens.tolist())
+    assert text == tokenizer.apply_chat_template(chat.messages, False, False)
+
+
+class ForgetfulTokenizer(WordTokenizer):
+    """Its template leaves the thoughts out of earlier replies, as reasoning models do."""
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        """Words that begin with a star are thoughts."""
+        last = len(messages) - 1
+
+        def content(i: int) -> str:
+            words = messages[i]["content"].split()
+            return " ".join(w for w in words if i == last or not w.startswith("*"))
+
+        shown = [{**m, "content": content(i)} for i, m in enumerate(messages)]
+        return super().apply_chat_template(shown, tokenize, add_generation_prompt)
+
+
+def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> None:
+    tokenizer = ForgetfulTokenizer()
+    chat = Conversation(
+        [
+            {"role": "user", "content": "q1"},
+            {"role": "assistant", "content": "*hm a1"},
+            {"role": "user", "content": "q2"},
+            {"role": "assistant", "content": "*oh a2"},
+        ],
+        "x:1",
+    )
+    first, second = _encoder(tokenizer).encode(chat)
+    assert _written(first, tokenizer) == "*hm a1 </s>"
+    assert _written(second, tokenizer) == "*oh a2 </s>"
+    assert "*hm" not in tokenizer.decode(second.tokens.tolist())
+
+
+def test_prompts_are_rendered_as_served() -> None:
+    tokenizer = WordTokenizer()
+    prompt = Conversation([{"role": "user", "content": "why"}], "x:1")
+    ids = _encoder(tokenizer).encode_prompt(prompt)
+    assert tokenizer.decode(ids) == "<s> [user] why </s> eol [assistant]"
+    plain = WordTokenizer(has_chat_template=False)
+    assert plain.decode(_encoder(plain).encode_prompt(prompt)) == "<s> why"
+
+
+def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
+    tokenizer = WordTokenizer(has_chat_template=False)
+    row = Conversation(
+        [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}], "x:1"
+    )
+    (sequence,) = _encoder(tokenizer).encode(row)
+    assert tokenizer.decode(sequence.tokens.tolist()) == "<s> a b c d"
+    assert _written(sequence, tokenizer) == "c d"
+    chat = Conversation([{"role": "system", "content": "x"}, *row.messages], "x:7")
+    with pytest.raises(DataError, match="x:7: expected a model with a chat template"):
+        list(_encoder(tokenizer).encode(chat))
+
+
+def test_a_refusal_of_the_template_names_the_line() -> None:
+    encoder = _encoder(WordTokenizer(strict_roles=True))
+    chat = Conversation([{"role": "system", "content": "x"}], "chats.jsonl:4")
+    with pytest.raises(DataError, match=r"chats.jsonl:4: the model's chat template refuses .*user"):
+        encoder.encode_prompt(chat)
+
+
+def test_long_texts_are_cut_and_begin_alike() -> None:
+    tokenizer = WordTokenizer()
+    words = [f"w{i}" for i in range(25)]
+    sequences = list(_encoder(tokenizer, 8).encode(Document(" ".join(words), "x:1")))
+    assert all(len(s) <= 8 and s.tokens[0] == 0 and not s.is_trained[0] for s in sequences)
+    assert " ".join(_written(s, tokenizer) for s in sequences).split() == words
+
+
+def test_token_ids_beyond_the_model_are_refused() -> None:
+    with pytest.raises(DataError, match="x:1: expected token ids below 3, found 4"):
+        list(_encoder(WordTokenizer(), vocab_size=3).encode(Document("a b c", "x:1")))
+
+
+def test_pieces_make_up_the_text() -> None:
+    text = "one two\nthree " * 40
+    pieces = list(split_text(text, 50))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 50 for piece in pieces)
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+    assert list(split_text("x" * 12, 5)) == ["xxxxx", "xxxxx", "xx"]
+
+
+def test_held_out_items_are_not_trained_on() -> None:
+    data = [Document(f"text {i}", f"x:{i}") for i in range(40)]
+    sources = divide(data, [], DataOptions(held_out=8))
+    assert len(sources.held_out) == 4
+    assert len(sources.given) == 36
+    assert not set(map(str, sources.held_out)) & set(map(str, sources.given))
+    assert sources == divide(data, [], DataOptions(held_out=8))
+    asked = [Conversation([{"role": "user", "content": str(i)}], f"y:{i}") for i in range(20)]
+    sources = divide(data, asked, DataOptions())
+    assert len(sources.given) == 40
+    assert len(sources.prompts) == 18
+    assert len(sources.held_out) == 2
+    with pytest.raises(DataError, match="at least two texts"):
+        divide(data[:1], [], DataOptions())
+
+
+def test_sequences_are_int32() -> None:
+    (sequence,) = _encoder(WordTokenizer()).encode(Document("a b", "x:1"))
+    assert sequence.tokens.dtype == np.int32

@@ -1,0 +1,68 @@
+"""The weights training starts from."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_redrafter.hooks import captured_output
+from mlx_redrafter.target import Target
+from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
+from mlx_redrafter.training.options import NetworkOptions
+from tests.helpers.models import tiny_llama, tiny_qwen3
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: bool) -> None:
+    model = tiny_qwen3() if is_tied else tiny_llama()
+    if bits is not None:
+        nn.quantize(model, 32, bits, class_predicate=lambda _, m: _fits(m))
+    target = Target(model)
+    with captured_output() as outputs:
+        logits = model(mx.array([[1, 2, 3]]))
+    head = head_matrix(target)
+    assert head is not None
+    np.testing.assert_allclose(
+        np.array(outputs[-1][0] @ head.T), np.array(logits[0]), rtol=1e-3, atol=1e-3
+    )
+
+
+def _fits(module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
+    target = Target(tiny_llama())
+    config = drafter_config(target, NetworkOptions())
+    assert config.exit_dim == 64
+    assert not config.has_input_proj
+    head = head_matrix(target)
+    drafter = initial_drafter(config, head, seed=0)
+    x = mx.random.normal((3, 64))
+    assert mx.array_equal(drafter.lm_head[0](x), x).item()
+    assert mx.array_equal(drafter.lm_head[-1].weight[:, :32], head).item()
+
+
+def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
+    target = Target(tiny_llama())
+    config = drafter_config(target, NetworkOptions(exit_dim=8))
+    assert config.has_input_proj
+    head = head_matrix(target)
+    assert head is not None
+    weight = np.array(initial_drafter(config, head, seed=0).lm_head[-1].weight)
+    full = np.array(head)
+    left, values, _ = np.linalg.svd(full, full_matrices=False)
+    # Its columns span the leading left singular vectors, with their lengths.
+    projected = left[:, :8] @ (left[:, :8].T @ weight)
+    np.testing.assert_allclose(projected, weight, atol=1e-3)
+    np.testing.assert_allclose(np.linalg.svd(weight)[1], values[:8], rtol=1e-3)
+
+
+def test_the_seed_decides() -> None:
+    config = drafter_config(Target(tiny_llama()), NetworkOptions(exit_dim=8))
+    first, again, other = (initial_drafter(config, None, seed) for seed in (1, 1, 2))
+    assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()
+    assert not mx.array_equal(first.rnn_w.weight, other.rnn_w.weight).item()

@@ -1,0 +1,166 @@
+"""The loss against a literal reference, and its gradient against numerical ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import named_parameters
+from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, divergence, unrolled_loss
+from mlx_redrafter.training.options import LossOptions, Recipe
+from tests.training import reference
+
+H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1
+
+
+def _drafter(exit_dim: int) -> Drafter:
+    mx.random.seed(exit_dim)
+    drafter = Drafter(DrafterConfig(V, H, exit_dim, LAYERS, rnn=True))
+    drafter.update(
+        nn.utils.tree_map(lambda v: mx.random.normal(v.shape) * 0.7, drafter.parameters())
+    )
+    return drafter
+
+
+def _batch() -> Batch:
+    rng = np.random.default_rng(5)
+    teacher = rng.normal(size=(B, S, V)) * 2
+    teacher -= np.log(np.exp(teacher).sum(-1, keepdims=True))
+    ids = np.argsort(-teacher)[..., :K]
+    kept = np.take_along_axis(teacher, ids, -1)
+    weights = (rng.random((B, S)) < 0.7).astype(np.float32)
+    weights[0] = 1
+    return Batch(
+        hidden=mx.array(rng.normal(size=(B, H)).astype(np.float32)),
+        tokens=mx.array(rng.integers(0, V, (B, S + 1)).astype(np.int32)),
+        weights=mx.array(weights),
+        top_ids=mx.array(ids.astype(np.int32)),
+        top_log_probs=mx.array(kept.astype(np.float32)),
+        tail=mx.array((1 - np.exp(kept).sum(-1)).astype(np.float32)),
+    )
+
+
+def _table() -> mx.array:
+    return mx.array(np.random.default_rng(9).normal(size=(V, H)).astype(np.float32))
+
+
+class Case:
+    """One drafter, batch and recipe, with the reference's view of them."""
+
+    def __init__(self, recipe: Recipe, exit_dim: int):
+        self.drafter = _drafter(exit_dim)
+        self.batch = _batch()
+        self.table = _table()
+        self.options = LossOptions(recipe=recipe)
+        self.counts = mx.sum(self.batch.weights, axis=0)
+        self.arrays = {
+            name: np.array(value).astype(np.int64 if name in ("tokens", "top_ids") else np.float64)
+            for name, value in self.batch._asdict().items()
+        }
+        self.weights = {
+            name: np.array(value).astype(np.float64)
+            for name, value in named_parameters(self.drafter).items()
+        }
+        self.rho = self._confidences()
+
+    def _confidences(self) -> list[list[float]]:
+        result = []
+        for row in range(B):
+            tokens = self.arrays["tokens"][row]
+            embeddings = [np.array(self.table).astype(np.float64)[t] for t in tokens[:-1]]
+            log_qs = [
+                reference.log_softmax(values)
+                for values in reference.logits(
+                    self.weights, LAYERS, self.arrays["hidden"][row], embeddings
+                )
+            ]
+            floor = self.options.confidence_floor
+            result.append(reference.confidences(log_qs, tokens[1:], floor))
+        return result
+
+    def loss(self, batch: Batch) -> mx.array:
+        """The trainer's loss."""
+        return unrolled_loss(
+            self.drafter, lambda t: self.table[t], batch, self.counts, self.options
+        )
+
+    def expected(self, weights: reference.Weights) -> float:
+        """The reference's loss; acceptance chances stay those of the original weights."""
+        table = np.array(self.table).astype(np.float64)
+        return reference.loss(
+            weights,
+            LAYERS,
+            table,
+            self.arrays,
+            self.options.recipe,
+            self.options.position_decay,
+            self.rho,
+        )
+
+
+CASES = [("soft", 2 * H), ("soft", 3), ("apple", 2 * H), ("rollouts", 3)]
+
+
+@pytest.mark.parametrize(("recipe", "exit_dim"), CASES)
+def test_loss_equals_the_literal_sum(recipe: Recipe, exit_dim: int) -> None:
+    case = Case(recipe, exit_dim)
+    assert case.loss(case.batch).item() == pytest.approx(case.expected(case.weights), rel=1e-5)
+
+
+@pytest.mark.parametrize(("recipe", "exit_dim"), CASES)
+def test_gradients_equal_numerical_ones(recipe: Recipe, exit_dim: int) -> None:
+    case = Case(recipe, exit_dim)
+    _, gradient = nn.value_and_grad(case.drafter, lambda: case.loss(case.batch))()
+    found: dict[str, Any] = dict(tree_flatten(gradient))
+    assert set(found) == set(case.weights)
+    step = 1e-5
+    for name, weight in case.weights.items():
+        numerical = np.zeros(weight.shape)
+        for index in np.ndindex(*weight.shape):
+            kept = weight[index]
+            weight[index] = kept + step
+            above = case.expected(case.weights)
+            weight[index] = kept - step
+            below = case.expected(case.weights)
+            weight[index] = kept
+            numerical[index] = (above - below) / (2 * step)
+        np.testing.assert_allclose(np.array(found[name]), numerical, rtol=2e-4, atol=2e-5)
+
+
+def test_parts_of_a_batch_add_up() -> None:
+    case = Case("soft", 2 * H)
+    parts = [case.loss(case.batch.rows(a, b)).item() for a, b in ((0, 2), (2, 3), (3, B))]
+    assert sum(parts) == pytest.approx(case.loss(case.batch).item(), rel=1e-5)
+
+
+def test_steps_that_do_not_count_have_no_gradient() -> None:
+    case = Case("soft", 2 * H)
+    idle = case.batch._replace(weights=mx.zeros((B, S)))
+    value, gradient = nn.value_and_grad(case.drafter, lambda: case.loss(idle))()
+    assert value.item() == 0
+    assert all(mx.all(g == 0).item() for _, g in tree_flatten(gradient))
+
+
+def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges() -> None:
+    logits = mx.array([[2.0, 1.0, 0.0, -1.0]])
+    log_probs = logits - mx.logsumexp(logits)
+    ids = mx.array([[0, 1]])
+    tail = mx.sum(mx.exp(log_probs[:, 2:]), axis=-1)
+    same = divergence(logits, ids, log_probs[:, :2], tail)
+    assert abs(same.item()) < 1e-6
+    certain = mx.array([[60.0, -60.0, -60.0, -60.0]])
+    assert np.isfinite(divergence(certain, ids, log_probs[:, :2], tail).item())
+    everything = mx.array([[0, 1, 2, 3]])
+    assert abs(divergence(logits, everything, log_probs, mx.array([0.0])).item()) < 1e-6
+    # A token outside the draft vocabulary, or one that the target's own filters forbid.
+    impossible = mx.array([[0.0, IMPOSSIBLE]])
+    assert divergence(certain, ids, impossible, mx.array([0.0])).item() == pytest.approx(
+        0, abs=1e-6
+    )

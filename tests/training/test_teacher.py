@@ -1,0 +1,147 @@
+"""The teacher cache against direct forward passes, and caches that must be refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.hooks import captured_output
+from mlx_redrafter.target import Target
+from mlx_redrafter.training import teacher
+from mlx_redrafter.training.cache import TeacherCache
+from mlx_redrafter.training.data import TokenSequence
+from mlx_redrafter.training.fingerprint import fingerprint
+from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
+from tests.helpers.models import tiny_llama, tiny_qwen3
+
+K = 8
+
+
+def _sequences(lengths: list[int], vocab_size: int = 64) -> list[TokenSequence]:
+    rng = np.random.default_rng(3)
+    return [
+        TokenSequence(rng.integers(0, vocab_size, n).astype(np.int32), np.arange(n) >= 2)
+        for n in lengths
+    ]
+
+
+def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
+    monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
+    target = Target(tiny_llama())
+    sequences = _sequences([17, 3, 40, 9, 21])
+    shard = read_sequences(target, sequences, K)
+    starts = np.array(shard.starts)
+    assert starts.tolist() == [0, 17, 20, 60, 69, 90]
+    for sequence, start in zip(sequences, starts, strict=False):
+        where = slice(int(start), int(start) + len(sequence))
+        with captured_output() as outputs:
+            logits = target.model(mx.array(sequence.tokens)[None])[0]
+        log_probs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        best = np.argsort(-log_probs, kind="stable")[:, :K]
+        assert np.array_equal(np.array(shard.tokens[where]), sequence.tokens)
+        assert np.array_equal(np.array(shard.top_ids[where]), best)
+        np.testing.assert_allclose(
+            np.array(shard.hidden[where]), np.array(outputs[-1][0]), rtol=2e-3, atol=1e-4
+        )
+        kept = np.take_along_axis(log_probs, best, -1)
+        np.testing.assert_allclose(np.array(shard.top_log_probs[where]), kept, rtol=2e-3, atol=1e-4)
+        np.testing.assert_allclose(np.array(shard.tail[where]), 1 - np.exp(kept).sum(-1), atol=2e-5)
+
+
+def test_all_tokens_kept_leave_no_tail() -> None:
+    shard = read_sequences(Target(tiny_llama()), _sequences([6]), 1000)
+    assert shard.top_ids.shape == (6, 64)
+    assert not np.array(shard.tail).any()
+
+
+def test_rollouts_are_greedy_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher, "ROLLOUT_POSITIONS", 7)  # several stretches
+    target = Target(tiny_qwen3())
+    sequences = _sequences([19, 5])
+    shard = read_sequences(target, sequences, K)
+    rollouts = roll_out(target, shard, 4)
+    row = 0
+    for sequence in sequences:
+        for end in range(1, len(sequence) + 1):
+            cache = make_prompt_cache(target.model)
+            logits = target.model(mx.array(sequence.tokens[:end])[None], cache=cache)
+            expected = []
+            for _ in range(4):
+                expected.append(int(mx.argmax(logits[0, -1]).item()))
+                logits = target.model(mx.array([[expected[-1]]]), cache=cache)
+            assert rollouts[row].tolist() == expected
+            row += 1
+
+
+def test_complete_shards_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "SHARD_TOKENS", 20)
+    target = Target(tiny_llama())
+    sequences = _sequences([12, 12, 12, 12, 5])
+    cache = TeacherCache(tmp_path, {"target": fingerprint(target.model)})
+    done: list[int] = []
+    fill_cache(cache, "train", target, sequences, K, done.append)
+    fill_rollouts(cache, "train", target, 3, lambda n: None)
+    assert done == [24, 48, 53]
+    assert cache.num_shards("train") == 3
+    first = cache.path("train", 0).read_bytes()
+    cache.path("train", 1).unlink()
+    monkeypatch.setattr(teacher, "read_sequences", _count_calls(calls := []))
+    fill_cache(cache, "train", target, sequences, K, lambda n: None)
+    assert len(calls) == 1
+    assert cache.path("train", 0).read_bytes() == first
+    assert cache.load("train", 1, rollout_length=3).rollouts is not None
+
+
+def _count_calls(calls: list[int]):  # type: ignore[no-untyped-def]
+    def counted(target, sequences, k):  # type: ignore[no-untyped-def]
+        calls.append(len(sequences))
+        return read_sequences(target, sequences, k)
+
+    return counted
+
+
+def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
+    TeacherCache(tmp_path, {"target": fingerprint(tiny_llama(seed=0)), "top_k": 8})
+    with pytest.raises(CheckpointError, match="was made with another target: expected"):
+        TeacherCache(tmp_path, {"target": fingerprint(tiny_llama(seed=1)), "top_k": 8})
+    with pytest.raises(CheckpointError, match="another top_k: expected 16, found 8"):
+        TeacherCache(tmp_path, {"target": fingerprint(tiny_llama(seed=0)), "top_k": 16})
+
+
+def test_damaged_shards_are_named(tmp_path: Path) -> None:
+    cache = TeacherCache(tmp_path, {})
+    cache.save("train", 0, read_sequences(Target(tiny_llama()), _sequences([6]), K))
+    path = cache.path("train", 0)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="train-00000"):
+        mx.eval(cache.load("train", 0).tail)
+    (tmp_path / ".left.safetensors").write_bytes(b"x")
+    TeacherCache(tmp_path, {})
+    assert not (tmp_path / ".left.safetensors").exists()
+
+
+def test_fingerprints_tell_weights_apart() -> None:
+    model = tiny_llama()
+    before = fingerprint(model)
+    assert before == fingerprint(tiny_llama())
+    weight = model["model"]["layers"][0]["mlp"]["up_proj"].weight
+    flat = np.array(weight)
+    flat[0, 0], flat[0, 1] = flat[0, 1], flat[0, 0]  # the same sum
+    model["model"]["layers"][0]["mlp"]["up_proj"].weight = mx.array(flat)
+    assert fingerprint(model) != before
+
+
+def test_hidden_states_beyond_float16_are_refused() -> None:
+    model = tiny_llama()
+    norm = model["model"]["norm"]
+    norm.weight = norm.weight * 1e6
+    with pytest.raises(NonFiniteError, match="within float16"):
+        read_sequences(Target(model), _sequences([6]), K)
