@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -118,7 +119,7 @@ def _fingerprint(target: Target, drafter: Drafter) -> str:
         for name, tensor in named_parameters(module).items()
     ]
     device = (str(mx.default_device()), mx.device_info().get("device_name"), platform.processor())
-    known = repr((tensors, device, mx.__version__, __version__, CANDIDATES))
+    known = repr((tensors, device, version("mlx"), __version__, CANDIDATES))
     return hashlib.sha256(known.encode()).hexdigest()[:32]
 
 

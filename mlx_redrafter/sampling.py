@@ -22,9 +22,9 @@ Sampler = Callable[[mx.array], mx.array]
 
 # The width of the noise is a multiple of this, so that vector units treat every token alike.
 NOISE_ALIGNMENT = 64
-# How much more certain a drafter is taken to be than it says when it ranks with the target's noise.
-# A drafter is less certain than its target; at 1 the noise would outweigh what it knows.
-SHARPNESS = 1.5
+# Share of the target's noise that a drafter ranks with. A drafter is less certain than its target:
+# all of the noise would outweigh what it knows.
+NOISE_SHARE = 0.5
 
 
 class Chooser(Protocol):
@@ -109,7 +109,7 @@ class PositionNoise:
         """
         rows = self.values[depth]
         rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
-        scores = SHARPNESS * self._tempered(log_probs) + rows
+        scores = self._tempered(log_probs) + NOISE_SHARE * rows
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
     def _tempered(self, log_probs: mx.array) -> mx.array:
