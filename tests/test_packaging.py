@@ -78,7 +78,7 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     info = f"mlx_redrafter-{__version__}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {__version__}\n" in metadata
-    assert "\nRequires-Python: >=3.10\n" in metadata
+    assert "\nRequires-Python: >=3.11\n" in metadata
     required = [
         line.removeprefix("Requires-Dist: ")
         for line in metadata.splitlines()

@@ -11,6 +11,7 @@ import pytest
 from mlx_redrafter import generation, stream_generate
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import CANDIDATES, Accepted
+from mlx_redrafter.costs import step_costs
 from tests.helpers.drafts import scripted
 from tests.helpers.equality import assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -77,6 +78,7 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(generation, "step_costs", step_costs)  # the real ones
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options: dict[str, Any] = {"max_tokens": 120, **sampling}
     plain = [

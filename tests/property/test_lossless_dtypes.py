@@ -21,6 +21,7 @@ import pytest
 
 from mlx_redrafter import generation, load, stream_generate
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.decoding import Decoder
 from mlx_redrafter.target import Target
 from tests.conftest import Trained
 from tests.helpers.drafts import grow, make_tree, scripted
@@ -74,7 +75,7 @@ def _compare(
         ]
     else:
         plain = stock_tokens(model, [1], max_tokens)
-    for decoder in (generation.Decoder, scripted(ids(plain), VOCAB_SIZE)):
+    for decoder in (Decoder, scripted(ids(plain), VOCAB_SIZE)):
         with monkeypatch.context() as patch:
             patch.setattr(generation, "Decoder", decoder)
             drafted = [
@@ -132,8 +133,8 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
         target.prefill(mx.array(text), alone, 512, lambda done, total: None)
         for above in path[::-1]:
             last = target.advance(mx.array([tokens[above]]), alone).logits[0]
-        rows = [np.array(row.astype(mx.float32)) for row in (last, logits[node])]
-        assert np.array_equal(*rows)
+        first, second = (np.array(row.astype(mx.float32)) for row in (last, logits[node]))
+        assert np.array_equal(first, second)
 
 
 def test_checkpoint_quantised_by_mlx_lm(

@@ -41,7 +41,7 @@ def golden_tokens(stories: Trained) -> list[Scored]:
 
 @pytest.fixture(scope="module")
 def babyllama_tokens(babyllama: Trained) -> list[Scored]:
-    return stock_tokens(babyllama.model, [BOS], 80)
+    return stock_tokens(babyllama.model, [BOS], 48)
 
 
 def test_stock_mlx_lm_writes_the_published_text(

@@ -119,7 +119,12 @@ def test_trained_model_samples_the_same_with_drafts(
         drafted = [
             response.token
             for response in stream_generate(
-                stories.model, stories.tokenizer, "Lily", drafter=stories.drafter, **sampling
+                stories.model,
+                stories.tokenizer,
+                "Lily",
+                drafter=stories.drafter,
+                tree_nodes=9,
+                **sampling,
             )
         ]
         assert_same_tokens(plain, drafted, seed)

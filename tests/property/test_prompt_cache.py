@@ -50,7 +50,9 @@ def start(
 ) -> Start:
     """Starts generation after `PROMPT` with drafts of some quality."""
     drafter = None if request.param == "none" else random_drafter(VOCAB_SIZE, 32)
-    shape = {"select": "beam"} if request.param.endswith("beams") else {}
+    shape: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
+    if request.param.endswith("beams"):
+        shape = {"select": "beam"}
     if request.param.startswith("mostly right"):
         decoder = scripted(text, VOCAB_SIZE, accuracy=0.9)
         monkeypatch.setattr(generation, "Decoder", decoder)

@@ -1,0 +1,103 @@
+"""`load`: what it returns, and the order of its checks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter import Drafter, load, loading, save_drafter
+from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from tests.conftest import Trained
+from tests.helpers.models import random_drafter
+
+
+def test_loads_all_three(stories: Trained, drafter_folder: Path) -> None:
+    model, tokenizer, drafter = load(str(stories.folder), drafter=str(drafter_folder))
+    assert isinstance(model, nn.Module)
+    assert isinstance(tokenizer, TokenizerWrapper)
+    assert isinstance(drafter, Drafter)
+    assert drafter.config == stories.drafter.config
+    assert load(stories.folder)[2] is None
+
+
+def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    original: Any = mlx_lm.load
+
+    def record(path: str, **options: Any) -> Any:
+        seen.update(options)
+        return original(path, **options)
+
+    monkeypatch.setattr(mlx_lm, "load", record)
+    load(stories.folder, tokenizer_config={"eos_token": "<s>"})
+    assert seen["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<s>"}
+    assert seen["trust_remote_code"] is False
+    assert seen["adapter_path"] is None
+
+
+def _fail(*args: object, **kwargs: object) -> None:
+    raise AssertionError("this was to come later")
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "message"),
+    [(512, 32, "hidden_size 32 does not match"), (513, 64, "vocab_size 513 does not match")],
+)
+def test_sizes_are_compared_before_any_weights_are_read(
+    stories: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    vocab_size: int,
+    hidden_size: int,
+    message: str,
+) -> None:
+    save_drafter(random_drafter(vocab_size, hidden_size), tmp_path)
+    monkeypatch.setattr(mlx_lm, "load", _fail)
+    monkeypatch.setattr(loading, "load_drafter", _fail)
+    with pytest.raises(CheckpointError, match=message):
+        load(stories.folder, drafter=tmp_path)
+
+
+def test_the_drafter_is_checked_before_the_model_is_read(
+    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = random_drafter(512, 64)
+    bias: Any = drafter.rnn_u.bias
+    bias[0] = float("inf")
+    save_drafter(drafter, tmp_path)
+    monkeypatch.setattr(mlx_lm, "load", _fail)
+    with pytest.raises(NonFiniteError):
+        load(stories.folder, drafter=tmp_path)
+
+
+def test_truncated_weights_are_found_before_memory_is_spent(
+    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(stories.folder, tmp_path / "model")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(mlx_lm, "load", _fail)
+    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
+        load(folder)
+
+
+def test_nothing_is_downloaded_for_a_model_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mlx_lm, "load", _fail)
+    with pytest.raises(CheckpointError, match="'nobody/nothing' is neither a local folder nor"):
+        load("nobody/nothing")
+
+
+def test_a_missing_adapter_is_found_first(
+    stories: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_lm, "load", _fail)
+    with pytest.raises(CheckpointError, match="no such adapter folder: /no/such"):
+        load(stories.folder, adapter_path="/no/such")
