@@ -53,13 +53,13 @@ def load(
     name = str(path_or_repo)
     config = read_config(find_checkpoint(name, CONFIG_ONLY))
     check_config(config)
+    if adapter_path is not None and not Path(adapter_path).is_dir():
+        raise CheckpointError(f"no such adapter folder: {adapter_path}")
     loaded_drafter = None
     if drafter is not None:
         draft_values = read_config(find_checkpoint(drafter, CONFIG_ONLY))
         _check_sizes(DrafterConfig.from_dict(draft_values), config)
         loaded_drafter = load_drafter(drafter)
-    if adapter_path is not None and not Path(adapter_path).is_dir():
-        raise CheckpointError(f"no such adapter folder: {adapter_path}")
 
     folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
     read_shapes(folder)  # names a truncated file before memory is spent

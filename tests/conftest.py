@@ -18,6 +18,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import generation, load
+from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import save_drafter
@@ -74,5 +75,6 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     Plain decoding seems so slow that drafts are never given up.
     """
     mx.random.seed(0)
-    seconds = {shape: 1 + 0.01 * shape.max_nodes for shape in CANDIDATES}
-    monkeypatch.setattr(generation, "step_costs", lambda target, drafter: {None: 99, **seconds})
+    seconds: dict[TreeShape | None, float] = {None: 99.0}
+    seconds.update({shape: 1 + 0.01 * shape.max_nodes for shape in CANDIDATES})
+    monkeypatch.setattr(generation, "step_costs", lambda target, drafter: seconds)

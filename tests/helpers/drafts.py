@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.controller import CANDIDATES, Accepted
 from mlx_redrafter.decoding import Decoder, InFlight, Proposal
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.tree import TokenTree, ancestor_mask
@@ -94,3 +95,21 @@ def scripted(script: Sequence[int], vocab_size: int, accuracy: float = 0.7) -> t
     """A decoder class that drafts from ``script``, the tokens that plain decoding yields."""
     values = {"script": list(script), "vocab_size": vocab_size, "accuracy": accuracy}
     return type("Scripted", (ScriptedDecoder,), values)
+
+
+class RandomShapes:
+    """Any shape after any other, plain decoding among them."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.seen: set[TreeShape | None] = set()
+
+    def choose(self) -> TreeShape | None:
+        shape = self.rng.choice([None, None, TreeShape(3, 4, select="beam"), *CANDIDATES])
+        self.seen.add(shape)
+        return shape
+
+    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+        assert len(accepted.ranks) == len(accepted.children)
+        if shape is None:
+            assert not accepted.ranks

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import generation, stream_generate
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES, Accepted
 from mlx_redrafter.costs import step_costs
-from tests.helpers.drafts import scripted
+from tests.helpers.drafts import RandomShapes, scripted
 from tests.helpers.equality import assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
-
-
-class RandomShapes:
-    """Any shape after any other, plain decoding among them."""
-
-    def __init__(self, seed: int):
-        self.rng = random.Random(seed)
-        self.seen: set[TreeShape | None] = set()
-
-    def choose(self) -> TreeShape | None:
-        shape = self.rng.choice([None, None, TreeShape(3, 4, select="beam"), *CANDIDATES])
-        self.seen.add(shape)
-        return shape
-
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
-        assert len(accepted.ranks) == len(accepted.children)
-        if shape is None:
-            assert not accepted.ranks
 
 
 @pytest.fixture(scope="module")

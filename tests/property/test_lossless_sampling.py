@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -143,3 +144,52 @@ def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
 
     assert sample(5) == sample(5)
     assert sample(5) != sample(6)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"draft_vocab_size": 12},  # token ids of its own
+        {"vocab_size": 90},  # leaves out the padding of the target's embedding
+        {"draft_top_k": 5},
+    ],
+    ids=str,
+)
+def test_drafters_that_know_part_of_the_vocabulary(
+    model: nn.Module, filters: dict[str, Any], head: dict[str, int]
+) -> None:
+    """They rank with the noise of the tokens that their rows stand for."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, **head}
+    vocab_size, hidden_size = sizes.pop("vocab_size"), sizes.pop("hidden_size")
+    drafter = random_drafter(vocab_size, hidden_size, **sizes)  # type: ignore[arg-type]
+    if drafter.config.draft_vocab_size is not None:
+        drafter.token_ids = mx.array([95, 3, 17, 60, 61, 62, 5, 8, 9, 44, 99, 0], dtype=mx.int32)
+    tokenizer = wrapped_tokenizer(vocab_size)
+    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
+    plain = [
+        (response.token, response.logprobs)
+        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+    ]
+    drafted = list(
+        stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
+    )
+    assert_same_tokens(plain, [response.token for response in drafted])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_drafts_that_are_no_numbers_change_no_sample(
+    model: nn.Module, filters: dict[str, Any], value: float
+) -> None:
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    head: Any = drafter.lm_head[-1]
+    head.weight[::2] = value
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
+    plain = [
+        (response.token, response.logprobs)
+        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+    ]
+    drafted = stream_generate(model, tokenizer, PROMPT, drafter=drafter, beam_width=4, **sampling)
+    assert_same_tokens(plain, [response.token for response in drafted])

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_redrafter import generation, stream_generate
-from tests.helpers.drafts import scripted
+from tests.helpers.drafts import RandomShapes, scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -62,11 +62,14 @@ def _check(
     mx.random.seed(seed)
     expected = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
     state = _random_state()
-    decoders = [(None, None), (drafter, None), (drafter, scripted(ids(expected), VOCAB_SIZE))]
-    for draft, decoder in decoders:
+    right = scripted(ids(expected), VOCAB_SIZE)
+    cases = [(None, None, None), (drafter, None, None), (drafter, right, None)]
+    for draft, decoder, controller in [*cases, (drafter, right, RandomShapes(seed))]:
         with monkeypatch.context() as patch:
             if decoder is not None:
                 patch.setattr(generation, "Decoder", decoder)
+            if controller is not None:
+                patch.setattr(generation, "_controller", lambda *_, to=controller: to)
             mx.random.seed(seed)
             found = [
                 response.token

@@ -17,14 +17,14 @@ from mlx_lm.models.cache import (
 
 from mlx_redrafter import GenerationResponse, generation, stream_generate
 from mlx_redrafter.target import Target
-from tests.helpers.drafts import scripted
+from tests.helpers.drafts import RandomShapes, scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.test_cache import assert_same_rows, prefilled
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
-DRAFTS = ["none", "random", "mostly right", "mostly right beams"]
+DRAFTS = ["none", "random", "mostly right", "mostly right beams", "mostly right of any shape"]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,8 @@ def start(
     shape: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
     if request.param.endswith("beams"):
         shape = {"select": "beam"}
+    elif request.param.endswith("any shape"):  # plain steps between them, too
+        monkeypatch.setattr(generation, "_controller", lambda *_: RandomShapes(4))
     if request.param.startswith("mostly right"):
         decoder = scripted(text, VOCAB_SIZE, accuracy=0.9)
         monkeypatch.setattr(generation, "Decoder", decoder)

@@ -96,8 +96,9 @@ def test_nothing_is_downloaded_for_a_model_that_does_not_exist(
 
 
 def test_a_missing_adapter_is_found_first(
-    stories: Trained, monkeypatch: pytest.MonkeyPatch
+    stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlx_lm, "load", _fail)
+    monkeypatch.setattr(loading, "load_drafter", _fail)
     with pytest.raises(CheckpointError, match="no such adapter folder: /no/such"):
-        load(stories.folder, adapter_path="/no/such")
+        load(stories.folder, drafter=drafter_folder, adapter_path="/no/such")
