@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +36,7 @@ class ConvertGroup(TyperGroup):
 app = typer.Typer(cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter.")
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """Of the weights."""
 
     FLOAT16 = "float16"
@@ -44,14 +44,14 @@ class Dtype(str, Enum):
     FLOAT32 = "float32"
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     """Whose files to write."""
 
     MLX = "mlx"
     PYTORCH = "pytorch"
 
 
-class Recurrence(str, Enum):
+class Recurrence(StrEnum):
     """What follows the linear maps of the RNN."""
 
     SILU = "silu"
