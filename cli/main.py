@@ -64,7 +64,8 @@ def _report(error: Exception) -> int:
         message, code = error.format_message(), error.exit_code
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    if message:  # none after the help that a call without arguments gets
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
     return code
 
 

@@ -196,9 +196,12 @@ class Prompting:
 
     def read(self) -> str:
         """The prompt's text, from stdin if it is ``-``."""
-        if self.text == "-":
-            return sys.stdin.read()
-        return self.text.replace("\\n", "\n").replace("\\t", "\t")
+        try:
+            text = sys.stdin.read() if self.text == "-" else self.text
+            text.encode()  # other bytes pass as lone surrogates, where Python is told to allow it
+        except UnicodeError as error:
+            raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
+        return text if self.text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
 
     def template_options(self) -> dict[str, Any]:
         """The options for the chat template."""

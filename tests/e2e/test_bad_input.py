@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -288,6 +289,23 @@ def test_empty_prompt(
     (model_copy / "tokenizer_config.json").write_text(json.dumps(values))
     result = _generate(capsys, model_copy, drafter_folder, "--prompt", "")
     _assert_error(result, 2, "the prompt is empty; give at least one token")
+
+
+@pytest.mark.parametrize("as_option", [True, False])
+def test_prompt_that_is_no_text(
+    stories: Trained,
+    drafter_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    as_option: bool,
+) -> None:
+    """How Python hands over bytes that are not UTF-8."""
+    bad = "\udcff\udcfe"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(bad))
+    result = _generate(
+        capsys, stories.folder, drafter_folder, "--prompt", bad if as_option else "-"
+    )
+    _assert_error(result, 2, "the prompt must be UTF-8 text")
 
 
 def test_system_prompt_without_a_template(

@@ -329,6 +329,12 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Usage: redrafter-mlx" in result.out
 
 
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys)
+    assert (result.code, result.err) == (2, "")
+    assert "Usage: redrafter-mlx" in result.out
+
+
 def test_interrupt_ends_with_130(
     stories: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

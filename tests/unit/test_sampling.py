@@ -136,7 +136,10 @@ def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
         mx.random.seed(8)
         chooser = StockChooser(sampler)
         chosen: Any = chooser.choose(rows, depths, None, 4).tolist()
+        state_before_keep = _random_state()
         chooser.keep(num_choices)
+        if num_choices == 1:
+            assert state_before_keep == state_after  # as if only the first choice were made
         assert [[chosen[node]] for node in path] == expected
         assert _random_state() == state_after
 

@@ -44,6 +44,15 @@ def test_winners_in_one_block_and_in_the_padded_last_block() -> None:
     _check(scores, 4)
 
 
+def test_of_equal_scores_the_first_wins_though_its_block_is_not_the_best() -> None:
+    size = MIN_BLOCKS * 2 * BLOCK_SIZE
+    scores = np.zeros((1, size), dtype=np.float32)
+    scores[0, 5] = 1
+    scores[0, 3 * BLOCK_SIZE + 7 : 3 * BLOCK_SIZE + 10] = [1, 9, 1]
+    assert np.array(top_k(mx.array(scores), 2).indices).tolist() == [[3 * BLOCK_SIZE + 8, 5]]
+    _check(scores, 2)
+
+
 def test_minus_infinity_is_never_preferred() -> None:
     size = 5000
     scores = np.full((1, size), -np.inf, dtype=np.float32)
