@@ -137,8 +137,14 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(
     head: Any = drafter.lm_head[0]
     rows = {"everywhere": VOCAB_SIZE, "half": VOCAB_SIZE // 2, "one": 1}[where]
     head.weight[:rows] = value
-    tree = _tree(drafter, TreeShape(4, 4, select=select), seed=0)
-    paths = tree_paths(tree)
+    shape = TreeShape(4, 4, select=select)
+    embedding, hidden = _context(0)
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT]), shape)
+    scores = np.array(expansion.scores)
+    assert np.isfinite(scores).all()
+    parents = np.array(expansion.parents)
+    assert (scores[parents >= 0] <= scores[parents[parents >= 0]]).all()
+    paths = tree_paths(_tree(drafter, shape, seed=0))
     assert all(0 <= token < VOCAB_SIZE for path in paths for token in path)
 
 
