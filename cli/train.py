@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ TEXT, NETWORK, TRAINING = "Text", "Drafter", "Training"
 RUN_FILE = "run.json"
 # Not part of what a run is.
 TRANSIENT = ("resume", "debug", "out")
+# Between lines about progress where stderr is no terminal.
+LOG_SECONDS = 20.0
 
 
 def train(
@@ -169,10 +172,9 @@ def train(
         values = _stored_options(context, out, values)
     request = _request(values, out, resume)
 
-    from mlx_redrafter.training import train_drafter
+    from mlx_redrafter.training import save_json, train_drafter
 
-    (out / RUN_FILE).parent.mkdir(parents=True, exist_ok=True)
-    (out / RUN_FILE).write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+    save_json(out / RUN_FILE, json.loads(json.dumps(values, default=str)))
     with _interrupts() as interrupts, _reporter(interrupts) as reporter:
         try:
             result = train_drafter(request, reporter)
@@ -305,14 +307,23 @@ class ConsoleReporter:
             transient=True,
         )
         self.tasks: dict[str, Any] = {}
+        self.said_at = time.monotonic()
         self.bar.start()
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
         """See `mlx_redrafter.training.Reporter`."""
         self.interrupts.check()
+        if self.bar.disable:
+            self._say_now_and_then(stage, done, total)
         if stage not in self.tasks:
             self.tasks[stage] = self.bar.add_task(stage, total=total)
         self.bar.update(self.tasks[stage], completed=done, total=total)
+
+    def _say_now_and_then(self, stage: str, done: int, total: int | None) -> None:
+        if time.monotonic() - self.said_at < LOG_SECONDS and done != total:
+            return
+        self.said_at = time.monotonic()
+        self.say(f"{stage}: {done:,}" + ("" if total is None else f" of {total:,}"))
 
     def say(self, message: str) -> None:
         """See `mlx_redrafter.training.Reporter`."""

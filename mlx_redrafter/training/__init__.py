@@ -18,9 +18,8 @@ from mlx_redrafter.training.card import write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, divide
 from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.data import Encoder, TokenSequence, read_items
-from mlx_redrafter.training.estimate import Estimate, check_resources, estimate
-from mlx_redrafter.training.files import load_json
-from mlx_redrafter.training.fingerprint import fingerprint
+from mlx_redrafter.training.files import load_json, save_json
+from mlx_redrafter.training.fingerprinting import fingerprint
 from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
 from mlx_redrafter.training.loss import Batch, unrolled_loss
 from mlx_redrafter.training.options import (
@@ -29,9 +28,10 @@ from mlx_redrafter.training.options import (
     NetworkOptions,
     TrainingOptions,
 )
+from mlx_redrafter.training.resources import Estimate, check_resources, estimate
 from mlx_redrafter.training.run import Reporter, Request, Result, train_drafter
 from mlx_redrafter.training.selfgen import Writer
-from mlx_redrafter.training.simulate import simulate
+from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
 from mlx_redrafter.training.trainer import Lesson, Optimiser, Trainer
 
@@ -68,6 +68,7 @@ __all__ = [
     "initial_drafter",
     "load_json",
     "read_items",
+    "save_json",
     "simulate",
     "train_drafter",
     "unrolled_loss",

@@ -74,8 +74,6 @@ class TeacherCache:
             _check_identity(load_json(path), identity, folder)
         else:
             save_json(path, identity)
-        for leftover in folder.glob(".*.safetensors"):  # of a run that was killed while writing
-            leftover.unlink()
 
     def path(self, part: Part, number: int) -> Path:
         """File of a shard."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from mlx_redrafter.checkpoint import read_json, write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 Arrays = dict[str, mx.array]
+
+# How `write_atomically` names a file that is not complete.
+LEFTOVER = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|csv|png|md)")
 
 
 def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
@@ -48,6 +52,13 @@ def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
             f"cannot read {path} ({error}); delete it, and training makes it again"
         ) from error
     return dict(arrays), dict(metadata)  # type: ignore[arg-type]
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what runs that were killed while writing have left, in subfolders too."""
+    for path in folder.rglob(".*"):
+        if LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:

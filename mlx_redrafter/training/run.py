@@ -23,8 +23,8 @@ from mlx_redrafter.training.card import Training, write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, describe, divide
 from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.data import Encoder, read_items
-from mlx_redrafter.training.estimate import check_resources, estimate, estimate_tokens
-from mlx_redrafter.training.fingerprint import fingerprint
+from mlx_redrafter.training.files import remove_leftovers
+from mlx_redrafter.training.fingerprinting import fingerprint
 from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
 from mlx_redrafter.training.loss import Embed
 from mlx_redrafter.training.options import (
@@ -34,8 +34,9 @@ from mlx_redrafter.training.options import (
     TrainingOptions,
     check_dtype,
 )
+from mlx_redrafter.training.resources import check_resources, estimate, estimate_tokens
 from mlx_redrafter.training.selfgen import Writer
-from mlx_redrafter.training.simulate import simulate
+from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
 from mlx_redrafter.training.trainer import Lesson, Trainer
@@ -137,6 +138,7 @@ def train_drafter(request: Request, reporter: Reporter) -> Result:
             checked before anything long is begun, as far as possible.
     """
     cache_folder = request.cache or request.out / CACHE_FOLDER
+    remove_leftovers(request.out)
     corpus, cache, student = _teach(request, cache_folder, reporter)
     batch_options = BatchOptions(
         request.loss.recipe,
@@ -204,7 +206,6 @@ def _teach(
         config,
     )
     check_resources(needed, folder)
-    reporter.say(f"needs {needed}")
     name = fingerprint(model)
     cache = TeacherCache(
         folder,
@@ -216,6 +217,7 @@ def _teach(
             **describe(options),
         },
     )
+    reporter.say(f"needs {needed}")
     encoder = Encoder(tokenizer, options.sequence_length, target.vocab_size)
     writer = Writer(model, tokenizer, options.seed)
     corpus = build_corpus(sources, encoder, writer, options, folder, reporter.progress)

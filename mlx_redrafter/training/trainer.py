@@ -26,7 +26,7 @@ from mlx_redrafter.training.options import (
     TrainingOptions,
     default_learning_rate,
 )
-from mlx_redrafter.training.simulate import simulate
+from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.state import Curve, Progress, has_state, load_state, save_state
 
 # Float32 logits of one unroll step that exist at one time.

@@ -98,15 +98,15 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, row: str, message: str) -> N
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot read .*missing.txt: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*missing.txt: No such file"):
         read_items([tmp_path / "missing.txt"])
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="expected texts in .*empty.txt, found none"):
+    with pytest.raises(DataError, match=r"expected texts in .*empty.txt, found none"):
         read_items([tmp_path / "empty.txt"])
     (tmp_path / "latin.txt").write_bytes("fine\nfür\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt:\d: expected UTF-8, found the byte 0xfc"):
         read_items([tmp_path / "latin.txt"])
-    with pytest.raises(DataError, match="expected a text or .jsonl file"):
+    with pytest.raises(DataError, match=r"expected a text or .jsonl file"):
         read_items([tmp_path / "a.json"])
     with pytest.raises(DataError, match="cannot read"):
         read_items([tmp_path])

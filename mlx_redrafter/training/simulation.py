@@ -2,7 +2,11 @@
 
 A target that wrote x_1 .. x_n chooses, wherever decoding stands in this text, the next token of it.
 So drafting from the cached hidden states, by the functions that decoding uses, and comparing with
-the text is what decoding does. Axes: n tokens of a shard, p positions, N nodes, L beam length.
+the text is what decoding does. One thing is not: decoding with a seed also ranks its drafts with
+the noise that the target will use, which a text does not tell. So for sampled texts these are the
+figures without that, and decoding is usually better.
+
+Axes: n tokens of a shard, p positions, N nodes, L beam length.
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""A drafter trained for stories260k, once for all tests of a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.training import DataOptions, Request, Result, TrainingOptions, train_drafter
+from tests.helpers.models import SHARED, shared_model
+from tests.training.pieces import Silent
+
+NUM_STORIES = 120
+SEPARATOR = "<|endoftext|>"
+
+
+@pytest.fixture(scope="session")
+def stories_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some stories to train on; skips where there are none."""
+    source = SHARED / "text" / "tinystories-train.txt"
+    if not source.exists():
+        pytest.skip("the stories are not beside the repository")
+    stories = source.read_text(encoding="utf-8").split(SEPARATOR)[:NUM_STORIES]
+    path = tmp_path_factory.mktemp("text") / "stories.txt"
+    path.write_text(SEPARATOR.join(stories).replace(SEPARATOR, f"\n{SEPARATOR}\n"))
+    return path
+
+
+def small_request(stories: Path, out: Path) -> Request:
+    """A run of some seconds."""
+    return Request(
+        model=str(shared_model("stories260k")),
+        out=out,
+        data=[stories],
+        data_options=DataOptions(max_tokens=8000, answer_tokens=64, held_out=8),
+        training=TrainingOptions(epochs=3, batch_tokens=256, num_evaluations=3),
+    )
+
+
+class Run:
+    """A finished run."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.reporter = Silent()
+        self.result: Result = train_drafter(request, self.reporter)
+
+
+@pytest.fixture(scope="session")
+def finished(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A drafter for stories260k that drafts some tokens right."""
+    return Run(small_request(stories_file, tmp_path_factory.mktemp("run") / "drafter"))

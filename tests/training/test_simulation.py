@@ -1,0 +1,88 @@
+"""Simulated steps against those that decoding really takes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter import load_drafter, stream_generate
+from mlx_redrafter.accept import accept
+from mlx_redrafter.beam import expand
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.target import Target
+from mlx_redrafter.training.data import TokenSequence
+from mlx_redrafter.training.simulation import count_accepted, simulate
+from mlx_redrafter.training.teacher import read_sequences
+from mlx_redrafter.tree import select_top_n
+from tests.conftest import Trained
+from tests.helpers.models import random_drafter, tiny_llama
+from tests.training.conftest import Run
+
+PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
+SHAPES = {"chain": TreeShape(1, 5), "tree": TreeShape(4, 5, 9), "short": TreeShape(2, 2, 3)}
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_simulated_equals_measured_within_five_percent(
+    stories: Trained, finished: Run, name: str, temp: float
+) -> None:
+    shape = SHAPES[name]
+    drafter = load_drafter(finished.request.out)
+    drafter.set_dtype(mx.float32)
+    # A stock sampler: with noise of their own, drafts would be ranked by it too, which only
+    # decoding with a seed can know.
+    options = {**vars(shape), "sampler": make_sampler(temp=temp), "max_tokens": 80}
+    sequences, tokens, steps = [], 0, 0
+    mx.random.seed(3)
+    for prompt in PROMPTS:
+        ids = stories.tokenizer.encode(prompt)
+        responses = list(
+            stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
+        )
+        text = np.array([*ids, *(response.token for response in responses)], np.int32)
+        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(ids)))
+        tokens += len(responses) - 1
+        steps += responses[-1].steps
+    target = Target(stories.model)
+    found = simulate(drafter, target.embed, [read_sequences(target, sequences, 4)], shape)
+    assert found.num_tokens - 1 == tokens
+    assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
+    assert tokens / steps > 1.3  # the drafter has learnt something
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
+    """One position at a time by the functions of decoding, against all at once."""
+    shape = SHAPES[name]
+    target = Target(tiny_llama(vocab_size=16))
+    drafter = random_drafter(16, 32)
+    rng = np.random.default_rng(1)
+    sequences = [
+        TokenSequence(rng.integers(0, 16, n).astype(np.int32), np.arange(n) >= 1) for n in (60, 9)
+    ]
+    shard = read_sequences(target, sequences, 4)
+    roots = np.array([*range(1, 60), *range(61, 69)])
+    found = count_accepted(drafter, target.embed, shard, roots, shape)
+    tokens = np.array(shard.tokens)
+    for root, count in zip(roots, found, strict=True):
+        end = 60 if root < 60 else 69
+        following = [*tokens[root + 1 : min(root + 1 + shape.beam_length, end)].tolist()]
+        following += [-2] * (shape.beam_length - len(following))
+        node = mx.array([int(tokens[root])])
+        hidden = shard.hidden[int(root) - 1]
+        tree = select_top_n(expand(drafter, target.embed, hidden, node, shape), node, shape)
+        walk = accept(tree, mx.array(following)[tree.depths], shape.beam_length)
+        assert walk.num_accepted.item() == count
+    assert found.max() > 0
+
+
+def test_texts_with_nothing_to_draft_are_left_out() -> None:
+    target = Target(tiny_llama(vocab_size=16))
+    short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
+    shard = read_sequences(target, [short], 4)
+    found = simulate(random_drafter(16, 32), target.embed, [shard], SHAPES["chain"])
+    assert found.steps == 0
+    assert found.tokens_per_step is None

@@ -1,0 +1,166 @@
+"""`redrafter-mlx train`: from files to a drafter that generates, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.training import resources
+from tests.helpers.cli import run
+from tests.helpers.models import shared_model
+from tests.training.conftest import Run
+
+
+def _train(capsys: pytest.CaptureFixture[str], out: Path, *arguments: object) -> object:
+    return run(capsys, "train", "--out", out, *arguments)
+
+
+@pytest.fixture
+def model() -> Path:
+    return shared_model("stories260k")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    text = "Once upon a time there were {} little cats in a big house."
+    rows = [{"text": text.format(word)} for word in ("two", "three", "four", "five", "six")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_the_folder_is_a_drafter_with_card_and_curves(
+    finished: Run, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    out = finished.request.out
+    card = (out / "README.md").read_text()
+    values = json.loads((out / "config.json").read_text())
+    assert values["target"]["fingerprint"] in card
+    assert "| chain of 4 |" in card
+    assert "| tree of 8 |" in card
+    assert "stories.txt" in card
+    rows = list(csv.DictReader((out / "curves.csv").read_text().splitlines()))
+    assert rows[0]["step"] == "0"
+    assert len(rows) == 4
+    assert float(rows[-1]["tokens_per_step"]) > 1.3
+    plain = run(capsys, "generate", "--model", model, "--no-draft", "--prompt", "The", "--json")
+    arguments = ("--model", model, "--drafter", out, "--prompt", "The", "--beam-width", "2")
+    drafted = run(capsys, "generate", *arguments, "--json")
+    assert drafted.code == 0
+    assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
+    assert json.loads(drafted.out)["tokens_per_step"] > 1.3
+
+
+def test_stages_are_reported(finished: Run) -> None:
+    assert finished.reporter.stages == [
+        "writing",
+        "writing held-out text",
+        "reading train text",
+        "reading held-out text",
+        "training",
+    ]
+    assert finished.reporter.lines[0].startswith("needs about")
+
+
+def test_a_small_run_interrupted_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    out = tmp_path / "drafter"
+    options = ("--answer-tokens", 24, "--batch-tokens", 16, "--epochs", 400, "--dtype", "float32")
+    stop = threading.Thread(target=_interrupt_once, args=(out / "config.json",))
+    stop.start()
+    result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
+    stop.join()
+    assert result.code == 130
+    assert f"go on with: redrafter-mlx train --out {out} --resume" in result.err
+    again = run(capsys, "train", "--model", model, "--data", texts, "--out", out)
+    assert again.code == 2
+    assert "go on with --resume" in again.err
+    other = run(capsys, "train", "--out", out, "--resume", "--epochs", 2)
+    assert other.code == 2
+    assert "was begun with epochs 400, not 2" in other.err
+
+
+def _interrupt_once(path: Path) -> None:
+    """Press Ctrl-C once training has begun."""
+    while not path.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _refusal(result: object) -> str:
+    code, out, err = result  # type: ignore[misc]
+    assert code in (1, 2)
+    assert not out
+    assert err.count("\n") == 1
+    return str(err)
+
+
+def test_refusals_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    out = tmp_path / "drafter"
+    fine = ("--model", model, "--data", texts)
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("--data", texts), "no target given"),
+        (("--model", model), "nothing to train on"),
+        (("--model", tmp_path / "none", "--data", texts), "no such folder"),
+        (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
+        ((*fine, "--recipe", "magic"), "recipe must be one of soft, apple, rollouts"),
+        ((*fine, "--length", 1), "length must be an integer from 2 to 16"),
+        ((*fine, "--self-written", 2), "self_written must be a number from 0 to 1"),
+        ((*fine, "--lr", "nan"), "lr must be a number"),
+        ((*fine, "--epochs", 0), "epochs must be an integer at least 1"),
+        ((*fine, "--dtype", "int8"), "dtype must be float16"),
+        ((*fine, "--tokens", 0), "tokens must be"),
+    ]
+    for arguments, message in cases:
+        assert message in _refusal(_train(capsys, out, *arguments))
+    assert not (out / "model.safetensors").exists()
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    texts: Path,
+) -> None:
+    out = tmp_path / "drafter"
+    fine = ("--model", model, "--data", texts)
+    many = ("--tokens", 10**13, "--self-written", 1)
+    assert "of disk in" in _refusal(_train(capsys, out, *fine, *many))
+    monkeypatch.setattr(resources, "total_memory", lambda: 2**30)
+    assert "of memory, of 1.07 GB 85% can be used" in _refusal(_train(capsys, out, *fine))
+    monkeypatch.setattr(resources, "total_memory", lambda: None)  # the system does not say
+    few = ("--answer-tokens", 8, "--epochs", 1, "--layers", 0, "--exit-dim", 16)
+    result = run(capsys, "train", *fine, "--out", out, *few)
+    assert result.code == 0
+
+
+def test_a_cache_of_another_run_is_refused_and_an_equal_one_shared(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    cache = finished.request.out / "cache"
+    other = ("--model", model, "--data", texts, "--cache", cache)
+    assert "was made with another" in _refusal(_train(capsys, tmp_path / "d", *other))
+
+
+def test_prompts_are_answered_by_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One day\nThe dog\nTom and Sue\nIn the park\n")
+    out = tmp_path / "drafter"
+    options = ("--answer-tokens", 16, "--epochs", 1, "--batch-tokens", 32, "--recipe", "rollouts")
+    result = run(capsys, "train", "--model", model, "--prompts", prompts, "--out", out, *options)
+    assert result.code == 0
+    assert "0 given, 96 written by the target" in (out / "README.md").read_text()
+    assert "Eq. 2" in (out / "README.md").read_text()
