@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> di
     return {
         "kind": kind,
         "format": FORMAT,
-        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **describe(),
         "configuration": dict(configuration),
         **values,
