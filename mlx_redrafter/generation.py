@@ -119,7 +119,8 @@ def stream_generate(
             of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend on its
             argument and on ``mx.random.state`` only.
         logits_processors: In mlx-lm's form, functions of the tokens so far and the logits.
-        prompt_cache: From mlx-lm's ``make_prompt_cache``; holds prompt and text afterwards.
+        prompt_cache: From mlx-lm's ``make_prompt_cache``; holds the prompt and the tokens yielded
+            once the iterator has ended or was closed.
         prefill_step_size: Most prompt tokens per forward pass.
         prompt_progress_callback: Called with the prompt tokens processed and their number.
 
