@@ -21,7 +21,7 @@ def describe() -> dict[str, Any]:
     """Machine, versions and commit, as they go into every result."""
     return {
         "machine": {
-            "system": f"{platform.system()} {platform.release()}",
+            "system": _system(),
             "architecture": platform.machine(),
             "processor": processor_name(),
             "cores": os.cpu_count(),
@@ -67,6 +67,11 @@ def has_openblas() -> bool | None:
         return "openblas" in Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
+
+
+def _system() -> str:
+    release = platform.mac_ver()[0]
+    return f"macOS {release}" if release else platform.system()
 
 
 def _device_name() -> str:

@@ -36,12 +36,14 @@ class VerifyCost:
         tokens: T; one token is processed as in plain decoding, more as a tree.
         seconds: Time, the host's part included.
         ratio: Median over the median for one token at the same length.
+        samples: Raw seconds.
     """
 
     context: int
     tokens: int
     seconds: Estimate
     ratio: float
+    samples: list[float]
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class DraftCost:
         width: W.
         length: L: the search has L - 1 levels.
         seconds: Of the whole search and the choice of the tree.
+        samples: Raw seconds.
     """
 
     width: int
     length: int
     seconds: Estimate
+    samples: list[float]
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def profile(
     total = len(contexts) + len(widths) + 1
     verify: list[VerifyCost] = []
     for context in contexts:
-        on_progress(len(verify) and contexts.index(context), total)
+        on_progress(contexts.index(context), total)
         verify += _verify_costs(target, context, tokens, rounds)
     draft: list[DraftCost] = []
     for i, width in enumerate(widths):
@@ -118,7 +122,7 @@ def _verify_costs(
     samples = take_turns(jobs, rounds, WARM_UP)
     found = {size: estimate(samples[str(size)]) for size in sizes}
     return [
-        VerifyCost(context, size, seconds, seconds.median / found[1].median)
+        VerifyCost(context, size, seconds, seconds.median / found[1].median, samples[str(size)])
         for size, seconds in found.items()
     ]
 
@@ -147,4 +151,6 @@ def _draft_costs(
 
     jobs = {name: partial(draft, shape) for name, shape in shapes.items()}
     samples = take_turns(jobs, rounds, WARM_UP)
-    return [DraftCost(width, int(name), estimate(values)) for name, values in samples.items()]
+    return [
+        DraftCost(width, int(name), estimate(values), values) for name, values in samples.items()
+    ]
