@@ -137,7 +137,8 @@ text as it is. It fits these weights only.
 
 Simulated on {num_texts} texts that the target wrote from held-out beginnings, half greedily, half
 sampled; {repeated:.0%} of their {ngram}-grams repeat. Other parts of the files that these
-beginnings come from may have been trained on.
+beginnings come from may have been trained on. Decoding with a seed also drafts with the noise of
+the target, which is not simulated and accepts more.
 
 | drafting | tokens/step | accepted at least 1, 2, ... drafts |
 |---|---|---|

@@ -121,7 +121,7 @@ class TrainingOptions:
     max_grad_norm: float = 1.0
     ema_decay: float = 0.998
     num_evaluations: int = 20
-    patience: int = 6
+    patience: int = 10
     checkpoint_seconds: float = 60.0
     compute_dtype: ComputeDtype = "float32"
     seed: int = 0

@@ -161,10 +161,7 @@ class Optimiser:
         return norm
 
     def _compile(self, function: Any, state: list[Any]) -> Any:
-        # On the CPU, MLX compiles by running a C++ compiler for seconds and gains next to nothing.
-        if mx.default_device() == mx.Device(mx.cpu):
-            return function
-        return mx.compile(function, inputs=state, outputs=state)
+        return mx.compile(function, inputs=state, outputs=state) if compiling_pays() else function
 
 
 class Lesson(NamedTuple):
@@ -330,6 +327,11 @@ class Trainer:
         assert total is not None
         gave_up = progress.since_best >= self.lesson.options.patience
         progress.is_done = progress.step >= total or gave_up
+
+
+def compiling_pays() -> bool:
+    """On the CPU, MLX compiles by running a C++ compiler for seconds and gains next to nothing."""
+    return bool(mx.default_device() != mx.Device(mx.cpu))
 
 
 def with_weights(drafter: Drafter, weights: Arrays) -> Drafter:

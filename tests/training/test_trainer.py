@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,12 @@ from mlx_redrafter.training.cache import TeacherCache
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays_and_metadata
 from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
-from mlx_redrafter.training.options import LossOptions, NetworkOptions, Recipe, TrainingOptions
+from mlx_redrafter.training.options import (
+    LossOptions,
+    NetworkOptions,
+    Recipe,
+    TrainingOptions,
+)
 from mlx_redrafter.training.state import STATE_FILE, Progress
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
 from mlx_redrafter.training.trainer import Lesson, Trainer
@@ -155,6 +161,28 @@ def test_parts_of_a_batch_give_the_same_step(
         tree_flatten(whole.parameters()), tree_flatten(parts.parameters()), strict=True
     ):
         np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-4, err_msg=str(name))
+
+
+def test_compiled_steps_are_the_same_steps(
+    school: School, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on a GPU; here MLX compiles with the C++ compiler of the system."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("MLX compiles for the CPU with a C++ compiler, and there is none")
+    from mlx_redrafter.training import trainer as module
+
+    options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1, checkpoint_seconds=0)
+    plain = school.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
+    monkeypatch.setattr(module, "compiling_pays", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        school.trainer(tmp_path / "b", "soft", options).run(_stop_at(2), _ignore)
+    trainer = school.trainer(tmp_path / "b", "soft", options)
+    compiled = trainer.run(_ignore, _ignore)
+    assert trainer.progress.step == trainer.progress.total_steps
+    for (name, a), (_, b) in zip(
+        tree_flatten(plain.parameters()), tree_flatten(compiled.parameters()), strict=True
+    ):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-4, err_msg=str(name))
 
 
 def test_bfloat16_keeps_weights_in_float32(school: School, tmp_path: Path) -> None:
