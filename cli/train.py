@@ -153,6 +153,15 @@ def train(
             rich_help_panel=NETWORK,
         ),
     ] = 5,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocab",
+            help="Propose only so many tokens, the most frequent ones; all.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option("--dtype", help="Of the weights written.", rich_help_panel=NETWORK),
@@ -233,7 +242,9 @@ def _request(values: dict[str, Any], out: Path, resume: bool) -> Request:
             temp=values["temp"],
             seed=values["seed"],
         ),
-        network=NetworkOptions(values["exit_dim"], values["layers"], values["length"]),
+        network=NetworkOptions(
+            values["exit_dim"], values["layers"], values["length"], values["draft_vocab"]
+        ),
         loss=LossOptions(recipe=values["recipe"]),
         training=TrainingOptions(
             epochs=values["epochs"],

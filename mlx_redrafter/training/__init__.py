@@ -12,7 +12,7 @@
     simulate(drafter, target.embed, shards, TreeShape())               # tokens/step without target
 """
 
-from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.cache import Shard, TeacherCache
 from mlx_redrafter.training.card import write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, divide
@@ -20,7 +20,12 @@ from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.data import Encoder, TokenSequence, read_items
 from mlx_redrafter.training.files import load_json, save_json
 from mlx_redrafter.training.fingerprinting import fingerprint
-from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
+from mlx_redrafter.training.initial import (
+    drafter_config,
+    frequent_tokens,
+    head_matrix,
+    initial_drafter,
+)
 from mlx_redrafter.training.loss import Batch, unrolled_loss
 from mlx_redrafter.training.options import (
     DataOptions,
@@ -43,6 +48,7 @@ __all__ = [
     "DataOptions",
     "Encoder",
     "Estimate",
+    "HeadRows",
     "Lesson",
     "LossOptions",
     "NetworkOptions",
@@ -64,6 +70,7 @@ __all__ = [
     "fill_cache",
     "fill_rollouts",
     "fingerprint",
+    "frequent_tokens",
     "head_matrix",
     "initial_drafter",
     "load_json",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.cache import Part, Shard, TeacherCache, windows
-from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.loss import IMPOSSIBLE, Batch
 from mlx_redrafter.training.options import Recipe
 
 # Cached arrays in memory at one time; shards that fit are shuffled together.
@@ -36,6 +36,36 @@ class BatchOptions(NamedTuple):
     beam_length: int
     batch_tokens: int
     seed: int
+
+
+class HeadRows:
+    """Which row of the head stands for a token, where the head has rows for some tokens only.
+
+    Args:
+        token_ids: Tokens of the rows, int32, or None for a head with a row for every token.
+        vocab_size: Tokens of the target.
+    """
+
+    def __init__(self, token_ids: NDArray[np.int32] | None, vocab_size: int):
+        self._rows: mx.array | None = None
+        if token_ids is not None:
+            rows = np.full(vocab_size, -1, np.int32)
+            rows[token_ids] = np.arange(len(token_ids))
+            self._rows = mx.array(rows)
+
+    def of(self, tokens: mx.array) -> mx.array:
+        """Rows, int32, of the same shape; -1 where there is none."""
+        return tokens if self._rows is None else self._rows[tokens]
+
+    def distributions(
+        self, top_ids: mx.array, log_probs: mx.array, tail: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The same distributions over rows; tokens without a row join the tail."""
+        if self._rows is None:
+            return top_ids, log_probs, tail
+        rows = self._rows[top_ids]
+        lost = mx.sum(mx.where(rows < 0, mx.exp(log_probs), 0.0), axis=-1)
+        return mx.maximum(rows, 0), mx.where(rows < 0, IMPOSSIBLE, log_probs), tail + lost
 
 
 class Place(NamedTuple):
@@ -68,13 +98,21 @@ class BatchOrder:
         cache: Filled.
         part: Which shards.
         options: How.
+        rows: Which rows the drafter's head has; a row for every token by default.
 
     Raises:
         DataError: No position has anything to learn from.
     """
 
-    def __init__(self, cache: TeacherCache, part: Part, options: BatchOptions):
+    def __init__(
+        self,
+        cache: TeacherCache,
+        part: Part,
+        options: BatchOptions,
+        rows: HeadRows | None = None,
+    ):
         self.cache = cache
+        self.rows = rows or HeadRows(None, 0)
         self.part: Part = part
         self.options = options
         self.groups, self.counts = self._survey()
@@ -103,7 +141,7 @@ class BatchOrder:
         order = rng.permutation(group.positions)
         size = self.options.batch_tokens
         chosen = order[place.batch * size : (place.batch + 1) * size]
-        return gather(group, chosen, size, self.options.beam_length)
+        return gather(group, chosen, size, self.options.beam_length, self.rows)
 
     def _place(self, step: int) -> Place:
         epoch, left = divmod(step, self.steps_per_epoch)
@@ -178,7 +216,9 @@ def concatenate(shards: list[Shard]) -> Shard:
     return shard
 
 
-def gather(group: Group, positions: NDArray[np.int64], size: int, length: int) -> Batch:
+def gather(
+    group: Group, positions: NDArray[np.int64], size: int, length: int, rows: HeadRows
+) -> Batch:
     """The batch of some positions, filled up to ``size`` with ones that do not count."""
     shard, last = group.shard, len(group.steps) - 1
     weights = np.zeros((size, length - 1), np.float32)
@@ -193,12 +233,16 @@ def gather(group: Group, positions: NDArray[np.int64], size: int, length: int) -
         tokens = shard.rollouts[here]
     # The distribution at the root and at each draft but the last: P_{t+1} to P_{t+S}.
     seen = np.minimum(padded[:, None] + np.arange(1, length), last).astype(np.int32)
-    labels = mx.array(seen)
+    where = mx.array(seen)
+    top_ids, log_probs, tail = rows.distributions(
+        shard.top_ids[where], shard.top_log_probs[where].astype(mx.float32), shard.tail[where]
+    )
     return Batch(
         hidden=shard.hidden[here],
         tokens=tokens,
+        labels=rows.of(tokens[:, 1:]),
         weights=mx.array(weights),
-        top_ids=shard.top_ids[labels],
-        top_log_probs=shard.top_log_probs[labels].astype(mx.float32),
-        tail=shard.tail[labels],
+        top_ids=top_ids,
+        top_log_probs=log_probs,
+        tail=tail,
     )

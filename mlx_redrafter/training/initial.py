@@ -10,6 +10,7 @@ Axes: V vocabulary, H hidden size, D exit_dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target import Target
+from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
 
 DEFAULT_EXIT_DIM = 1024
@@ -36,10 +39,34 @@ def drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
         exit_dim=options.exit_dim or default,
         num_draft_layers=options.num_layers,
         rnn=True,
+        draft_vocab_size=options.draft_vocab,
     )
 
 
-def initial_drafter(config: DrafterConfig, head: mx.array | None, seed: int) -> Drafter:
+def frequent_tokens(
+    sequences: Iterable[TokenSequence], always: Iterable[int], count: int, vocab_size: int
+) -> NDArray[np.int32]:
+    """The tokens that a reduced head proposes, ascending: some always, then the most frequent.
+
+    Raises:
+        ConfigError: There are not that many tokens.
+    """
+    if count > vocab_size:
+        raise ConfigError(f"draft_vocab must be at most the model's {vocab_size}, got {count}")
+    frequency = np.zeros(vocab_size, np.int64)
+    for sequence in sequences:
+        frequency += np.bincount(sequence.tokens, minlength=vocab_size)
+    frequency[[token for token in always if token < vocab_size]] = np.iinfo(np.int64).max
+    # Of equally frequent tokens the lowest: tokenizers number them by frequency.
+    return np.sort(np.argsort(-frequency, kind="stable")[:count]).astype(np.int32)
+
+
+def initial_drafter(
+    config: DrafterConfig,
+    head: mx.array | None,
+    seed: int,
+    token_ids: NDArray[np.int32] | None = None,
+) -> Drafter:
     """A drafter in float32 with the weights training starts from.
 
     Seeds MLX's global random state.
@@ -48,9 +75,13 @@ def initial_drafter(config: DrafterConfig, head: mx.array | None, seed: int) -> 
         config: Its shape.
         head: The target's head as a matrix, shape (V, H), or None to start from noise.
         seed: Of the random weights.
+        token_ids: Tokens of the rows of a reduced head, in order.
     """
     mx.random.seed(seed)
     drafter = Drafter(config)
+    if token_ids is not None:
+        drafter.token_ids = mx.array(token_ids)
+        head = None if head is None else head[drafter.token_ids]
     for block in drafter.lm_head[:-1]:
         block.linear.weight = mx.zeros_like(block.linear.weight)
         block.linear.bias = mx.zeros_like(block.linear.bias)

@@ -32,6 +32,8 @@ class Batch(NamedTuple):
     Attributes:
         hidden: The target's hidden states, shape (B, H).
         tokens: Root and drafts, int32, shape (B, S + 1).
+        labels: Rows of the head of the tokens after the root, int32, shape (B, S); -1 where the
+            head has none.
         weights: 1 where a step counts, 0 elsewhere, float32, shape (B, S).
         top_ids: Rows of the head of the target's most probable tokens, int32, shape (B, S, k).
         top_log_probs: Their natural log-probabilities, float32, shape (B, S, k).
@@ -40,6 +42,7 @@ class Batch(NamedTuple):
 
     hidden: mx.array
     tokens: mx.array
+    labels: mx.array
     weights: mx.array
     top_ids: mx.array
     top_log_probs: mx.array
@@ -73,14 +76,13 @@ def unrolled_loss(
         A float32 scalar.
     """
     logits = unrolled_logits(drafter, embed, batch)
-    labels = batch.tokens[:, 1:]
     if options.recipe == "soft":
         losses = divergence(logits, batch.top_ids, batch.top_log_probs, batch.tail)
         decay = options.position_decay ** mx.arange(losses.shape[1])
-        weights = batch.weights * decay * confidence(logits, labels, options.confidence_floor)
+        weights = batch.weights * decay * confidence(logits, batch.labels, options.confidence_floor)
     else:
-        losses = cross_entropy(logits, labels)
-        weights = batch.weights
+        losses = cross_entropy(logits, batch.labels)
+        weights = batch.weights * (batch.labels >= 0)  # what cannot be drafted is not taught
     return mx.sum(mx.sum(weights * losses, axis=0) / mx.maximum(counts, 1.0))
 
 
@@ -125,8 +127,9 @@ def divergence(
 
 
 def cross_entropy(logits: mx.array, labels: mx.array) -> mx.array:
-    """``-log q(label)`` in nats; logits of shape (..., V), integer labels of shape (...)."""
-    chosen = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    """``-log q(label)`` in nats; logits of shape (..., V), rows of shape (...), junk for -1."""
+    rows = mx.maximum(labels, 0)
+    chosen = mx.take_along_axis(logits, rows[..., None], axis=-1)[..., 0]
     return mx.logsumexp(logits, axis=-1) - chosen
 
 
@@ -137,7 +140,7 @@ def confidence(logits: mx.array, labels: mx.array, floor: float) -> mx.array:
 
     Args:
         logits: The drafter's, shape (B, S, V).
-        labels: Tokens that follow, shape (B, S).
+        labels: Rows of the tokens that follow, shape (B, S); -1 is never accepted.
         floor: From 0 to 1; 1 gives ones.
 
     Returns:
@@ -145,7 +148,7 @@ def confidence(logits: mx.array, labels: mx.array, floor: float) -> mx.array:
     """
     if floor == 1:
         return mx.ones(labels.shape)
-    probs = mx.stop_gradient(mx.exp(-cross_entropy(logits, labels)))
+    probs = mx.stop_gradient(mx.exp(-cross_entropy(logits, labels))) * (labels >= 0)
     factors = (1 - floor) * probs + floor
     before = mx.concatenate([mx.ones_like(factors[:, :1]), factors[:, :-1]], axis=1)
     return mx.cumprod(before, axis=1)

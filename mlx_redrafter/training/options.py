@@ -55,13 +55,18 @@ class NetworkOptions:
         exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
         num_layers: Residual blocks before the head.
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
+        draft_vocab: Propose only this many tokens, the most frequent ones of the text; None for
+            all. With large vocabularies the head is most of the cost of a draft.
     """
 
     exit_dim: int | None = None
     num_layers: int = 2
     beam_length: int = 5
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
+        if self.draft_vocab is not None:
+            check_int("draft_vocab", self.draft_vocab, 1)
         if self.exit_dim is not None:
             check_int("exit_dim", self.exit_dim, 1)
         check_int("layers", self.num_layers, 0, 16)

@@ -90,7 +90,10 @@ def estimate(
     cache = num_tokens * per_token
     model = tree_reduce(lambda total, value: total + value.nbytes, target.model.parameters(), 0)
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
-    teaching = model + 3 * teacher.LOGITS_BYTES + 2 * teacher.SHARD_TOKENS * per_token
+    # The head as a float32 matrix: joined, for numpy, and projected.
+    heads = 3 * 4 * vocab * hidden
+    reading = 3 * teacher.LOGITS_BYTES + 2 * teacher.SHARD_TOKENS * per_token
+    teaching = model + max(heads, reading)
     embedding = vocab * hidden * target.embed(mx.zeros((1,), dtype=mx.int32)).dtype.size
     learning = (
         COPIES_IN_MEMORY * weights + group + embedding + COPIES_OF_LOGITS * trainer.LOGITS_BYTES

@@ -17,7 +17,7 @@ from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.loading import load
 from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.target import Target
-from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.cache import TeacherCache
 from mlx_redrafter.training.card import Training, write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, describe, divide
@@ -25,7 +25,12 @@ from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.data import Encoder, read_items
 from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.fingerprinting import fingerprint
-from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
+from mlx_redrafter.training.initial import (
+    drafter_config,
+    frequent_tokens,
+    head_matrix,
+    initial_drafter,
+)
 from mlx_redrafter.training.loss import Embed
 from mlx_redrafter.training.options import (
     DataOptions,
@@ -109,11 +114,13 @@ class Student(NamedTuple):
     Attributes:
         embedding: Rows of its input embedding, shape (V, H).
         drafter: The drafter before training.
+        rows: Of its head.
         fingerprint: Of its weights.
     """
 
     embedding: mx.array
     drafter: Drafter
+    rows: HeadRows
     fingerprint: str
 
 
@@ -140,6 +147,7 @@ def train_drafter(request: Request, reporter: Reporter) -> Result:
     cache_folder = request.cache or request.out / CACHE_FOLDER
     remove_leftovers(request.out)
     corpus, cache, student = _teach(request, cache_folder, reporter)
+    mx.clear_cache()  # the target is gone
     batch_options = BatchOptions(
         request.loss.recipe,
         request.network.beam_length,
@@ -149,7 +157,7 @@ def train_drafter(request: Request, reporter: Reporter) -> Result:
     held_out = [cache.load("held-out", n) for n in range(cache.num_shards("held-out"))]
     lesson = Lesson(
         lambda tokens: student.embedding[tokens],
-        BatchOrder(cache, "train", batch_options),
+        BatchOrder(cache, "train", batch_options, student.rows),
         held_out,
         request.loss,
         request.training,
@@ -243,9 +251,13 @@ def _teach(
             lambda done: reporter.progress("rollouts", done, total),
         )
     embedding = target.embed(mx.arange(target.vocab_size))
-    drafter = initial_drafter(config, head_matrix(target), request.training.seed)
+    token_ids = None
+    if (count := request.network.draft_vocab) is not None:
+        token_ids = frequent_tokens(corpus.train, tokenizer.eos_token_ids, count, target.vocab_size)
+    drafter = initial_drafter(config, head_matrix(target), request.training.seed, token_ids)
     mx.eval(embedding)
-    return corpus, cache, Student(embedding, drafter, name)
+    rows = HeadRows(token_ids, target.vocab_size)
+    return corpus, cache, Student(embedding, drafter, rows, name)
 
 
 def _fit_to_context(options: DataOptions, target: Target, reporter: Reporter) -> DataOptions:

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.errors import DataError
+from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.training import batches
-from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.cache import Shard, TeacherCache, windows
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.initial import frequent_tokens
+from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, divergence
 from mlx_redrafter.training.selfgen import pack
 
 H, K, L = 2, 2, 3
@@ -119,6 +120,29 @@ def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
     for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
         here = int(batch.hidden[int(row), 0].item())
         assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]
+
+
+def test_tokens_without_a_row_join_the_tail() -> None:
+    rows = HeadRows(np.array([1, 4], np.int32), 6)
+    assert rows.of(mx.array([[1, 0], [5, 4]])).tolist() == [[0, -1], [-1, 1]]
+    log_probs = mx.log(mx.array([[0.5, 0.25, 0.125]]))
+    ids, kept, tail = rows.distributions(mx.array([[4, 0, 1]]), log_probs, mx.array([0.125]))
+    assert ids.tolist() == [[1, 0, 0]]
+    assert kept[0, 1].item() == IMPOSSIBLE
+    assert tail.item() == pytest.approx(0.375)
+    # Two rows and the rest are left.
+    found = divergence(mx.array([[0.3, -0.2, 0.1]]), ids, kept, tail)
+    whole = np.array([[0.3, -0.2, 0.1]])
+    log_q = whole - np.log(np.exp(whole).sum())
+    expected = sum(p * (np.log(p) - log_q[0, i]) for p, i in ((0.5, 1), (0.125, 0), (0.375, 2)))
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_most_frequent_tokens_are_kept() -> None:
+    sequence = TokenSequence(np.array([5, 5, 3, 3, 3, 2], np.int32), np.ones(6, np.bool_))
+    assert frequent_tokens([sequence], [7], 3, 8).tolist() == [3, 5, 7]
+    with pytest.raises(ConfigError, match="draft_vocab must be at most the model's 8, got 9"):
+        frequent_tokens([sequence], [7], 9, 8)
 
 
 def test_too_short_texts_are_refused(tmp_path: Path) -> None:

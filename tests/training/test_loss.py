@@ -37,9 +37,12 @@ def _batch() -> Batch:
     kept = np.take_along_axis(teacher, ids, -1)
     weights = (rng.random((B, S)) < 0.7).astype(np.float32)
     weights[0] = 1
+    hidden = rng.normal(size=(B, H)).astype(np.float32)
+    tokens = rng.integers(0, V, (B, S + 1)).astype(np.int32)
     return Batch(
-        hidden=mx.array(rng.normal(size=(B, H)).astype(np.float32)),
-        tokens=mx.array(rng.integers(0, V, (B, S + 1)).astype(np.int32)),
+        hidden=mx.array(hidden),
+        tokens=mx.array(tokens),
+        labels=mx.array(tokens[:, 1:]),
         weights=mx.array(weights),
         top_ids=mx.array(ids.astype(np.int32)),
         top_log_probs=mx.array(kept.astype(np.float32)),

@@ -153,6 +153,18 @@ def test_a_cache_of_another_run_is_refused_and_an_equal_one_shared(
     assert "was made with another" in _refusal(_train(capsys, tmp_path / "d", *other))
 
 
+def test_a_reduced_head_drafts_for_the_whole_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    out = tmp_path / "drafter"
+    options = ("--answer-tokens", 32, "--epochs", 30, "--batch-tokens", 64, "--draft-vocab", 90)
+    result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
+    assert result.code == 0
+    assert "90 tokens" in (out / "README.md").read_text()
+    drafted = run(capsys, "check", "--model", model, "--drafter", out, "--max-tokens", 40)
+    assert drafted.code == 0
+
+
 def test_prompts_are_answered_by_the_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
