@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
+from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -73,7 +74,7 @@ def load(
             adapter_path=None if adapter_path is None else str(adapter_path),
             trust_remote_code=trust_remote_code,
         )
-    except (ValueError, RuntimeError, KeyError, TypeError, OSError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"mlx-lm cannot load {name}: {reason[0]}") from error
     target = Target(model)
