@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_redrafter.errors import ConfigError, DataError
+from mlx_redrafter.host import to_floats
 from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.cache import Shard, TeacherCache, windows
@@ -87,7 +88,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
             weights = np.array(batch.weights[row])
             if not weights.any():
                 continue
-            here = int(batch.hidden[row, 0].item())
+            here = round(to_floats(batch.hidden[row, :1])[0])
             seen.append(here)
             for step in np.flatnonzero(weights):
                 assert batch.tokens[row, step + 1].item() == 100 + here + 2 + step
@@ -118,7 +119,7 @@ def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
     batch = order.batch(0)
     assert order.num_positions == 4 + 1 + 8  # wherever the next token is the target's
     for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
-        here = int(batch.hidden[int(row), 0].item())
+        here = round(to_floats(batch.hidden[int(row), :1])[0])
         assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]
 
 

@@ -40,6 +40,7 @@ def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
     assert config.exit_dim == 64
     assert not config.has_input_proj
     head = head_matrix(target)
+    assert head is not None
     drafter = initial_drafter(config, head, seed=0)
     x = mx.random.normal((3, 64))
     assert mx.array_equal(drafter.lm_head[0](x), x).item()

@@ -43,7 +43,8 @@ TIMEOUT = 120
 
 
 def _start(text: Path, out: Path) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, "-c", SCRIPT, str(shared_model("stories260k")), text, out]
+    paths = map(str, (shared_model("stories260k"), text, out))
+    arguments = [sys.executable, "-c", SCRIPT, *paths]
     return subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
 

@@ -11,9 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.hooks import captured_output
+from mlx_redrafter.host import to_ints
 from mlx_redrafter.target import Target
 from mlx_redrafter.training import teacher
-from mlx_redrafter.training.cache import TeacherCache
+from mlx_redrafter.training.cache import Shard, TeacherCache
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
@@ -71,9 +72,9 @@ def test_rollouts_are_greedy_continuations(monkeypatch: pytest.MonkeyPatch) -> N
         for end in range(1, len(sequence) + 1):
             cache = make_prompt_cache(target.model)
             logits = target.model(mx.array(sequence.tokens[:end])[None], cache=cache)
-            expected = []
+            expected: list[int] = []
             for _ in range(4):
-                expected.append(int(mx.argmax(logits[0, -1]).item()))
+                expected += to_ints(mx.argmax(logits[0, -1:], axis=-1))
                 logits = target.model(mx.array([[expected[-1]]]), cache=cache)
             assert rollouts[row].tolist() == expected
             row += 1
@@ -93,19 +94,17 @@ def test_complete_shards_are_not_read_again(
     assert cache.num_shards("train") == 3
     first = cache.path("train", 0).read_bytes()
     cache.path("train", 1).unlink()
-    monkeypatch.setattr(teacher, "read_sequences", _count_calls(calls := []))
+    calls: list[int] = []
+
+    def counted(target: Target, sequences: list[TokenSequence], k: int) -> Shard:
+        calls.append(len(sequences))
+        return read_sequences(target, sequences, k)
+
+    monkeypatch.setattr(teacher, "read_sequences", counted)
     fill_cache(cache, "train", target, sequences, K, lambda n: None)
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first
     assert cache.load("train", 1, rollout_length=3).rollouts is not None
-
-
-def _count_calls(calls: list[int]):  # type: ignore[no-untyped-def]
-    def counted(target, sequences, k):  # type: ignore[no-untyped-def]
-        calls.append(len(sequences))
-        return read_sequences(target, sequences, k)
-
-    return counted
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter.training import resources
-from tests.helpers.cli import run
+from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
 from tests.training.conftest import Run
 
 
-def _train(capsys: pytest.CaptureFixture[str], out: Path, *arguments: object) -> object:
+def _train(capsys: pytest.CaptureFixture[str], out: Path, *arguments: object) -> Result:
     return run(capsys, "train", "--out", out, *arguments)
 
 
@@ -95,12 +95,11 @@ def _interrupt_once(path: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _refusal(result: object) -> str:
-    code, out, err = result  # type: ignore[misc]
-    assert code in (1, 2)
-    assert not out
-    assert err.count("\n") == 1
-    return str(err)
+def _refusal(result: Result) -> str:
+    assert result.code in (1, 2)
+    assert not result.out
+    assert result.err.count("\n") == 1
+    return result.err
 
 
 def test_refusals_are_one_line(
@@ -157,12 +156,14 @@ def test_a_reduced_head_drafts_for_the_whole_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
 ) -> None:
     out = tmp_path / "drafter"
-    options = ("--answer-tokens", 32, "--epochs", 30, "--batch-tokens", 64, "--draft-vocab", 90)
+    options = ("--answer-tokens", 32, "--epochs", 2, "--batch-tokens", 64, "--draft-vocab", 90)
     result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
     assert result.code == 0
     assert "90 tokens" in (out / "README.md").read_text()
-    drafted = run(capsys, "check", "--model", model, "--drafter", out, "--max-tokens", 40)
-    assert drafted.code == 0
+    prompt = ("--model", model, "--prompt", "Once", "--max-tokens", 40, "--json")
+    drafted = run(capsys, "generate", *prompt, "--drafter", out, "--beam-width", 2)
+    plain = run(capsys, "generate", *prompt, "--no-draft")
+    assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 
 def test_prompts_are_answered_by_the_target(

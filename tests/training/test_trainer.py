@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import named_parameters
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
@@ -87,8 +88,8 @@ def _stop_at(*steps: int) -> Callable[[Progress], None]:
 
 
 def _same(first: Drafter, second: Drafter) -> bool:
-    pairs = zip(tree_flatten(first.parameters()), tree_flatten(second.parameters()), strict=True)
-    return all(a[0] == b[0] and mx.array_equal(a[1], b[1]).item() for a, b in pairs)
+    a, b = named_parameters(first), named_parameters(second)
+    return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
 @pytest.mark.parametrize("recipe", ["soft", "apple", "rollouts"])
