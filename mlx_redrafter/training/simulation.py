@@ -134,7 +134,8 @@ def _accept(
 ) -> NDArray[np.int64]:
     """`mlx_redrafter.accept.accept` for many trees, each of shape (N,) in an array of (p, N).
 
-    On the host, and node by node: ``mx.vmap`` of MLX 0.32 gets a logical "or" of it wrong.
+    On the host, and node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of MLX 0.32 read
+    past the end of an operand that is not mapped.
     """
     rows = np.arange(len(tokens))
     on_path = np.zeros(tokens.shape, np.bool_)
