@@ -42,10 +42,11 @@ def accept(tree: TokenTree, chosen: mx.array, beam_length: int) -> Acceptance:
     chosen = chosen.astype(mx.int32)
     size = tree.tokens.shape[0]
     is_root = mx.arange(size) == 0
-    matches = (tree.tokens == chosen[tree.parents]) | is_root
+    # Functions, not operators: under mx.vmap those do not broadcast (MLX 0.32.4).
+    matches = mx.logical_or(tree.tokens == chosen[tree.parents], is_root)
     # A node is on the path when it and all its ancestors match; siblings are distinct, so the
     # nodes that are form one path.
-    on_path = mx.all(~tree.ancestors | matches, axis=1)
+    on_path = mx.all(mx.logical_or(mx.logical_not(tree.ancestors), matches), axis=1)
     num_accepted = mx.sum(on_path, keepdims=True).astype(mx.int32) - 1
     path = mx.argsort(mx.where(on_path, tree.depths, beam_length))[:beam_length].astype(mx.int32)
     if size < beam_length:
