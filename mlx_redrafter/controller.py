@@ -33,10 +33,11 @@ SMALL = CANDIDATES[1]
 # Acceptance of a draft that is expected before anything was seen, and the steps that counts for.
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_STEPS = 2
-# Steps of the largest shape that a text begins with.
-FIRST_PROBES = 3
+# Steps of the largest shape that a text begins with; one that accepts nothing counts for four.
+FIRST_PROBES = 8
+FRUITLESS_PROBE = 4
 # Steps that an estimate remembers.
-MEMORY = 16
+MEMORY = 32
 # How much faster another shape must seem before it replaces the current one.
 HYSTERESIS = 1.03
 # Steps between probes; in plain decoding, where they gain nothing, they become rarer.
@@ -119,7 +120,6 @@ class AutoShape:
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
         if self._first_probes > 0:
-            self._first_probes -= 1
             return LARGEST
         self._until_probe -= 1
         if self._until_probe > 0:
@@ -135,6 +135,7 @@ class AutoShape:
         """See `Controller.observe`."""
         if shape is None:
             return
+        self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
         for candidate in CANDIDATES:
             if contains(shape, candidate):
                 self._weights[candidate] = min(self._weights[candidate] + 1, MEMORY)

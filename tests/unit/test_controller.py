@@ -8,6 +8,7 @@ from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import (
     CANDIDATES,
     FIRST_PROBES,
+    FRUITLESS_PROBE,
     LARGEST,
     Accepted,
     AutoShape,
@@ -57,7 +58,11 @@ def test_counting_what_a_smaller_tree_would_have_accepted(shape: TreeShape, expe
 
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     shapes = _run(AutoShape(_costs(1.0, 0.05)), 400, NOTHING)
-    assert shapes[:FIRST_PROBES] == [LARGEST] * FIRST_PROBES
+    assert shapes.index(None) < 12
+    assert shapes[: FIRST_PROBES // FRUITLESS_PROBE] == [LARGEST] * (
+        FIRST_PROBES // FRUITLESS_PROBE
+    )
+    assert shapes[FIRST_PROBES // FRUITLESS_PROBE] != LARGEST
     drafted = [shape for shape in shapes if shape is not None]
     # Verified nodes beyond one per step are what drafting in vain costs.
     wasted = sum((shape.tree_nodes or 0) * 0.05 for shape in drafted)
@@ -83,6 +88,14 @@ def test_expensive_verifies_are_not_chosen() -> None:
     right_once = Accepted(ranks=[0], children=[0])
     shapes = _run(AutoShape(_costs(1.0, 0.7)), 100, right_once)
     assert shapes[FIRST_PROBES:].count(None) > 80
+
+
+def test_a_text_begins_with_steps_that_show_what_every_shape_is_worth() -> None:
+    right_once = Accepted(ranks=[0], children=[0])
+    shapes = _run(AutoShape(_costs(1.0, 0.02)), 60, right_once)
+    assert shapes[:FIRST_PROBES] == [LARGEST] * FIRST_PROBES
+    assert shapes[FIRST_PROBES] != LARGEST
+    assert shapes[-1] == CHAIN, "one draft is all that is ever accepted"
 
 
 def test_plain_steps_teach_nothing() -> None:
