@@ -34,7 +34,7 @@ class Training:
     """All that a card tells.
 
     Attributes:
-        target: The model's name or folder.
+        target: The model's name.
         fingerprint: Of its weights.
         files: Names of the files it was trained on.
         corpus: Their tokens.

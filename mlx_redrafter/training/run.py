@@ -107,6 +107,12 @@ class Request:
                 f"a run was begun in {self.out}; go on with --resume, or choose another --out"
             )
 
+    @property
+    def target_name(self) -> str:
+        """The repository, or the folder's name alone: a card that is shared tells no paths."""
+        path = Path(self.model)
+        return path.resolve().name if path.is_dir() else self.model
+
 
 class Student(NamedTuple):
     """What is left of the target once its cache is filled.
@@ -310,7 +316,7 @@ def _save(drafter: Drafter, request: Request, target_fingerprint: str) -> None:
     save_drafter(
         copy,
         request.out,
-        {"target": {"name": request.model, "fingerprint": target_fingerprint}},
+        {"target": {"name": request.target_name, "fingerprint": target_fingerprint}},
     )
 
 
@@ -328,7 +334,7 @@ def _finish(
     write_card(
         request.out,
         Training(
-            request.model,
+            request.target_name,
             student.fingerprint,
             files,
             corpus,

@@ -43,6 +43,9 @@ def test_the_folder_is_a_drafter_with_card_and_curves(
     card = (out / "README.md").read_text()
     values = json.loads((out / "config.json").read_text())
     assert values["target"]["fingerprint"] in card
+    # A card that is shared tells no paths.
+    assert "/" not in values["target"]["name"]
+    assert f"# Drafter for {values['target']['name']}" in card
     assert "| chain of 4 |" in card
     assert "| tree of 8 |" in card
     assert "stories.txt" in card
