@@ -1,0 +1,24 @@
+"""The README says what is so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from mlx_redrafter.architectures import supported_names
+from tests.helpers.models import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_list_of_supported_models_is_complete() -> None:
+    (line,) = (line for line in README.splitlines() if line.startswith("Any model that mlx-lm"))
+    _, _, names = line.partition("quantised or not: ")
+    assert re.findall(r"`([^`]+)`", names) == supported_names()
+    assert f"**Your model.** {len(supported_names())} model types" in README
+
+
+def test_the_python_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    least = project["requires-python"].removeprefix(">=")
+    assert f"Python {least} or newer" in README
