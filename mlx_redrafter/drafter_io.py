@@ -143,13 +143,14 @@ def check_token_ids(drafter: Drafter, name: str | Path) -> None:
     """
     if drafter.config.draft_vocab_size is None:
         return
-    ids = drafter.token_ids
     last = drafter.config.vocab_size - 1
-    if not mx.issubdtype(ids.dtype, mx.integer):
-        found = f"integers, found {ids.dtype}"
-    elif not 0 <= mx.min(ids).item() <= mx.max(ids).item() <= last:  # type: ignore[operator]
-        found = f"ids from 0 to {last}, found {mx.min(ids).item()} to {mx.max(ids).item()}"
-    elif len(set(to_ints(ids))) < ids.size:
+    dtype = drafter.token_ids.dtype
+    ids = to_ints(drafter.token_ids)
+    if not mx.issubdtype(dtype, mx.integer):
+        found = f"integers, found {dtype}"
+    elif not 0 <= min(ids) <= max(ids) <= last:
+        found = f"ids from 0 to {last}, found {min(ids)} to {max(ids)}"
+    elif len(set(ids)) < len(ids):
         found = "distinct ids, found some twice"
     else:
         return
