@@ -71,8 +71,10 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object
     write_atomically(path, write)
 
 
-def checkpoint_name(path_or_repo: str) -> str:
+def checkpoint_name(path_or_repo: str | None) -> str:
     """How a result names a model: a repository as it is, a folder by its last part."""
+    if path_or_repo is None:
+        return "bundled"
     path = Path(path_or_repo).expanduser()
     return path.resolve().name if path.is_dir() else path_or_repo
 

@@ -31,8 +31,8 @@ TreeNodes = Annotated[
 
 
 def load_pair(model: str | None, drafter: str | None) -> tuple[Any, Any, Any]:
-    """Load a target, its tokenizer and its drafter, all of which are needed."""
-    if drafter is None:
+    """Load a target, its tokenizer and its drafter; the bundled ones without a model."""
+    if model is not None and drafter is None:
         raise ConfigError("no drafter given; say --drafter FOLDER")
     return options.Loading(model, drafter, None, False, []).load()
 

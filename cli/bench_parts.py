@@ -76,8 +76,8 @@ def overhead(
     )
     if out is not None:
         configuration = {
-            "model": checkpoint_name(str(model)),
-            "drafter": checkpoint_name(str(drafter)),
+            "model": checkpoint_name(model),
+            "drafter": checkpoint_name(drafter),
             **vars(shape),
             "temp": temp,
             "rounds": rounds,
@@ -89,7 +89,7 @@ def overhead(
 
 
 def memory(
-    model: options.Model = None,
+    model: options.NamedModel = None,
     drafter: options.DrafterPath = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
     beam_width: BeamWidth = 4,
@@ -106,7 +106,8 @@ def memory(
     from mlx_redrafter.bench.memory import measure_memory, random_pair
     from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
 
-    if model is None and drafter is None:
+    is_random = model is None and drafter is None
+    if is_random:
         target, loaded = random_pair()
     else:
         target, _, loaded = load_pair(model, drafter)
@@ -121,8 +122,8 @@ def memory(
     show(table)
     if out is not None:
         configuration = {
-            "model": "random" if model is None else checkpoint_name(model),
-            "drafter": "random" if drafter is None else checkpoint_name(drafter),
+            "model": "random" if is_random else checkpoint_name(model),
+            "drafter": "random" if is_random else checkpoint_name(drafter),
             **vars(shape),
             "prompt_tokens": prompt_tokens,
         }
@@ -160,7 +161,7 @@ def profile(
         found = measure(target, loaded, shape, lengths, sizes, beam_widths, rounds, on_progress)
     show(*_profile_tables(found, shape))
     if out is not None:
-        names = {"model": checkpoint_name(str(model)), "drafter": checkpoint_name(str(drafter))}
+        names = {"model": checkpoint_name(model), "drafter": checkpoint_name(drafter)}
         configuration = {**names, **vars(shape), "rounds": rounds}
         result = new_result("profile", configuration, found=found)
         write_result(out / "profile.json", result)

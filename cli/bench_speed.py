@@ -90,11 +90,11 @@ def compare(
 
     small = None
     if stock_draft_model is not None:
-        small = options.Loading(stock_draft_model, None, None, False, []).load()[0]
+        small = options.Loading(stock_draft_model, None, None, False, [], drafts=False).load()[0]
     encoded = _encode(tokenizer, prompts, num_prompts, not ignore_chat_template, max_prompt_tokens)
     configuration = {
-        "model": checkpoint_name(str(model)),
-        "drafter": checkpoint_name(str(drafter)),
+        "model": checkpoint_name(model),
+        "drafter": checkpoint_name(drafter),
         "stock_draft_model": stock_draft_model and checkpoint_name(stock_draft_model),
         "num_draft_tokens": num_draft_tokens,
         **_describe_prompts(prompts, encoded),
@@ -168,8 +168,8 @@ def sweep(
     target, tokenizer, loaded = load_pair(model, drafter)
     encoded = _encode(tokenizer, prompts, num_prompts, not ignore_chat_template, max_prompt_tokens)
     configuration = {
-        "model": checkpoint_name(str(model)),
-        "drafter": checkpoint_name(str(drafter)),
+        "model": checkpoint_name(model),
+        "drafter": checkpoint_name(drafter),
         **_describe_prompts(prompts, encoded),
         "grid": {name: list(values) for name, values in asdict(grid).items()},
         "max_tokens": max_tokens,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.config import SamplingParams, check_int, find_shape
+from mlx_redrafter.config import SamplingParams, check_int
 from mlx_redrafter.errors import ConfigError
 
 PROMPTS = (
@@ -54,16 +54,11 @@ def check(
     The exit code is 1 if any text differs. Small gaps between the two best tokens are ties that
     float16 kernels for one and for several tokens may break differently.
     """
-    if drafter is None:
+    if model is not None and drafter is None:
         raise ConfigError("no drafter given; say --drafter FOLDER")
     check_int("max_tokens", max_tokens, 1)
-    drafting = {
-        "beam_width": beam_width,
-        "beam_length": beam_length,
-        "tree_nodes": tree_nodes,
-        "select": select,
-    }
-    find_shape(**drafting)
+    drafting = options.Drafting(beam_width, beam_length, tree_nodes, select)
+    drafting.shape()  # refuses what is impossible before anything is loaded
     params = SamplingParams(temp, top_p, top_k, min_p, options.fresh_seed(seed))
     loading = options.Loading(model, drafter, adapter_path, trust_remote_code, [])
     target, tokenizer, loaded = loading.load()
@@ -81,7 +76,7 @@ def check(
             prompting.encode(tokenizer),
             max_tokens,
             **vars(params),
-            **drafting,
+            **vars(drafting),
         )
         results.append({"prompt": text, **asdict(comparison)})
         if not as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mlx_redrafter.cli import options
-from mlx_redrafter.config import SamplingParams, check_max_tokens, find_shape
+from mlx_redrafter.config import SamplingParams, check_max_tokens
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,30 +59,25 @@ def generate(
     debug: options.Debug = False,
 ) -> None:
     """Generate text: exactly what the target alone would write, in fewer forward passes."""
-    if drafter is None and not no_draft:
+    if model is not None and drafter is None and not no_draft:
         raise ConfigError(
             "no drafter given: say --drafter FOLDER, make one with `redrafter-mlx train`, or "
             "decode without one with --no-draft"
         )
     # Cheap checks come before anything is loaded.
     check_max_tokens(max_tokens)
-    drafting = {
-        "beam_width": beam_width,
-        "beam_length": beam_length,
-        "tree_nodes": tree_nodes,
-        "select": select,
-    }
-    shape = find_shape(**drafting)
+    drafting = options.Drafting(beam_width, beam_length, tree_nodes, select)
+    shape = drafting.shape()
     params = SamplingParams(temp, top_p, top_k, min_p, options.fresh_seed(seed))
     prompting = options.Prompting(prompt, ignore_chat_template, chat_template_config, system_prompt)
     prompting.template_options()
     loading = options.Loading(
-        model, None if no_draft else drafter, adapter_path, trust_remote_code, extra_eos_token or []
+        model, drafter, adapter_path, trust_remote_code, extra_eos_token or [], not no_draft
     )
     request: dict[str, Any] = {
         "max_tokens": max_tokens,
         **vars(params),
-        **drafting,
+        **vars(drafting),
     }
     if verbose:
         chosen = "off" if no_draft else shape or "the fastest shape at every step"
@@ -90,7 +85,7 @@ def generate(
     result = _generate(loading, prompting, prompt_cache_file, request, stream=not as_json)
     if as_json:
         settings = (
-            dict.fromkeys(drafting) if no_draft else drafting | (vars(shape) if shape else {})
+            dict.fromkeys(vars(drafting)) if no_draft else vars(drafting) | vars(shape or drafting)
         )
         typer.echo(json.dumps({**_to_json(result), **settings, "seed": params.seed}))
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.config import TreeShape, find_shape
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 MODEL, DRAFT, SAMPLE, PROMPT = "Model", "Drafting", "Sampling", "Prompt"
 
 Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Target: a folder or a hub repository. The bundled pair by default.",
+        show_default=False,
+        rich_help_panel=MODEL,
+    ),
+]
+NamedModel = Annotated[
     str | None,
     typer.Option("--model", help="Target: a folder or a hub repository.", rich_help_panel=MODEL),
 ]
@@ -159,30 +169,52 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """What to draft, as given on the command line."""
+
+    beam_width: Any
+    beam_length: Any
+    tree_nodes: Any
+    select: Any
+
+    def shape(self) -> TreeShape | None:
+        """The shape that all steps have, None if every step is given its own.
+
+        Raises:
+            ConfigError: A value is out of range, or they contradict each other.
+        """
+        return find_shape(**vars(self))
+
+
+@dataclass(frozen=True)
 class Loading:
-    """What to load, as given on the command line."""
+    """What to load, as given on the command line: without a model, the bundled pair.
+
+    With a drafter and no model it is that drafter for the bundled target.
+    """
 
     model: str | None
     drafter: str | None
     adapter_path: str | None
     trust_remote_code: bool
     extra_eos_token: list[str]
+    drafts: bool = True
 
     def load(self) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
         """Load the target, its tokenizer and the drafter, if any."""
         from mlx_redrafter.loading import load
 
-        if self.model is None:
-            raise ConfigError("no target given; say --model FOLDER or --model ORG/NAME")
         model, tokenizer, drafter = load(
             self.model,
-            self.drafter,
+            self.drafter if self.drafts else None,
             adapter_path=self.adapter_path,
             trust_remote_code=self.trust_remote_code,
         )
         for token in self.extra_eos_token:
             _add_stop_token(tokenizer, token)
-        return model, tokenizer, drafter
+        if self.model is None:
+            _say_bundled(model)
+        return model, tokenizer, drafter if self.drafts else None
 
 
 @dataclass(frozen=True)
@@ -254,6 +286,17 @@ class Prompting:
                 f"the model's chat template refuses the prompt: {error}; change its options, or "
                 "use --ignore-chat-template"
             ) from error
+
+
+def _say_bundled(model: nn.Module) -> None:
+    from mlx_redrafter.drafter_io import named_parameters
+
+    size = sum(tensor.size for tensor in named_parameters(model).values())
+    typer.echo(
+        f"no --model given: using the bundled demonstration model ({size / 1e6:.1f}M parameters, "
+        "trained on public-domain books); --model FOLDER or ORG/NAME for your own",
+        err=True,
+    )
 
 
 def _add_stop_token(tokenizer: TokenizerWrapper, token: str) -> None:

@@ -33,7 +33,7 @@ def train(
     out: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="The drafter; also holds the run.")
     ],
-    model: options.Model = None,
+    model: options.NamedModel = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(

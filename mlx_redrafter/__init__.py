@@ -2,7 +2,7 @@
 
 from mlx_redrafter import load, generate, stream_generate
 
-model, tokenizer, drafter = load("path-or-repo", drafter="path-or-repo")
+model, tokenizer, drafter = load()  # the bundled pair, or a model and a drafter by name
 print(generate(model, tokenizer, "Once upon a time", drafter=drafter))
 """
 

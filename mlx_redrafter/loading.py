@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.errors import StrictDataclassError
@@ -13,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_redrafter.architectures import check_config
+from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.drafter import Drafter
@@ -25,7 +27,7 @@ CONFIG_ONLY = ["config.json"]
 
 
 def load(
-    path_or_repo: str | Path,
+    path_or_repo: str | Path | None = None,
     drafter: str | Path | None = None,
     *,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -34,11 +36,16 @@ def load(
 ) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
     """Load a model with mlx-lm, and the drafter made for it.
 
-    Both configs are fetched and checked before any weights are.
+    Both configs are fetched and checked before any weights are. Weights keep the dtype they are
+    stored in, except the bundled pair's: stored in float16 to be small, they are computed with in
+    float32. MLX multiplies float16 several times slower on a CPU, and rounds so coarsely that
+    kernels for one and for several tokens may choose differently between nearly equal tokens. The
+    text is then stock mlx-lm's for that model in float32.
 
     Args:
-        path_or_repo: The model: a folder, or a repository on the Hugging Face Hub.
-        drafter: The drafter, likewise; None loads none.
+        path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
+            bundled one.
+        drafter: The drafter, likewise. None loads none, or the bundled one for the bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Let mlx-lm and the tokenizer run code from the checkpoint.
@@ -51,6 +58,10 @@ def load(
         NonFiniteError: The drafter's weights are not finite.
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
     """
+    is_bundled = path_or_repo is None
+    if path_or_repo is None:
+        path_or_repo = find_bundled("target")
+        drafter = find_bundled("drafter") if drafter is None else drafter
     name = str(path_or_repo)
     config = read_config(find_checkpoint(name, CONFIG_ONLY))
     check_config(config)
@@ -77,6 +88,10 @@ def load(
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"mlx-lm cannot load {name}: {reason[0]}") from error
+    if is_bundled:
+        model.set_dtype(mx.float32)
+        if loaded_drafter is not None:
+            loaded_drafter.set_dtype(mx.float32)
     target = Target(model)
     if loaded_drafter is not None:
         check_fit(loaded_drafter, target, tokenizer.vocab_size)

@@ -84,10 +84,9 @@ def test_options_of_check_are_checked_first_too(
     ("arguments", "parts"),
     [
         (["generate", "--model", NOWHERE, "-p", "Hi"], ["--drafter", "train", "--no-draft"]),
-        (["generate", "--no-draft", "-p", "Hi"], ["--model"]),
         (["generate", "--model", NOWHERE, "--no-draft"], ["--prompt"]),
         (["check", "--model", NOWHERE], ["--drafter"]),
-        (["check", "--drafter", NOWHERE], ["--model"]),
+        (["train", "--out", NOWHERE], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
     ],
     ids=str,
