@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.calibration import Prediction, Text, fit_score_scale, predict
 from mlx_redrafter.config import Activation
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode_prompt
@@ -41,6 +42,7 @@ class SelfTest:
     Attributes:
         positions: Tokens that were predicted.
         acceptance: With the drafter as it was converted.
+        score_scale: That fits these texts.
         other_activation: With the other recurrence, None where the drafter has no RNN.
         other_is_better: Whether the other recurrence gives clearly more right drafts, by two
             standard errors of the difference.
@@ -48,6 +50,7 @@ class SelfTest:
 
     positions: int
     acceptance: float
+    score_scale: float
     other_activation: float | None = None
     other_is_better: bool = False
 
@@ -73,12 +76,16 @@ def other_activation(activation: Activation) -> Activation:
 
 
 def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -> SelfTest:
-    """Measure first-token acceptance on `PROMPTS`; waits for the device at every token."""
+    """Measure first-token acceptance on `PROMPTS`, and calibrate.
+
+    Waits for the device at every token.
+    """
     target = Target(model)
     texts = [_decode(target, _encode(tokenizer, prompt)) for prompt in PROMPTS]
     firsts, seconds = _matches(drafter, target, texts)
+    scale = fit_score_scale(drafter, target.embed, texts)
     if not drafter.config.rnn:
-        return SelfTest(len(firsts), _mean(firsts))
+        return SelfTest(len(firsts), _mean(firsts), scale)
     other = copy.copy(drafter)
     activation = other_activation(drafter.config.rnn_activation)
     other.config = replace(drafter.config, rnn_activation=activation)
@@ -88,17 +95,10 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     return SelfTest(
         positions=len(firsts),
         acceptance=_mean(firsts),
+        score_scale=scale,
         other_activation=_mean(other_firsts),
         other_is_better=sum(differences) > 2 * math.sqrt(sum(map(abs, differences))),
     )
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A greedy continuation of n tokens; ``hiddens[i]``, shape (1, H), predicted ``tokens[i]``."""
-
-    tokens: list[int]
-    hiddens: list[mx.array]
 
 
 def _encode(tokenizer: Any, prompt: str) -> list[int]:
@@ -109,7 +109,8 @@ def _encode(tokenizer: Any, prompt: str) -> list[int]:
     return encode_prompt(tokenizer, prompt)
 
 
-def _decode(target: Target, prompt: list[int]) -> _Text:
+def _decode(target: Target, prompt: list[int]) -> Text:
+    """A greedy continuation."""
     cache = target.new_cache()
     ids = mx.array(prompt, dtype=mx.int32)
     forward = target.prefill(ids, cache, PREFILL_STEP_SIZE, lambda done, total: None)
@@ -120,33 +121,29 @@ def _decode(target: Target, prompt: list[int]) -> _Text:
         hiddens.append(forward.hiddens)
         tokens += to_ints(token)
         if len(tokens) > TOKENS_PER_PROMPT:
-            return _Text(tokens, hiddens)
+            written = mx.array(tokens, dtype=mx.int32)
+            return Text(written, mx.concatenate(hiddens), written)
         forward = target.advance(token, cache)
 
 
 def _matches(
-    drafter: Drafter, target: Target, texts: Sequence[_Text]
+    drafter: Drafter, target: Target, texts: Sequence[Text]
 ) -> tuple[list[int], list[int]]:
     """1 where a draft is the target's token, else 0: for first drafts, and for second drafts.
 
     Second drafts follow the right first token. The recurrence shows more in them.
     """
-    firsts: list[int] = []
-    seconds: list[int] = []
-    for text in texts:
-        tokens = mx.array(text.tokens, dtype=mx.int32)
-        embeddings = target.embed(tokens).astype(drafter.dtype)
-        hiddens = mx.concatenate(text.hiddens).astype(drafter.dtype)
-        state = drafter.start(embeddings[:-1])
-        firsts += _compare(drafter, hiddens[:-1], state, tokens[1:])
-        state = drafter.advance(state[:-1], embeddings[1:-1])
-        seconds += _compare(drafter, hiddens[:-2], state, tokens[2:])
+    pairs = [predict(drafter, target.embed, text) for text in texts]
+    firsts, seconds = (
+        [match for prediction in column for match in _compare(drafter, prediction)]
+        for column in zip(*pairs, strict=True)
+    )
     return firsts, seconds
 
 
-def _compare(drafter: Drafter, hiddens: mx.array, state: mx.array, expected: mx.array) -> list[int]:
-    rows = mx.argmax(drafter.logits(hiddens, state), axis=-1)
-    return to_ints(drafter.to_token_ids(rows) == expected)
+def _compare(drafter: Drafter, prediction: Prediction) -> list[int]:
+    rows = mx.argmax(prediction.logits, axis=-1)
+    return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
 
 
 def _mean(values: Sequence[int]) -> float:

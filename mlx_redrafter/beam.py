@@ -66,8 +66,11 @@ def expand(
     """
     width, dtype = shape.beam_width, drafter.dtype
     hidden = hidden.astype(dtype)
+    share = drafter.hidden_share(hidden)
+    # The noise of a sampling target makes its choices as uncertain as the drafter takes them for.
+    scale = drafter.config.score_scale if rank is None else 1.0
     state = drafter.start(embed(root).astype(dtype))  # (1, H)
-    best = top_k(_ranked(drafter.log_probs(hidden, state), 0, rank), width)
+    best = top_k(_ranked(drafter.log_probs(hidden, state, share, scale), 0, rank), width)
     tokens = drafter.to_token_ids(best.indices[0])  # (W,)
     scores = best.values[0]
     frontier = mx.arange(width, dtype=mx.int32)
@@ -76,7 +79,9 @@ def expand(
 
     for depth in range(2, shape.beam_length):
         state = drafter.advance(state, embed(tokens).astype(dtype))
-        best = top_k(_ranked(drafter.log_probs(hidden, state), depth - 1, rank), width)
+        best = top_k(
+            _ranked(drafter.log_probs(hidden, state, share, scale), depth - 1, rank), width
+        )
         children = drafter.to_token_ids(best.indices).flatten()  # (W * W,)
         child_scores = (scores[:, None] + best.values).flatten()
         levels.append((children, child_scores, mx.repeat(frontier, width)))

@@ -18,6 +18,7 @@ MAX_BEAM_LENGTH = 16
 # Bounds on what a config file may claim, far above any model.
 MAX_DIMENSION = 2**24
 MAX_DRAFT_LAYERS = 64
+MAX_SCORE_SCALE = 100
 
 Activation = Literal["silu", "identity"]
 Selection = Literal["top_n", "beam"]
@@ -54,6 +55,8 @@ class DrafterConfig:
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
+        score_scale: Calibration: what logits are multiplied by before drafts for a greedy target
+            are ranked, so that their probabilities are the chances of being accepted.
     """
 
     vocab_size: int
@@ -65,6 +68,7 @@ class DrafterConfig:
     rnn_first_step_bias: bool = True
     draft_top_k: int | None = None
     draft_vocab_size: int | None = None
+    score_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "exit_dim"):
@@ -82,6 +86,11 @@ class DrafterConfig:
         for name in ("draft_top_k", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
+        scale = self.score_scale
+        if not _is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:
+            raise ConfigError(
+                f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:

@@ -8,10 +8,14 @@ names are kept. The state starts from zero as in that code; the paper starts it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.config import DrafterConfig
+
+Layer = Callable[[mx.array], mx.array]
 
 # What a logit that Apple's `warp_logits` masks is set to.
 MASKED_LOGIT = -50000.0
@@ -49,6 +53,9 @@ class Drafter(nn.Module):
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
         if config.draft_vocab_size is not None:
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+        # The first layer in two, and the weight they were made of; no parameters of their own.
+        self._halves: tuple[Layer, Layer] | None = None
+        self._halved: mx.array | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -96,7 +103,7 @@ class Drafter(nn.Module):
             return state + embedding
         return self._activate(self.rnn_w(embedding) + self.rnn_u(state))
 
-    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array, state: mx.array, share: mx.array | None = None) -> mx.array:
         """Logits of the token that follows each beam.
 
             x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
@@ -104,29 +111,74 @@ class Drafter(nn.Module):
         Args:
             hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
             state: The beams' states, shape (W, H).
+            share: `hidden_share` of ``hidden`` where that is known; the same result for less work.
 
         Returns:
             Logits in the drafter's dtype, shape (W, V); not log-probabilities.
         """
         x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
+        y = self._first(x) if share is None else share + self._split()[1](state)
         if self.config.has_input_proj:
-            x = self.input_proj(x)
-        for layer in self.lm_head:
+            layers = self.lm_head
+            x = y
+        elif self.config.num_draft_layers:
+            x, layers = x + nn.silu(y), self.lm_head[1:]
+        else:
+            x, layers = y, []
+        for layer in layers:
             x = layer(x)
         return x
 
-    def log_probs(self, hidden: mx.array, state: mx.array) -> mx.array:
+    def hidden_share(self, hidden: mx.array) -> mx.array | None:
+        """What ``hidden``, shape (H,), adds to the first layer, shape (1, D): equal for all beams.
+
+        None where a group of quantised weights belongs to both halves of the layer's input.
+        """
+        if self.config.hidden_size % getattr(self._first, "group_size", 1):
+            return None
+        return self._split()[0](hidden[None])
+
+    @property
+    def _first(self) -> nn.Linear | nn.QuantizedLinear:
+        """The layer that reads ``[h, s_t]``."""
+        if self.config.has_input_proj:
+            return self.input_proj
+        return self.lm_head[0].linear if self.config.num_draft_layers else self.lm_head[0]
+
+    def _split(self) -> tuple[Layer, Layer]:
+        """`_first` as a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
+        first, hidden = self._first, self.config.hidden_size
+        if self._halves is None or self._halved is not first.weight:
+            bias = first.bias if "bias" in first else None
+            self._halves = (
+                columns(first, 0, hidden, None),
+                columns(first, hidden, 2 * hidden, bias),
+            )
+            self._halved = first.weight
+        return self._halves
+
+    def log_probs(
+        self,
+        hidden: mx.array,
+        state: mx.array,
+        share: mx.array | None = None,
+        scale: float = 1.0,
+    ) -> mx.array:
         """Natural log-probabilities of the next token of each beam.
 
         Args:
             hidden: As in `logits`.
             state: As in `logits`.
+            share: As in `logits`.
+            scale: What the logits are multiplied by.
 
         Returns:
             float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
             as Apple's ``warp_logits`` does; the others get the logit -50000.
         """
-        logits = self.logits(hidden, state).astype(mx.float32)
+        logits = self.logits(hidden, state, share).astype(mx.float32)
+        if scale != 1:
+            logits = logits * scale
         top_k = self.config.draft_top_k
         if top_k is not None and top_k < logits.shape[-1]:
             logits = logits - mx.max(logits, axis=-1, keepdims=True)
@@ -142,3 +194,29 @@ class Drafter(nn.Module):
 
     def _activate(self, x: mx.array) -> mx.array:
         return nn.silu(x) if self.config.rnn_activation == "silu" else x
+
+
+def columns(
+    linear: nn.Linear | nn.QuantizedLinear, start: int, stop: int, bias: mx.array | None
+) -> Layer:
+    """The part of a layer that reads these inputs only, with this bias.
+
+    The weights are copied: a matrix whose rows do not follow each other in memory would be copied
+    at every use.
+    """
+    if isinstance(linear, nn.QuantizedLinear):
+        group, bits = linear.group_size, linear.bits
+        packed = mx.contiguous(linear.weight[:, start * bits // 32 : stop * bits // 32])
+        scales = mx.contiguous(linear.scales[:, start // group : stop // group])
+        biases = mx.contiguous(linear.biases[:, start // group : stop // group])
+
+        def apply(x: mx.array) -> mx.array:
+            y = mx.quantized_matmul(x, packed, scales, biases, True, group, bits)
+            return y if bias is None else y + bias
+    else:
+        weight = mx.contiguous(linear.weight[:, start:stop]).T
+
+        def apply(x: mx.array) -> mx.array:
+            return x @ weight if bias is None else mx.addmm(bias, x, weight)
+
+    return apply

@@ -11,7 +11,7 @@ Axes: n tokens of a shard, p positions, N nodes, L beam length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.beam import Embed, expand
+from mlx_redrafter.calibration import Text
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.stats import DecodingStats
@@ -67,6 +68,14 @@ def _written(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)
     texts = [(int(a), np.flatnonzero(is_trained[a:b])) for a, b in pairwise(starts)]
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
+
+
+def written_texts(shard: Shard) -> Iterator[Text]:
+    """What the target wrote of each text, with its greedy choices along the way."""
+    for start, written in _written(shard):
+        first, last = start + int(written[0]), start + int(written[-1]) + 1
+        states = slice(first - 1, last - 1)
+        yield Text(shard.tokens[first:last], shard.hidden[states], shard.top_ids[states, 0])
 
 
 def _walk(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.drafter import MASKED_LOGIT
+from mlx_redrafter.drafter_io import quantize_drafter
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import NumpyDrafter, silu
 
@@ -99,3 +100,40 @@ def test_rows_of_a_partial_head_are_tokens_of_its_list() -> None:
     assert np.array(found).tolist() == [[22, 9], [3, 40]]
     whole = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     assert whole.to_token_ids(mx.array([7], dtype=mx.uint32)).dtype == mx.int32
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("exit_dim", [128, 32])
+@pytest.mark.parametrize("bits", [None, 3, 4, 8])
+def test_constant_half_of_the_first_layer_changes_no_logits(
+    layers: int, exit_dim: int, bits: int | None
+) -> None:
+    drafter = random_drafter(VOCAB_SIZE, 64, num_draft_layers=layers, exit_dim=exit_dim)
+    if bits is not None:
+        quantize_drafter(drafter, bits, 32)
+    hidden, state = mx.random.normal((64,)), mx.random.normal((3, 64))
+    share = drafter.hidden_share(hidden)
+    assert share is not None
+    expected = drafter.logits(hidden, state)
+    np.testing.assert_allclose(
+        np.array(drafter.logits(hidden, state, share)), np.array(expected), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_constant_half_follows_new_weights() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=1)
+    hidden, state = mx.random.normal((HIDDEN_SIZE,)), mx.random.normal((2, HIDDEN_SIZE))
+    drafter.logits(hidden, state, drafter.hidden_share(hidden))
+    drafter.update(random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=2).parameters())
+    np.testing.assert_allclose(
+        np.array(drafter.logits(hidden, state, drafter.hidden_share(hidden))),
+        np.array(drafter.logits(hidden, state)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_groups_of_quantised_weights_are_not_cut() -> None:
+    drafter = random_drafter(VOCAB_SIZE, 48, exit_dim=32)
+    quantize_drafter(drafter, 4, 32)
+    assert drafter.hidden_share(mx.zeros((48,))) is None
