@@ -37,10 +37,10 @@ def load(
     """Load a model with mlx-lm, and the drafter made for it.
 
     Both configs are fetched and checked before any weights are. Weights keep the dtype they are
-    stored in, except the bundled pair's: stored in float16 to be small, they are computed with in
-    float32. MLX multiplies float16 several times slower on a CPU, and rounds so coarsely that
-    kernels for one and for several tokens may choose differently between nearly equal tokens. The
-    text is then stock mlx-lm's for that model in float32.
+    stored in, except the bundled pair's, which are stored in float16 to be small and returned in
+    float32. On a CPU float16 is several times slower; on a GPU its kernels for one and for several
+    tokens may round differently, and in float32 far fewer tokens are near enough to a tie for that
+    to matter. What the bundled model writes is what stock mlx-lm writes with it in float32.
 
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the

@@ -1,4 +1,4 @@
-"""The wheel holds the four folders' sources, the licence and the typing marker, nothing else."""
+"""The wheel holds the four folders' sources, the pair, licence and typing marker, nothing else."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ FOLDERS = {
     "convert": "mlx_redrafter/convert",
     "bench": "mlx_redrafter/bench",
 }
+PAIR = ROOT / "mlx_redrafter" / "pair"
+LARGEST_PAIR = 25 * 10**6
 NOT_SHIPPED = {"bench/pair", "bench/results"}
 COPIED = ("pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 
@@ -57,6 +59,11 @@ def _sources() -> set[str]:
     return shipped
 
 
+def _pair() -> set[str]:
+    """What the files of the bundled pair are called in the wheel, if the checkout has them."""
+    return {path.relative_to(ROOT).as_posix() for path in PAIR.rglob("*") if path.is_file()}
+
+
 def test_every_source_ships(wheel: zipfile.ZipFile) -> None:
     shipped = {name for name in wheel.namelist() if name.endswith(".py")}
     assert shipped == _sources()
@@ -66,7 +73,12 @@ def test_nothing_else_stands_at_the_top(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"mlx_redrafter", f"mlx_redrafter-{__version__}.dist-info"}
     others = {name for name in wheel.namelist() if name.startswith("mlx_redrafter/")} - _sources()
-    assert others == {"mlx_redrafter/py.typed"}
+    assert others == {"mlx_redrafter/py.typed"} | _pair()
+
+
+def test_the_pair_is_small(wheel: zipfile.ZipFile) -> None:
+    found = sum(wheel.getinfo(name).file_size for name in _pair())
+    assert found <= LARGEST_PAIR
 
 
 def test_the_licence_is_in_it(wheel: zipfile.ZipFile) -> None:

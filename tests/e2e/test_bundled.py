@@ -1,0 +1,168 @@
+"""The pair that ships: without a model, on the command line and in Python."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_redrafter import bundled, load, save_drafter
+from mlx_redrafter.bundled import find_bundled
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.training import fingerprint
+from tests.helpers.cli import run
+from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.models import random_drafter
+
+PROMPT = "The old man opened the door and"
+NOTE = "no --model given: using the bundled demonstration model ("
+FILES = {
+    "target": {"config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"},
+    "drafter": {"config.json", "model.safetensors", "curves.csv"},
+}
+# As bench/pair/sample_target.py writes them.
+SAMPLE = re.compile(r"^\*\*Seed \d+\*\*", re.MULTILINE)
+
+
+class Pair(NamedTuple):
+    """The pair's folder, and its target and tokenizer as stock mlx-lm loads them, in float32."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: Any
+    stored_fingerprint: str
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    """Skips where the checkout has no pair."""
+    try:
+        folder = find_bundled("target").parent
+        find_bundled("drafter")
+    except CheckpointError:
+        pytest.skip("the checkout lacks the bundled pair")
+    model, tokenizer, *_ = mlx_lm.load(str(folder / "target"))
+    stored = fingerprint(model)
+    model.set_dtype(mx.float32)
+    return Pair(folder, model, tokenizer, stored)
+
+
+def _stock_text(pair: Pair, max_tokens: int) -> str:
+    return mlx_lm.generate(pair.model, pair.tokenizer, PROMPT, max_tokens=max_tokens)
+
+
+def _dtypes(module: nn.Module) -> set[mx.Dtype]:
+    tensors: list[tuple[str, Any]] = tree_flatten(module.parameters())  # type: ignore[assignment]
+    return {tensor.dtype for _, tensor in tensors if mx.issubdtype(tensor.dtype, mx.floating)}
+
+
+@pytest.mark.parametrize("drafting", [[], ["--beam-width", 4], ["--no-draft"]], ids=str)
+def test_text_is_stock_mlx_lms(
+    pair: Pair, capsys: pytest.CaptureFixture[str], drafting: list[object]
+) -> None:
+    result = run(capsys, "generate", "-p", PROMPT, "-m", 100, *drafting)
+    assert (result.code, result.out) == (0, _stock_text(pair, 100) + "\n")
+    assert result.err.startswith(NOTE)
+    assert result.err.count(NOTE) == 1
+    assert ("Speculative: " in result.err) == (drafting != ["--no-draft"])
+
+
+def test_json(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads(run(capsys, "generate", "-p", PROMPT, "-m", 30, "--json").out)
+    prompt: list[int] = pair.tokenizer.encode(PROMPT)
+    assert values["tokens"] == ids(stock_tokens(pair.model, prompt, 30))
+
+
+def test_check_passes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "-m", 40)
+    assert result.code == 0, result.out
+    assert [line.partition(":")[0] for line in result.out.splitlines()] == ["equal"] * 3
+
+
+def test_neither_network_nor_folder_matter(
+    pair: Pair,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("something was to be fetched")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.chdir(tmp_path)
+    result = run(capsys, "generate", "-p", PROMPT, "-m", 10)
+    assert (result.code, result.out) == (0, _stock_text(pair, 10) + "\n")
+
+
+def test_a_drafter_of_ones_own(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    vocab_size, hidden_size = pair.model["model"]["embed_tokens"].weight.shape
+    own = random_drafter(vocab_size, hidden_size, exit_dim=32, dtype=mx.float16)
+    save_drafter(own, tmp_path)
+    loaded = load(drafter=tmp_path)[2]
+    assert loaded is not None
+    assert loaded.config == own.config
+    assert _dtypes(loaded) == {mx.float32}
+    result = run(capsys, "generate", "--drafter", tmp_path, "-p", PROMPT, "-m", 30)
+    assert (result.code, result.out) == (0, _stock_text(pair, 30) + "\n")
+
+
+def test_load_without_a_name(pair: Pair) -> None:
+    model, tokenizer, drafter = load()
+    assert drafter is not None
+    assert _dtypes(model) == _dtypes(drafter) == {mx.float32}
+    assert fingerprint(model) == fingerprint(pair.model)
+    assert tokenizer.vocab_size == pair.tokenizer.vocab_size
+
+
+def test_a_folder_is_loaded_as_it_is_stored(pair: Pair) -> None:
+    model, _, drafter = load(pair.folder / "target")
+    assert fingerprint(model) == pair.stored_fingerprint
+    assert drafter is None
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_files(pair: Pair, part: str) -> None:
+    found = {path.name for path in (pair.folder / part).iterdir()}
+    assert found - {"curves.png"} == FILES[part] | {"README.md"}
+
+
+def test_card_of_the_target(pair: Pair) -> None:
+    card = (pair.folder / "target" / "README.md").read_text(encoding="utf-8")
+    assert "bits per byte" in card
+    assert len(SAMPLE.findall(card)) == 10
+
+
+def test_card_of_the_drafter(pair: Pair) -> None:
+    """It names the target's weights, as stored or as they are computed with."""
+    known = {pair.stored_fingerprint, fingerprint(pair.model)}
+    folder = pair.folder / "drafter"
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    recorded = json.loads((folder / "config.json").read_text())["target"]["fingerprint"]
+    assert recorded in known
+    assert f"weights {recorded}" in card
+    assert "tokens/step" in card
+
+
+def test_an_installation_without_the_pair(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bundled, "FOLDER", tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected the bundled target in .*, found none"):
+        load()
+    for command in (["generate", "-p", "Hi"], ["check"]):
+        result = run(capsys, *command)
+        assert (result.code, result.out) == (1, "")
+        (line,) = result.err.splitlines()
+        assert line.startswith("error: expected the bundled target in ")
+        assert "install mlx-redrafter again" in line
