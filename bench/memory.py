@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.bench.contexts import PREFILL_STEP
+from mlx_redrafter.bench.contexts import PREFILL_STEP, reserve_rows
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
 from mlx_redrafter.controller import FixedShape
@@ -121,7 +121,7 @@ def measure_memory(
     on_progress(1, 4)
     drafted = _peaks(lambda: _drafted_tokens(target, drafter, shape, prompt))
     on_progress(2, 4)
-    prefill = drafted.prefill - _num_bytes(model) - _num_bytes(drafter)
+    prefill = drafted.prefill - num_bytes(model) - num_bytes(drafter)
     logits = prompt_tokens * target.vocab_size * mx.float32.size
     name = "prefill beyond the weights; bound: logits of the whole prompt"
     findings = [Finding(name, prefill / 1e6, logits / 1e6, "MB")]
@@ -132,7 +132,7 @@ def measure_memory(
 
 
 def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, shape: TreeShape) -> list[Finding]:
-    weights = _num_bytes(drafter)
+    weights = num_bytes(drafter)
     extra = (shape.tree_nodes or shape.max_nodes) + shape.beam_length
     block = KVCache.step
     rows = [
@@ -164,7 +164,8 @@ def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, shape: TreeShape) -
     ]
 
 
-def _num_bytes(module: nn.Module) -> int:
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights."""
     parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
     return sum(tensor.nbytes for _, tensor in parameters)
 
@@ -183,11 +184,12 @@ def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> 
     rows = []
     for _ in range(NUM_TOKENS):
         next(tokens)
-        rows.append(_allocated_rows(caches))
+        rows.append(allocated_rows(caches))
     return Peaks(prefill, mx.get_peak_memory(), rows)
 
 
-def _allocated_rows(caches: Sequence[KVCache]) -> int:
+def allocated_rows(caches: Sequence[KVCache]) -> int:
+    """K/V rows that each layer has buffers for; at least one token is in the caches."""
     return max(cache.keys.shape[2] for cache in caches if cache.keys is not None)
 
 
@@ -274,12 +276,7 @@ def _decoding_with_capacity(
     del tokens
     for cache in caches:
         cache.trim(cache.offset - len(prompt) + 1)
-        assert cache.keys is not None
-        assert cache.values is not None
-        rows = factor * (len(prompt) // KVCache.step + 4) * KVCache.step
-        missing = [(0, 0), (0, 0), (0, max(0, rows - cache.keys.shape[2])), (0, 0)]
-        cache.keys, cache.values = mx.pad(cache.keys, missing), mx.pad(cache.values, missing)
-        mx.eval(cache.keys, cache.values)
+    reserve_rows(caches, factor * (len(prompt) // KVCache.step + 4) * KVCache.step)
     _, drafted = _drafted_tokens(target, drafter, shape, prompt[-1:], caches)
     next(drafted)
     return drafted

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mlx_redrafter.bench.endurance import Window
 from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.sweep import Point, group_name
 from mlx_redrafter.checkpoint import write_atomically
@@ -100,6 +101,30 @@ def plot_profile(folder: Path, found: Profile, title: str) -> list[Path]:
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=9)
     return [verify, draft, step]
+
+
+def plot_endurance(path: Path, windows: Sequence[Window], title: str) -> Path:
+    """Draw step times and memory against the length of the text; see `plot_sweep`."""
+    with _figure(path, (6.5, 4.5)) as axes:
+        for name in dict.fromkeys(name for window in windows for name in window.steps):
+            own = [window for window in windows if name in window.steps]
+            times = [1e3 * window.steps[name].median for window in own]
+            axes.plot([window.length for window in own], times, marker=".", label=f"step, {name}")
+        lengths = [window.length for window in windows]
+        for name in windows[0].forwards:
+            times = [1e3 * window.forwards[name] for window in windows]
+            axes.plot(lengths, times, linestyle=":", label=f"{name} alone")
+        axes.set_xlabel("tokens of the text")
+        axes.set_ylabel("ms")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize=9)
+        memory = axes.twinx()
+        used = [window.memory / 1e6 for window in windows]
+        memory.plot(lengths, used, color="black", linestyle="--", label="memory")
+        memory.set_ylabel("MB beyond weights and K/V rows")
+        memory.set_ylim(bottom=0)
+        axes.figure.legend(fontsize=7, loc="outside lower center", ncols=3)
+    return path
 
 
 def _has_default_nodes(point: Point) -> bool:

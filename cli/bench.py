@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_redrafter.cli.bench_endurance import endurance
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
 from mlx_redrafter.cli.bench_predict import predict
@@ -22,6 +23,7 @@ app.command()(profile)
 app.command()(predict)
 app.command()(overhead)
 app.command()(memory)
+app.command()(endurance)
 
 
 @app.command()

@@ -1,0 +1,93 @@
+"""``redrafter-mlx bench endurance``: one long text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from mlx_redrafter.cli import options
+from mlx_redrafter.cli.bench_output import Out, draw, load_pair, progress, show
+from mlx_redrafter.cli.bench_parts import PROMPT
+from mlx_redrafter.config import find_shape
+
+if TYPE_CHECKING:
+    from mlx_redrafter.bench.endurance import Window
+
+
+def endurance(
+    model: options.Model = None,
+    drafter: options.DrafterPath = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", show_default=False)] = PROMPT,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 20000,
+    window: Annotated[int, typer.Option(help="Tokens per window.")] = 1000,
+    beam_width: options.BeamWidth = "auto",
+    beam_length: options.BeamLength = "auto",
+    tree_nodes: options.TreeNodes = "auto",
+    out: Out = None,
+) -> None:
+    """Decode one long text, past its end, and watch memory and the time of a step.
+
+    The exit code is 1 where either grows by more than the K/V rows and attention to them explain.
+    """
+    shape = find_shape(beam_width, beam_length, tree_nodes, "top_n")
+    target, tokenizer, loaded = load_pair(model, drafter)
+    from mlx_redrafter.bench.endurance import endure, judge
+    from mlx_redrafter.bench.plots import plot_endurance
+    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
+
+    ids = list(tokenizer.encode(prompt))
+    windows: list[Window] = []
+    configuration = {
+        "model": checkpoint_name(model),
+        "drafter": checkpoint_name(drafter),
+        "shape": "auto" if shape is None else vars(shape),
+        "prompt_tokens": len(ids),
+        "tokens": tokens,
+        "window": window,
+    }
+    result = new_result("endurance", configuration, windows=windows)
+    with progress("Windows") as on_progress:
+        for found in endure(target, loaded, ids, shape, tokens, window):
+            windows.append(found)
+            on_progress(len(windows), tokens // window)
+            if out is not None:  # a text of hours leaves what it got to
+                write_result(out, result)
+    findings = judge(windows)
+    show(_table(windows))
+    for finding in findings:
+        verdict = "ok" if finding.holds else "BROKEN"
+        numbers = f"{finding.found:.2f} {finding.unit}, bound {finding.bound:.2f} {finding.unit}"
+        show(f"{finding.name}: {numbers}: {verdict}")
+    if out is not None:
+        write_result(out, {**result, "findings": findings})
+        title = f"{configuration['model']} on {result['machine']['processor']}"
+        draw(lambda: [plot_endurance(out.with_suffix(".png"), windows, title)])
+    if not all(finding.holds for finding in findings):
+        raise typer.Exit(1)
+
+
+def _table(windows: Sequence[Window]) -> Table:
+    from mlx_redrafter.bench.endurance import FIXED
+    from mlx_redrafter.bench.runs import STOCK
+
+    columns = (
+        "length", "tokens/step", "most frequent shape", "its step, ms", "verify alone, ms", "ratio",
+        f"{STOCK}, ms", f"{FIXED}, ms", "memory, MB", "peak, MB", "K/V, MB", "K/V rows",
+    )  # fmt: skip
+    table = Table(*columns)
+    for window in windows:
+        name = window.most_frequent
+        steps = window.steps[name]
+        times = (steps.median, steps.alone, *(window.forwards[key] for key in (STOCK, FIXED)))
+        step, alone, stock, fixed = (f"{1e3 * seconds:.2f}" for seconds in times)
+        memory, peak, rows = (
+            f"{size / 1e6:.1f}" for size in (window.memory, window.peak, window.kv_bytes)
+        )
+        table.add_row(
+            str(window.length), f"{window.tokens_per_step:.2f}", name, step, alone,
+            f"{window.ratio(name):.2f}", stock, fixed, memory, peak, rows, str(window.kv_rows),
+        )  # fmt: skip
+    return table
