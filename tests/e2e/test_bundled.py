@@ -87,6 +87,15 @@ def test_check_passes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(":")[0] for line in result.out.splitlines()] == ["equal"] * 3
 
 
+@pytest.mark.usefixtures("pair")
+def test_bench_measures_the_pair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    result = run(capsys, "bench", "overhead", "--rounds", 2, "--goal", 1e9, "--out", out)
+    assert result.code == 0
+    configuration = json.loads(out.read_text())["configuration"]
+    assert (configuration["model"], configuration["drafter"]) == ("bundled", "bundled")
+
+
 def test_neither_network_nor_folder_matter(
     pair: Pair,
     capsys: pytest.CaptureFixture[str],
