@@ -43,6 +43,7 @@ class Run:
         accepted_counts: At index a, the steps that accepted a drafts; empty for stock mlx-lm.
         num_verified: Nodes verified in all steps.
         num_unmerged: The same without merging prefixes.
+        num_plain: Steps that verified one token only: plain decoding.
     """
 
     group: str
@@ -58,6 +59,7 @@ class Run:
     accepted_counts: list[int]
     num_verified: int
     num_unmerged: int
+    num_plain: int = 0  # files of before it was counted lack it
 
     @property
     def steps(self) -> int:
@@ -189,11 +191,15 @@ def run(name: str, arm: Arm, turn: Turn) -> Run:
     tokens: list[int] = []
     start = first = last = time.perf_counter()
     response: Any = None
+    num_plain = num_verified = 0
     for response in arm(prompt.ids):
         last = time.perf_counter()
         if not tokens:
             first = last
         tokens.append(response.token)
+        if isinstance(response, GenerationResponse):
+            num_plain += response.stats.num_verified == num_verified + 1
+            num_verified = response.stats.num_verified
     stats = response.stats if isinstance(response, GenerationResponse) else None
     mx.clear_cache()
     return Run(
@@ -208,8 +214,9 @@ def run(name: str, arm: Arm, turn: Turn) -> Run:
         decode_seconds=last - first,
         tokens=tokens,
         accepted_counts=list(stats.accepted_counts) if stats else [],
-        num_verified=stats.num_verified if stats else 0,
+        num_verified=num_verified,
         num_unmerged=stats.num_unmerged if stats else 0,
+        num_plain=num_plain,
     )
 
 
