@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mlx_redrafter.cli.bench_endurance import endurance
+from mlx_redrafter.cli.bench_guard import guard
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
 from mlx_redrafter.cli.bench_predict import predict
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(sweep)
 app.command()(compare)
+app.command()(guard)
 app.command()(profile)
 app.command()(predict)
 app.command()(overhead)

@@ -80,6 +80,17 @@ def draw(plot: Callable[[], Sequence[Path]]) -> None:
         typer.echo(f"note: {error}", err=True)
 
 
+def refuse_texts(num_different: int) -> None:
+    """End with exit code 1 where texts are not the target's own."""
+    if num_different:
+        typer.echo(
+            f"{num_different} texts are not the target's own; in float16 and bfloat16 ties may "
+            "break differently, `redrafter-mlx check` shows how close they are",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
 def show(*lines: object) -> None:
     """Print to stdout; wide enough for every table where stdout is no terminal."""
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)

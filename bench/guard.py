@@ -1,0 +1,187 @@
+"""Is drafting ever slower than stock mlx-lm? Where drafts are bad, in pairs of whole answers.
+
+Every step chooses its own shape, so where drafts do not pay the answer should take as long as
+stock's. The probes that find this out are part of it; timing the shapes once is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_redrafter.bench.cases import Case
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import summarise
+from mlx_redrafter.bench.runs import (
+    AUTO,
+    PLAIN,
+    STOCK,
+    Arm,
+    Run,
+    Setting,
+    Turn,
+    drafted_arm,
+    plain_arm,
+    run,
+    stock_arm,
+    take_turn,
+    warm_up,
+)
+from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, timed
+from mlx_redrafter.costs import time_steps
+from mlx_redrafter.target import Target
+
+# Least median of stock's time by ours.
+LEAST_RATIO = 0.97
+# Shorter answers are left out: two of their tokens more or less weigh too much.
+LEAST_TOKENS = 32
+# Prompts that are tried for every pair wanted, as some have short answers.
+DRAWS = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One case. Ratios are stock mlx-lm's time by the time with drafts: above 1 is faster.
+
+    Attributes:
+        case: Its name.
+        decode: From the first token to the last; None without a pair.
+        total: From the prompt to the last token.
+        worst: The pair with the smallest ratio from the first token to the last.
+        tokens_per_step: With drafts.
+        plain_share: Share of those steps that were plain.
+        num_pairs: Pairs measured.
+        num_missing: Pairs that are lacking because too many answers were short.
+        num_short: Pairs left out for that.
+        num_different: Texts with drafts that are not the target's own, of all pairs.
+    """
+
+    case: str
+    decode: Estimate | None
+    total: Estimate | None
+    worst: float | None
+    tokens_per_step: float | None
+    plain_share: float | None
+    num_pairs: int
+    num_missing: int
+    num_short: int
+    num_different: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was measured, is not slower, and all texts are right."""
+        is_fast = self.decode is not None and self.decode.median >= LEAST_RATIO
+        return is_fast and self.num_missing == 0 and self.num_different == 0
+
+
+def guard(
+    setting: Setting,
+    cases: Sequence[Case],
+    num_pairs: int,
+    recording: Recording,
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Verdict]:
+    """Measure every case.
+
+    Args:
+        setting: What all answers share; each case has its own drafter.
+        cases: The cases.
+        num_pairs: Pairs of each case that count.
+        recording: Gets the runs; turns that it has are not repeated.
+        on_progress: Called with pairs done and their number.
+    """
+    if "calibration_seconds" not in recording.result:
+        # Done once per model and machine, and kept; no answer's time has it.
+        calibration = timed(lambda: time_steps(Target(setting.model), setting.drafter))
+        recording.result["calibration_seconds"] = calibration
+    total = len(cases) * num_pairs
+    verdicts = []
+    for i, case in enumerate(cases):
+        on_progress(i * num_pairs, total)
+        own = replace(setting, drafter=case.drafter)
+
+        def on_pair(done: int, before: int = i * num_pairs) -> None:
+            on_progress(before + done, total)
+
+        _measure(own, case, num_pairs, recording, on_pair)
+        runs = [one for one in recording.runs if one.group == case.name]
+        verdicts.append(judge(case.name, runs, setting, num_pairs))
+    on_progress(total, total)
+    recording.result["found"] = verdicts
+    recording.write()
+    return verdicts
+
+
+def judge(case: str, runs: Sequence[Run], setting: Setting, num_pairs: int) -> Verdict:
+    """What the runs of a case say.
+
+    Args:
+        case: Its name.
+        runs: All of its runs.
+        setting: Says how long answers may be, and by the temperature whose texts are right.
+        num_pairs: Pairs wanted.
+    """
+    reference = STOCK if setting.temp == 0 else PLAIN
+    turns: dict[tuple[str, int, str, int], list[Run]] = {}
+    for one in runs:
+        turns.setdefault(one.turn, []).append(one)
+    counted = [turn for turn in turns.values() if _is_long(turn, setting)]
+    pairs = [(_find(turn, STOCK), _find(turn, AUTO)) for turn in counted]
+    drafted = [auto for _, auto in pairs]
+    decodes = [stock.seconds_per_token / auto.seconds_per_token for stock, auto in pairs]
+    totals = [_total(stock) / _total(auto) for stock, auto in pairs]
+    steps = sum(one.steps for one in drafted)
+    tokens = sum(len(one.tokens) - 1 for one in drafted)
+    (all_texts,) = (row for row in summarise(runs, reference) if row.arm == AUTO)
+    return Verdict(
+        case=case,
+        decode=estimate(decodes) if decodes else None,
+        total=estimate(totals) if totals else None,
+        worst=min(decodes, default=None),
+        tokens_per_step=tokens / steps if steps else None,
+        plain_share=sum(one.num_plain for one in drafted) / steps if steps else None,
+        num_pairs=len(pairs),
+        num_missing=max(0, num_pairs - len(pairs)),
+        num_short=len(turns) - len(pairs),
+        num_different=all_texts.num_different or 0,
+    )
+
+
+def _measure(
+    setting: Setting,
+    case: Case,
+    num_pairs: int,
+    recording: Recording,
+    on_pair: Callable[[int], None],
+) -> None:
+    """Add pairs until there are enough with long answers, or too many prompts have been tried."""
+    arms: dict[str, Arm] = {STOCK: stock_arm(setting), AUTO: drafted_arm(setting, None)}
+    is_warm, num_long = False, 0
+    for number in range(DRAWS * num_pairs):
+        turn = Turn(case.name, 0, case.prompt(number), number)
+        if not recording.has(turn.key):
+            if not is_warm:
+                warm_up(arms, turn.prompt)
+                is_warm = True
+            runs = take_turn(arms, turn)
+            if setting.temp > 0:  # only for its text: stock's noise is another one
+                runs.append(run(PLAIN, plain_arm(setting), turn))
+            recording.add(runs)
+        num_long += _is_long([one for one in recording.runs if one.turn == turn.key], setting)
+        on_pair(num_long)
+        if num_long == num_pairs:
+            return
+
+
+def _is_long(turn: Sequence[Run], setting: Setting) -> bool:
+    return min(len(one.tokens) for one in turn) >= min(LEAST_TOKENS, setting.max_tokens)
+
+
+def _find(turn: Sequence[Run], arm: str) -> Run:
+    (found,) = (one for one in turn if one.arm == arm)
+    return found
+
+
+def _total(one: Run) -> float:
+    """Seconds per token of a whole answer, its prompt included."""
+    return (one.prompt_seconds + one.decode_seconds) / len(one.tokens)
