@@ -8,6 +8,7 @@ Axes: N nodes of the tree, L beam length.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from mlx_redrafter.bench.memory import Finding, allocated_rows, num_bytes
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
 from mlx_redrafter.cache import TreeCache
-from mlx_redrafter.config import SamplingParams, TreeShape, check_int
+from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams, TreeShape, check_int
 from mlx_redrafter.controller import Accepted, AutoShape, Controller, FixedShape
 from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request
@@ -39,13 +40,16 @@ from mlx_redrafter.tree import TokenTree, select_top_n
 EARLY = slice(1, 5)
 # So that the last quarter begins after them.
 LEAST_WINDOWS = 8
-# Every window has some steps, whatever is accepted.
-LEAST_WINDOW = 64
+# Forward passes alone are timed so many times per window, so that steps and they see the same
+# machine, however busy it is.
+PARTS = 4
+# Every part has two steps, however many drafts are accepted.
+LEAST_WINDOW = PARTS * 2 * MAX_BEAM_LENGTH
 # Nodes of the tree that every window verifies.
 FIXED_NODES = 16
 FIXED = f"verify({FIXED_NODES})"
-# Samples of each forward pass alone, per window.
-ROUNDS = 9
+# Samples of each forward pass alone, per part.
+ROUNDS = 2
 # Allowed growth.
 MEMORY_RATIO = 1.10
 MEMORY_BYTES = 8_000_000
@@ -58,7 +62,7 @@ class Steps:
 
     Attributes:
         seconds: Of each step.
-        alone: Median seconds of a forward pass over as many nodes alone, at the window's length.
+        alone: Median seconds of a forward pass over as many nodes alone, at the same lengths.
     """
 
     seconds: list[float]
@@ -75,7 +79,7 @@ class Window:
     """So many tokens of the text.
 
     Attributes:
-        length: Tokens in the K/V cache at its middle, where forward passes alone are timed.
+        length: Tokens in the K/V cache at its middle.
         tokens_per_step: Of the decoder.
         steps: By name of the shape, "plain" for plain decoding.
         forwards: Median seconds of forward passes alone: of stock mlx-lm over one token, and of a
@@ -122,8 +126,12 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all steps; the next one, which was under way before, is not timed."""
+        """Forget all steps."""
         self.seconds: dict[TreeShape | None, list[float]] = {}
+        self.pause()
+
+    def pause(self) -> None:
+        """Leave out the next step, which is under way while something else is done."""
         self._before: float | None = None
 
     def choose(self) -> TreeShape | None:
@@ -248,23 +256,25 @@ class _Bench:
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
         self.trees: dict[TreeShape, TokenTree] = {}
         next(self.tokens)
+        gc.collect()  # the cache that shapes were timed with goes now, not in some window
 
     def decode_until(self, num_tokens: int) -> Window:
         """The window that ends with so many tokens generated."""
         stats, cache = self.decoder.stats, self.decoder.cache
         tokens, steps, start = stats.num_tokens, stats.steps, cache.length
         self.watch.begin()
-        mx.reset_peak_memory()
-        while stats.num_tokens < num_tokens:
-            next(self.tokens)
-        mx.synchronize(generation_stream)
-        kv_bytes = _kv_bytes(cache)
-        known = kv_bytes + self._constant_bytes
-        memory, peak = mx.get_active_memory() - known, mx.get_peak_memory() - known
-        length = (start + cache.length) // 2
-        forwards = self._time_alone(length)
+        alone: dict[str, list[float]] = {}
+        peak = 0
+        for part in range(PARTS - 1, -1, -1):
+            before = cache.length
+            peak = max(peak, self._decode_part(num_tokens - part * (num_tokens - tokens) // PARTS))
+            memory = mx.get_active_memory() - self._known_bytes
+            for name, seconds in self._time_alone((before + cache.length) // 2).items():
+                alone.setdefault(name, []).extend(seconds)
+        forwards = {name: median(seconds) for name, seconds in alone.items()}
+        forwards[PLAIN] = forwards[STOCK]
         return Window(
-            length=length,
+            length=(start + cache.length) // 2,
             tokens_per_step=(stats.num_tokens - tokens) / (stats.steps - steps),
             steps={
                 _name(shape): Steps(seconds, forwards[_name(shape)])
@@ -273,17 +283,31 @@ class _Bench:
             forwards={name: forwards[name] for name in (STOCK, FIXED)},
             memory=memory,
             peak=peak,
-            kv_bytes=kv_bytes,
+            kv_bytes=_kv_bytes(cache),
             kv_rows=allocated_rows(cache.stock),
         )
+
+    def _decode_part(self, num_tokens: int) -> int:
+        """Decode until so many tokens are there, and return the peak as in `Window`."""
+        self.watch.pause()
+        mx.reset_peak_memory()
+        while self.decoder.stats.num_tokens < num_tokens:
+            next(self.tokens)
+        mx.synchronize(generation_stream)
+        return mx.get_peak_memory() - self._known_bytes
+
+    @property
+    def _known_bytes(self) -> int:
+        """Of weights, K/V rows and the second cache."""
+        return _kv_bytes(self.decoder.cache) + self._constant_bytes
 
     @cached_property
     def _constant_bytes(self) -> int:
         """Of the weights and of the second cache."""
         return num_bytes(self.target.model) + num_bytes(self.drafter) + _kv_bytes(self.beside)
 
-    def _time_alone(self, length: int) -> dict[str, float]:
-        """Median seconds of forward passes alone, those of the window's shapes by their names."""
+    def _time_alone(self, length: int) -> dict[str, list[float]]:
+        """Seconds of forward passes alone, those of the window's shapes by their names."""
         jobs = {
             STOCK: partial(self._forward, length),
             FIXED: partial(self._verify, self._fixed, length),
@@ -291,9 +315,7 @@ class _Bench:
         for shape in self.watch.seconds:
             if shape is not None:
                 jobs[_name(shape)] = partial(self._verify, self._tree(shape), length)
-        samples = take_turns(jobs, ROUNDS, warm_up=1)
-        times = {name: median(values) for name, values in samples.items()}
-        return {**times, PLAIN: times[STOCK]}
+        return take_turns(jobs, ROUNDS, warm_up=1)
 
     def _forward(self, length: int) -> float:
         """Stock mlx-lm's forward pass over one token."""

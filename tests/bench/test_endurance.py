@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from mlx_redrafter.bench import endurance
 from mlx_redrafter.bench.contexts import blank_cache
-from mlx_redrafter.bench.endurance import FIXED, Steps, Watch, Window, endure, judge
+from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.config import TreeShape
@@ -34,20 +34,20 @@ def make_window(memory=50e6, **ratios):
 
 
 def test_windows(pair):
-    windows = list(endure(*pair, [5, 6, 7], None, 8 * 64, 64))
+    windows = list(endure(*pair, [5, 6, 7], None, 8 * 128, 128))
     assert len(windows) == 8
     lengths = [window.length for window in windows]
     assert lengths == sorted(lengths)
-    assert 3 + 32 - 16 <= lengths[0] <= 3 + 32 + 16
+    assert 3 + 64 - 16 <= lengths[0] <= 3 + 64 + 16
     rows = [window.kv_rows for window in windows]
     assert rows == sorted(rows)
-    assert windows[-1].kv_rows >= 8 * 64
+    assert windows[-1].kv_rows >= 8 * 128
     # Two layers of keys and values: two heads of eight numbers in float32.
     assert windows[-1].kv_bytes == 2 * 2 * windows[-1].kv_rows * 2 * 8 * 4
     for i, window in enumerate(windows):
         timed = sum(len(steps.seconds) for steps in window.steps.values())
-        # All but the first step, which was under way; the text's first token belongs to none.
-        assert (64 if i else 63) / window.tokens_per_step == pytest.approx(timed + 1)
+        # Each part leaves one step out, which was under way; the first token belongs to none.
+        assert (128 if i else 127) / window.tokens_per_step == pytest.approx(timed + PARTS)
         assert window.forwards.keys() == {STOCK, FIXED}
         assert window.peak >= window.memory
         assert window.ratio(window.most_frequent) > 0
@@ -62,23 +62,23 @@ def test_plain_steps_are_compared_with_stock(pair):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(endurance, "AutoShape", Plain)
-        window = next(endure(*pair, [5], None, 8 * 64, 64))
+        window = next(endure(*pair, [5], None, 8 * 128, 128))
     assert window.steps.keys() == {PLAIN}
     assert window.steps[PLAIN].alone == window.forwards[STOCK]
     assert window.tokens_per_step == 1
 
 
 def test_a_fixed_shape(pair):
-    window = next(endure(*pair, [5], TreeShape(4, 5, 8), 8 * 64, 64))
+    window = next(endure(*pair, [5], TreeShape(4, 5, 8), 8 * 128, 128))
     assert window.steps.keys() == {TREE}
 
 
 def test_what_cannot_be_measured_is_refused(pair):
     with pytest.raises(ConfigError, match=r"are 4098, the model's context is 4096; .*--context"):
-        endure(*pair, [5, 6], None, 4096, 64)
-    with pytest.raises(ConfigError, match=r"at least 800 \(8 windows of 100\), got 799"):
-        endure(*pair, [5], None, 799, 100)
-    with pytest.raises(ConfigError, match="window must be an integer at least 64"):
+        endure(*pair, [5, 6], None, 4096, 128)
+    with pytest.raises(ConfigError, match=r"at least 1600 \(8 windows of 200\), got 1599"):
+        endure(*pair, [5], None, 1599, 200)
+    with pytest.raises(ConfigError, match="window must be an integer at least 128"):
         endure(*pair, [5], None, 799, 8)
 
 
@@ -114,12 +114,16 @@ def test_like_is_compared_with_like():
 
 def test_a_step_lasts_from_one_outcome_to_the_next(monkeypatch):
     watch = Watch(FixedShape(None))
-    clock = iter([1.0, 1.5, 3.5])
+    clock = iter([1.0, 1.5, 3.5, 9.0, 9.25])
     monkeypatch.setattr(endurance.time, "perf_counter", lambda: next(clock))
     shape = CANDIDATES[0]
     for observed in (None, shape, shape):
         watch.observe(observed, Accepted([], []))
     assert watch.seconds == {shape: [0.5, 2.0]}
+    watch.pause()
+    for _ in range(2):
+        watch.observe(None, Accepted([], []))
+    assert watch.seconds == {shape: [0.5, 2.0], None: [0.25]}
     watch.begin()
     assert not watch.seconds
 
@@ -138,7 +142,7 @@ def test_a_blank_cache_can_be_of_any_length(pair):
 def test_command(folders, tmp_path):
     out = tmp_path / "endurance.json"
     arguments = ["endurance", "--model", folders[0], "--drafter", folders[1], "--prompt", "abc",
-                 "--tokens", 512, "--window", 64, "--out", out]  # fmt: skip
+                 "--tokens", 1024, "--window", 128, "--out", out]  # fmt: skip
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code in (0, 1), result.output
     assert "memory beyond weights and K/V rows" in result.output
