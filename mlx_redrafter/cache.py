@@ -4,13 +4,15 @@ Axes: N nodes of the tree, S committed tokens, L beam length.
 
 A gather from a large buffer in the graph that also attends to it makes MLX copy the buffer. So the
 rows of a tree are kept aside, and the rows of its accepted path are written together with the next
-tree's rows, with one update per buffer. Invariants, per layer: the buffer holds the first
-``layer.offset`` tokens; ``TreeCache.length`` counts the committed tokens; where the two differ, the
-missing rows are ``fresh[path]``.
+tree's rows, with one update per buffer; unless the path is the tree's first nodes in order, whose
+rows are where they belong. Invariants, per layer: the buffer holds the first ``stock.offset``
+tokens; ``TreeCache.length`` counts the committed tokens; where the two differ, the missing rows are
+``fresh[path]``, and follow in the buffer if ``is_in_place``.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -28,9 +30,11 @@ class TreeCache:
 
     def __init__(self, stock: Sequence[KVCache]):
         self.stock = list(stock)
-        self.layers = [LayerCache(cache, self) for cache in self.stock]
+        # A cycle would keep the buffers of a finished request until Python looks for cycles.
+        self.layers = [LayerCache(cache, weakref.proxy(self)) for cache in self.stock]
         self.length = max(cache.offset for cache in self.stock)
         self.path = mx.zeros((0,), dtype=mx.int32)
+        self.is_in_place = True
         self.mask: mx.array | None = None
 
     def expect_token(self) -> None:
@@ -42,10 +46,11 @@ class TreeCache:
         committed = mx.ones((ancestors.shape[0], self.length), dtype=mx.bool_)
         self.mask = mx.concatenate([committed, ancestors], axis=1)
 
-    def commit(self, path: mx.array) -> None:
-        """Keep the rows of ``path``, node indices of shape (k,), of the tree just verified."""
-        self.path = path
-        self.length += path.shape[0]
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows of ``path``, node indices from the root on, of the tree just verified."""
+        self.is_in_place = list(path) == list(range(len(path)))
+        self.path = mx.array(list(path), dtype=mx.int32)
+        self.length += len(path)
 
     def settle(self, length: int) -> None:
         """Leave the stock caches holding exactly the first ``length`` tokens.
@@ -95,14 +100,12 @@ class LayerCache:
         Returns:
             Keys and values of the S committed tokens and of these N.
         """
-        if self._is_behind():
-            kept_keys, kept_values = self._kept_rows()
+        rows = (keys, values)
+        if kept := self._kept_rows():
             rows = (
-                mx.concatenate([kept_keys, keys], axis=2),
-                mx.concatenate([kept_values, values], axis=2),
+                mx.concatenate([kept[0], keys], axis=2),
+                mx.concatenate([kept[1], values], axis=2),
             )
-        else:
-            rows = (keys, values)
         everything = self.stock.update_and_fetch(*rows)
         if self.shared.mask is not None:
             self.stock.offset -= keys.shape[2]
@@ -118,13 +121,15 @@ class LayerCache:
 
     def write_committed(self) -> None:
         """Write the committed rows that are still aside into the buffer."""
-        if self._is_behind():
-            self.stock.update_and_fetch(*self._kept_rows())
+        if kept := self._kept_rows():
+            self.stock.update_and_fetch(*kept)
 
-    def _is_behind(self) -> bool:
-        return self.fresh is not None and self.stock.offset < self.shared.length
-
-    def _kept_rows(self) -> tuple[mx.array, mx.array]:
-        assert self.fresh is not None
+    def _kept_rows(self) -> tuple[mx.array, mx.array] | None:
+        """Committed rows to write; None where there are none, or they are in the buffer already."""
+        if self.fresh is None or self.stock.offset >= self.shared.length:
+            return None
+        if self.shared.is_in_place:
+            self.stock.offset = self.shared.length
+            return None
         path = self.shared.path
         return mx.take(self.fresh[0], path, axis=2), mx.take(self.fresh[1], path, axis=2)

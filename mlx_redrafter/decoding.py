@@ -90,8 +90,7 @@ class InFlight:
 
     Attributes:
         outcome: int32: number of drafts accepted, bonus token, and for a tree, of every node on
-            the path, its index and token, and where known its id in the expansion and its rank by
-            score (L each).
+            the path, its index, its token and, where it has one, its id in the expansion (L each).
         root: The bonus token, which is the next root, int32, shape (1,).
         position: Where that root will stand, int32, shape (1,).
         hidden: Target state that predicted it, shape (H,).
@@ -268,8 +267,7 @@ class Decoder:
             chosen = self.chooser.choose(log_probs, tree.depths, noise, shape.beam_length)
             path, num_accepted, bonus = accept(tree, chosen, shape.beam_length)
             hidden = forward.hiddens[path[num_accepted]][0]
-            details = [tree.tokens, tree.ids, tree.ranks]
-            columns = [column[path] for column in details if column is not None]
+            columns = [column[path] for column in (tree.tokens, tree.ids) if column is not None]
             outcome = mx.concatenate([num_accepted, bonus, path, *columns])
             mx.async_eval(outcome, hidden, log_probs)
         return InFlight(
@@ -296,16 +294,15 @@ class Decoder:
         if flight.path is not None and flight.shape is not None:
             kept = num_accepted + 1
             length = flight.shape.beam_length
-            rows, drafts, *details = (
+            rows, drafts, *ids = (
                 path_columns[start : start + kept] for start in range(0, len(path_columns), length)
             )
             tokens = [*drafts[1:], bonus]
-            if len(details) == 2:
-                ids, ranks = details
-                width = flight.shape.beam_width
-                accepted = Accepted(ranks[1:], [node % width for node in ids[1:]])
+            if ids and flight.shape.select == "top_n":  # nodes are in the order of their scores
+                children = [node % flight.shape.beam_width for node in ids[0][1:]]
+                accepted = Accepted([row - 1 for row in rows[1:]], children)
             with mx.stream(generation_stream):
-                self.cache.commit(flight.path[:kept])
+                self.cache.commit(rows)
                 self.chooser.keep(kept)
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:-1], dtype=mx.int32))

@@ -9,6 +9,7 @@ names are kept. The state starts from zero as in that code; the paper starts it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,9 +54,8 @@ class Drafter(nn.Module):
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
         if config.draft_vocab_size is not None:
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
-        # The first layer in two, and the weight they were made of; no parameters of their own.
-        self._halves: tuple[Layer, Layer] | None = None
-        self._halved: mx.array | None = None
+        # A weight, and the two layers made of it; no parameters of their own.
+        self._halves: tuple[mx.array, Layer, Layer] | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -118,16 +118,14 @@ class Drafter(nn.Module):
         """
         x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
         y = self._first(x) if share is None else share + self._split()[1](state)
-        if self.config.has_input_proj:
-            layers = self.lm_head
-            x = y
-        elif self.config.num_draft_layers:
-            x, layers = x + nn.silu(y), self.lm_head[1:]
-        else:
-            x, layers = y, []
+        layers = self.lm_head
+        if not self.config.has_input_proj:
+            # The first block reads the pair itself; without blocks the head does.
+            layers = layers[1:]
+            y = x + nn.silu(y) if self.config.num_draft_layers else y
         for layer in layers:
-            x = layer(x)
-        return x
+            y = layer(y)
+        return y
 
     def hidden_share(self, hidden: mx.array) -> mx.array | None:
         """What ``hidden``, shape (H,), adds to the first layer, shape (1, D): equal for all beams.
@@ -141,21 +139,19 @@ class Drafter(nn.Module):
     @property
     def _first(self) -> nn.Linear | nn.QuantizedLinear:
         """The layer that reads ``[h, s_t]``."""
-        if self.config.has_input_proj:
-            return self.input_proj
-        return self.lm_head[0].linear if self.config.num_draft_layers else self.lm_head[0]
+        layer: Any = self.input_proj if self.config.has_input_proj else self.lm_head[0]
+        return layer.linear if isinstance(layer, ResBlock) else layer
 
     def _split(self) -> tuple[Layer, Layer]:
         """`_first` as a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
         first, hidden = self._first, self.config.hidden_size
-        if self._halves is None or self._halved is not first.weight:
+        halves = self._halves
+        if halves is None or halves[0] is not first.weight:
             bias = first.bias if "bias" in first else None
-            self._halves = (
-                columns(first, 0, hidden, None),
-                columns(first, hidden, 2 * hidden, bias),
-            )
-            self._halved = first.weight
-        return self._halves
+            left = columns(first, 0, hidden, None)
+            right = columns(first, hidden, 2 * hidden, bias)
+            self._halves = halves = (first.weight, left, right)
+        return halves[1:]
 
     def log_probs(
         self,
@@ -201,20 +197,23 @@ def columns(
 ) -> Layer:
     """The part of a layer that reads these inputs only, with this bias.
 
-    The weights are copied: a matrix whose rows do not follow each other in memory would be copied
-    at every use.
+    The weights are copied, and at once: a matrix whose rows do not follow each other in memory
+    would be copied at every use, and threads must not share what is not computed yet.
     """
     if isinstance(linear, nn.QuantizedLinear):
         group, bits = linear.group_size, linear.bits
         packed = mx.contiguous(linear.weight[:, start * bits // 32 : stop * bits // 32])
         scales = mx.contiguous(linear.scales[:, start // group : stop // group])
+        assert linear.biases is not None
         biases = mx.contiguous(linear.biases[:, start // group : stop // group])
+        mx.eval(packed, scales, biases)
 
         def apply(x: mx.array) -> mx.array:
             y = mx.quantized_matmul(x, packed, scales, biases, True, group, bits)
             return y if bias is None else y + bias
     else:
         weight = mx.contiguous(linear.weight[:, start:stop]).T
+        mx.eval(weight)
 
         def apply(x: mx.array) -> mx.array:
             return x @ weight if bias is None else mx.addmm(bias, x, weight)

@@ -34,8 +34,6 @@ class TokenTree:
         max_depth: No node is deeper; None where that is not known.
         ids: Each draft's id in the expansion it was selected from, int32, shape (N,); the root's
             means nothing. None for trees that no search has made.
-        ranks: Each draft's place by score among all drafts of the expansion, from 0, int32, shape
-            (N,); None where drafts were not selected by score.
     """
 
     tokens: mx.array
@@ -46,7 +44,6 @@ class TokenTree:
     num_unmerged: int
     max_depth: int | None = None
     ids: mx.array | None = None
-    ranks: mx.array | None = None
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -55,9 +52,10 @@ class TokenTree:
 
 
 def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
-    """The tree of the N - 1 most probable nodes of an expansion.
+    """The tree of the N - 1 most probable nodes of an expansion, the root and then by probability.
 
-    A child is never more probable than its parent and comes after it, so the best nodes, the first
+    Accepted paths then often are the first nodes in order, whose K/V rows stay where they are. A
+    child is never more probable than its parent and comes after it, so the best nodes, the first
     of equals preferred, always form a tree. It maximises the expected number of accepted drafts
     when the scores are true (OPT-Tree, arXiv 2406.17276).
 
@@ -68,9 +66,8 @@ def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
     """
     assert shape.tree_nodes is not None
     best = mx.argsort(-expansion.scores)[: shape.tree_nodes - 1]
-    order = mx.argsort(best)
     unmerged = 1 + shape.beam_width * shape.draft_length
-    return _pack(expansion, root, best[order], order, shape, shape.tree_nodes, unmerged)
+    return _pack(expansion, root, best, shape, shape.tree_nodes, unmerged)
 
 
 def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
@@ -95,14 +92,13 @@ def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
     size = next((s for s in STATIC_SIZES if s > count), shape.max_nodes)
     unmerged = 1 + shape.beam_width * shape.draft_length
     kept = kept[: min(size, shape.max_nodes) - 1]
-    return _pack(expansion, root, kept, None, shape, count + 1, unmerged)
+    return _pack(expansion, root, kept, shape, count + 1, unmerged)
 
 
 def _pack(
     expansion: Expansion,
     root: mx.array,
     kept: mx.array,
-    ranks: mx.array | None,
     shape: TreeShape,
     num_nodes: int,
     num_unmerged: int,
@@ -134,7 +130,6 @@ def _pack(
         num_unmerged=num_unmerged,
         max_depth=shape.draft_length,
         ids=mx.concatenate([zero, kept]),
-        ranks=None if ranks is None else mx.concatenate([zero, ranks.astype(mx.int32)]),
     )
 
 

@@ -221,7 +221,7 @@ def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
                 tree = trunk_tree(trunk, rollouts[begin:stop, :known])
                 logits = target.verify(tree, cache).logits[-len(trunk) :]
                 rollouts[begin:stop, known] = np.array(mx.argmax(logits, axis=-1))
-            cache.commit(mx.arange(len(trunk), dtype=mx.int32))
+            cache.commit(range(len(trunk)))
             mx.clear_cache()
     return rollouts
 

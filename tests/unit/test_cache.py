@@ -5,7 +5,9 @@ Axes: N nodes of a tree.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +56,7 @@ def _decode_tree(
     tree = make_tree(tokens, parents, SHAPE.draft_length)
     forward = target.verify(tree, cache)
     mx.async_eval(forward.logits)
-    cache.commit(mx.array(path, dtype=mx.int32))
+    cache.commit(path)
 
 
 def _random_path(rng: random.Random, parents: list[int]) -> list[int]:
@@ -103,7 +105,7 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
             alone = np.array(model(mx.array([history]))[0, -1])
             np.testing.assert_allclose(logits[node], alone, atol=1e-4, rtol=0)
         path = _random_path(rng, parents)
-        cache.commit(mx.array(path, dtype=mx.int32))
+        cache.commit(path)
         text += [tokens[n] for n in path]
 
 
@@ -190,3 +192,29 @@ def test_other_caches_are_refused(target: Target) -> None:
         target.new_cache([Other() for _ in range(3)])
     with pytest.raises(ConfigError, match=r"2 layers, the model needs 3; .*make_prompt_cache"):
         target.new_cache([KVCache() for _ in range(2)])
+
+
+def test_buffers_go_with_the_request(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    _decode_tree(target, cache, [4, 5], [0, 0], [0, 1])
+    layer = weakref.ref(cache.layers[0])
+    gc.disable()
+    try:
+        del cache
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
+    _decode_tree(target, cache, tree, parents, [0, 1, 2])
+    assert cache.is_in_place
+    _decode_tree(target, cache, tree, parents, [0, 3])
+    assert not cache.is_in_place
+    _decode_tree(target, cache, tree, parents, [0, 1])
+    cache.settle(cache.length)
+    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
