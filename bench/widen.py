@@ -203,7 +203,11 @@ def widen_target(
 
 
 def widen_drafter(
-    source: str | Path, destination: str | Path, hidden_size: int, seed: int = 0
+    source: str | Path,
+    destination: str | Path,
+    hidden_size: int,
+    exit_dim: int | None = None,
+    seed: int = 0,
 ) -> DrafterConfig:
     """Write a float32 copy of a drafter for the widened target; it proposes the same drafts.
 
@@ -211,22 +215,26 @@ def widen_drafter(
         source: Folder or hub repository of the small target's drafter.
         destination: Folder to write.
         hidden_size: Of the widened target.
+        exit_dim: Of the copy, by default the drafter's own; one that is twice the hidden size stays
+            so.
         seed: Of the arbitrary weights.
 
     Returns:
         The copy's config.
 
     Raises:
-        ConfigError: The drafter is quantised, or wider than the target.
+        ConfigError: The drafter is quantised, or wider than the target or ``exit_dim``.
     """
     drafter = load_drafter(source)
-    widened = widened_drafter(drafter, hidden_size, seed)
+    widened = widened_drafter(drafter, hidden_size, exit_dim, seed)
     extra = {"widened_from": drafter.config.to_dict()}
     save_drafter(widened, destination, extra)
     return widened.config
 
 
-def widened_drafter(drafter: Drafter, hidden_size: int, seed: int = 0) -> Drafter:
+def widened_drafter(
+    drafter: Drafter, hidden_size: int, exit_dim: int | None = None, seed: int = 0
+) -> Drafter:
     """A drafter of the same function for a hidden state that ends in zeros; see `widen_drafter`."""
     old = drafter.config
     if any(isinstance(module, nn.QuantizedLinear) for module in drafter.modules()):
@@ -236,11 +244,7 @@ def widened_drafter(drafter: Drafter, hidden_size: int, seed: int = 0) -> Drafte
     rng = np.random.default_rng(seed)
     hidden = np.arange(old.hidden_size)
     pair = np.concatenate([hidden, hidden + hidden_size])  # places of [h, s] in [h, 0, s, 0]
-    exit_dim = 2 * hidden_size
-    if old.has_input_proj:
-        scaled = old.exit_dim * hidden_size / old.hidden_size
-        exit_dim = max(old.exit_dim, round(scaled / ALIGNMENT) * ALIGNMENT)
-        exit_dim += ALIGNMENT * (exit_dim == 2 * hidden_size)  # would mean: no projection
+    exit_dim = _widened_exit_dim(old, hidden_size, exit_dim)
     inner = np.arange(old.exit_dim) if old.has_input_proj else pair
     new = dataclasses.replace(old, hidden_size=hidden_size, exit_dim=exit_dim)
     weights = []
@@ -263,6 +267,22 @@ def widened_drafter(drafter: Drafter, hidden_size: int, seed: int = 0) -> Drafte
     widened.load_weights(weights)
     widened.eval()
     return widened
+
+
+def _widened_exit_dim(old: DrafterConfig, hidden_size: int, wanted: int | None) -> int:
+    if not old.has_input_proj:
+        if wanted not in (None, 2 * hidden_size):
+            raise ConfigError(
+                f"the drafter has no input_proj, so its copy's exit_dim is {2 * hidden_size}, got "
+                f"{wanted}; leave it out"
+            )
+        return 2 * hidden_size
+    exit_dim = old.exit_dim if wanted is None else wanted
+    if exit_dim < old.exit_dim or exit_dim == 2 * hidden_size:
+        raise ConfigError(
+            f"exit_dim must be at least {old.exit_dim} and not {2 * hidden_size}, got {exit_dim}"
+        )
+    return exit_dim
 
 
 def _place(

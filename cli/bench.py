@@ -38,6 +38,9 @@ def widen(
     layers: Annotated[int | None, typer.Option(help="Layers; new ones add nothing.")] = None,
     drafter: Annotated[str | None, typer.Option(help="The small model's drafter.")] = None,
     drafter_out: Annotated[Path | None, typer.Option(help="Folder for its copy.")] = None,
+    drafter_exit_dim: Annotated[
+        int | None, typer.Option(help="Of the drafter's copy.", show_default="the drafter's own")
+    ] = None,
     context: Annotated[int | None, typer.Option(help="Replaces max_position_embeddings.")] = None,
     seed: Annotated[int, typer.Option(help="Of the arbitrary weights.")] = 0,
 ) -> None:
@@ -53,5 +56,5 @@ def widen(
     shape = widen_target(source, destination, count, layers, context, seed)
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is not None and drafter_out is not None:
-        config = widen_drafter(drafter, drafter_out, shape.hidden_size, seed)
+        config = widen_drafter(drafter, drafter_out, shape.hidden_size, drafter_exit_dim, seed)
         typer.echo(f"{drafter_out}: {config}")

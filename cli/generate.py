@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -14,6 +15,7 @@ from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.generation import GenerationResponse
+    from mlx_redrafter.stats import Choice
 
 
 def generate(
@@ -54,7 +56,7 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also say what is drafted, and the seed.")
+        bool, typer.Option("--verbose", help="Also say the seed, what is drafted and why.")
     ] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -91,6 +93,8 @@ def generate(
     else:
         typer.echo()
         _print_statistics(result.last, drafts=not no_draft)
+    if verbose and result.last.stats.choices:
+        _print_choices(result.last.stats.choices)
 
 
 class Result(NamedTuple):
@@ -180,5 +184,18 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
         lines.append(
             f"Speculative: {last.tokens_per_step:.2f} tokens/step over {last.steps} steps, "
             f"accepted by depth: {rates}"
+        )
+    typer.echo("\n".join(lines), err=True)
+
+
+def _print_choices(choices: Sequence[Choice]) -> None:
+    """What was drafted, and why: the time of a step and the tokens it was expected to give."""
+    lines = ["Drafted         steps  ms/step  expected: tokens/step  tokens-per-sec"]
+    for choice in choices:
+        shape = choice.shape
+        name = shape and f"{shape.beam_width} x {shape.beam_length}, {shape.tree_nodes} nodes"
+        lines.append(
+            f"{name or 'nothing':<15}{choice.steps:>6}{1e3 * choice.seconds:>9.2f}"
+            f"{choice.tokens:>23.2f}{choice.tokens_per_second:>16.1f}"
         )
     typer.echo("\n".join(lines), err=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.stats import Choice
 
 # What `AutoShape` chooses from besides plain decoding.
 CANDIDATES = (
@@ -112,6 +113,7 @@ class AutoShape:
             depths = range(1, shape.draft_length + 1)
             self.tokens[shape] = 1 + sum(PRIOR_ACCEPTANCE**depth for depth in depths)
         self.current = self._best()
+        self._steps = dict.fromkeys(self.seconds, 0)
         self._weights = dict.fromkeys(CANDIDATES, PRIOR_STEPS)
         self._interval = PROBE_EVERY
         self._until_probe = PROBE_EVERY
@@ -133,6 +135,7 @@ class AutoShape:
 
     def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
         """See `Controller.observe`."""
+        self._steps[shape] += 1
         if shape is None:
             return
         self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
@@ -144,6 +147,11 @@ class AutoShape:
         best = self._best()
         if self._speed(best) > HYSTERESIS * self._speed(self.current):
             self.current = best
+
+    def choices(self) -> list[Choice]:
+        """What there is to choose from, fastest first."""
+        shapes = sorted(self.seconds, key=self._speed, reverse=True)
+        return [Choice(s, self.seconds[s], self.tokens[s], self._steps[s]) for s in shapes]
 
     def _best(self) -> TreeShape | None:
         return max(self.seconds, key=self._speed)

@@ -259,6 +259,8 @@ def _respond(
                 n / (time.perf_counter() - start),
                 n,
             )
+    if isinstance(decoder.controller, AutoShape):
+        decoder.stats.choices = decoder.controller.choices()
 
 
 def _response(

@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mlx_redrafter.config import TreeShape
+
+
+class Choice(NamedTuple):
+    """A shape that steps could have, and why they had it or not.
+
+    Attributes:
+        shape: What is drafted; None is plain decoding.
+        seconds: Of a step, as timed on this machine.
+        tokens: Expected per step, from what was accepted lately.
+        steps: That had this shape.
+    """
+
+    shape: TreeShape | None
+    seconds: float
+    tokens: float
+    steps: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Expected; the largest is chosen."""
+        return self.tokens / self.seconds
 
 
 @dataclass
@@ -16,12 +40,15 @@ class DecodingStats:
         accepted_counts: At index a, the steps that accepted a drafts.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: What they would have been had shared prefixes not been merged.
+        choices: What every step could choose from, fastest first, once the text has ended; empty
+            where the shape was fixed.
     """
 
     num_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     num_verified: int = 0
     num_unmerged: int = 0
+    choices: list[Choice] = field(default_factory=list)
 
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
         """Count one step."""

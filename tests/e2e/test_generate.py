@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import __version__
+from mlx_redrafter.controller import CANDIDATES
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
@@ -215,6 +217,23 @@ def test_verbose_says_what_is_drafted_and_the_seed(
     assert "Seed: 7." in result.err
     assert "beam_width=4" in result.err
     assert result.out == _stock_text(stories) + "\n"
+
+
+def test_verbose_says_why_shapes_were_chosen(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(capsys, *_options(stories, drafter_folder), "--verbose", "--max-tokens", 40)
+    heading = next(i for i, line in enumerate(result.err.splitlines()) if "ms/step" in line)
+    rows = result.err.splitlines()[heading + 1 :]
+    assert len(rows) == 1 + len(CANDIDATES)
+    assert any(row.startswith("nothing ") for row in rows)
+    assert sum(int(row[15:21]) for row in rows) == _steps(result.err)
+
+
+def _steps(statistics: str) -> int:
+    found = re.search(r"over (\d+) steps", statistics)
+    assert found is not None
+    return int(found[1])
 
 
 @pytest.fixture(scope="session")

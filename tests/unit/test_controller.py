@@ -109,3 +109,16 @@ def test_a_fixed_shape_stays() -> None:
     fixed = FixedShape(CHAIN)
     fixed.observe(CHAIN, NOTHING)
     assert fixed.choose() == CHAIN
+
+
+def test_choices_say_what_was_taken_and_why() -> None:
+    auto = AutoShape(_costs(1.0, 0.02))
+    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
+    shapes = _run(auto, 100, always)
+    choices = auto.choices()
+    assert {choice.shape for choice in choices} == {None, *CANDIDATES}
+    assert sum(choice.steps for choice in choices) == 100
+    assert choices[0].shape == shapes[-1]
+    assert choices[0].tokens == pytest.approx(6, abs=0.5)
+    speeds = [choice.tokens_per_second for choice in choices]
+    assert speeds == sorted(speeds, reverse=True)
