@@ -52,6 +52,7 @@ def compare(
     draft_model: nn.Module | None = None,
     num_draft_tokens: int = 3,
     cool_down: float = 0.0,
+    max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Comparison:
     """Decode every prompt in every way, ``repeats`` times, in turns.
@@ -65,6 +66,7 @@ def compare(
         draft_model: For mlx-lm's own speculative decoding.
         num_draft_tokens: Of it.
         cool_down: Seconds to rest before every run.
+        max_repeated: See `summarise`.
         on_progress: Called with turns done and their number.
     """
     arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: plain_arm(setting)}
@@ -87,15 +89,15 @@ def compare(
     reference = STOCK if setting.temp == 0 else PLAIN
     categories = dict.fromkeys(prompt.category for prompt in prompts)
     found = Comparison(
-        summarise(recording.runs, reference),
+        summarise(recording.runs, reference, max_repeated),
         {
             category: summarise(
-                [run for run in recording.runs if run.category == category], reference
+                [run for run in recording.runs if run.category == category], reference, max_repeated
             )
             for category in (categories if len(categories) > 1 else ())
         },
     )
-    recording.result["found"] = found
+    recording.result |= {"found": found, "max_repeated": max_repeated}
     recording.write()
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_redrafter.bench.runs import STOCK, STOCK_DRAFT, Run, repetition
 from mlx_redrafter.bench.timing import Estimate, estimate
@@ -23,8 +23,9 @@ class Row:
         nodes_per_step: Tokens verified per step.
         merged: Share of the beams' tokens that merging prefixes saved.
         repeated: Share of 4-grams that occurred before in their text.
-        num_texts: Texts decoded.
-        num_different: Texts that are not the reference's; None where they need not be.
+        num_texts: Texts that count.
+        num_different: Texts, whether they count or not, that are not the reference's; None where
+            they need not be.
     """
 
     arm: str
@@ -37,40 +38,37 @@ class Row:
     merged: float
     repeated: float
     num_texts: int
-    num_different: int | None
+    num_different: int | None = None
 
 
-def summarise(runs: Sequence[Run], reference: str = STOCK) -> list[Row]:
+def summarise(runs: Sequence[Run], reference: str = STOCK, max_repeated: float = 1.0) -> list[Row]:
     """One row per way of decoding, in the order of their first runs.
 
     Args:
         runs: Runs of one group that were made in turns.
         reference: The way whose texts are right: stock mlx-lm when greedy, this package's plain
             decoding at a temperature, as its noise is not mlx-lm's.
+        max_repeated: Texts with a larger share of repeated 4-grams do not count.
     """
-    names = list(dict.fromkeys(run.arm for run in runs))
-    stock = {run.turn: run for run in runs if run.arm == STOCK and run.is_timed}
     texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
+    counted = [run for run in runs if repetition(run.tokens) <= max_repeated]
+    stock = {run.turn: run for run in counted if run.arm == STOCK and run.is_timed}
     rows = []
-    for name in names:
-        is_checked = reference == STOCK or name not in (STOCK, STOCK_DRAFT)
-        own = [run for run in runs if run.arm == name]
-        rows.append(_row(name, own, stock, texts if is_checked else {}))
+    for name in dict.fromkeys(run.arm for run in runs):
+        own = [run for run in runs if run.arm == name and run.prompt in texts]
+        different = sum(run.tokens != texts[run.prompt] for run in own)
+        is_checked = own and (reference == STOCK or name not in (STOCK, STOCK_DRAFT))
+        row = _row(name, [run for run in counted if run.arm == name], stock)
+        rows.append(replace(row, num_different=different if is_checked else None))
     return rows
 
 
-def _row(
-    name: str,
-    runs: Sequence[Run],
-    stock: dict[tuple[str, int, str, int], Run],
-    texts: dict[str, list[int]],
-) -> Row:
+def _row(name: str, runs: Sequence[Run], stock: dict[tuple[str, int, str, int], Run]) -> Row:
     timed = [run for run in runs if run.is_timed]
     pairs = [(stock[run.turn], run) for run in timed if run.turn in stock]
     steps = sum(run.steps for run in runs)
     unmerged = sum(run.num_unmerged for run in runs)
     verified = sum(run.num_verified for run in runs)
-    checked = [run for run in runs if run.prompt in texts]
     return Row(
         arm=name,
         speedup=_ratios((a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
@@ -80,11 +78,8 @@ def _row(
         acceptance_rate_by_depth=_acceptance(runs),
         nodes_per_step=verified / steps if steps else None,
         merged=1 - verified / unmerged if unmerged > verified else 0.0,
-        repeated=sum(repetition(run.tokens) for run in runs) / len(runs),
+        repeated=sum(repetition(run.tokens) for run in runs) / max(1, len(runs)),
         num_texts=len(runs),
-        num_different=(
-            sum(run.tokens != texts[run.prompt] for run in checked) if checked else None
-        ),
     )
 
 

@@ -164,6 +164,7 @@ def sweep(
     recording: Recording,
     shapes_per_block: int = 4,
     cool_down: float = 0.0,
+    max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Point]:
     """Measure every shape of the grid.
@@ -176,6 +177,7 @@ def sweep(
         recording: Gets the runs; turns that it has are not repeated.
         shapes_per_block: Shapes per run of stock mlx-lm.
         cool_down: Seconds to rest before every run.
+        max_repeated: See `summarise`.
         on_progress: Called with turns done and their number.
     """
     blocks = list(_blocks(setting, grid, shapes_per_block))
@@ -199,16 +201,17 @@ def sweep(
             recording.add(take_turn(arms, turn, cool_down))
             done += 1
     on_progress(total, total)
-    points = [point for block in blocks for point in _points(block, recording.runs)]
-    recording.result["points"] = points
+    points = [p for block in blocks for p in _points(block, recording.runs, max_repeated)]
+    recording.result |= {"points": points, "max_repeated": max_repeated}
     recording.write()
     return points
 
 
-def _points(block: Block, runs: Sequence[Run]) -> Iterator[Point]:
+def _points(block: Block, runs: Sequence[Run], max_repeated: float) -> Iterator[Point]:
     """What was found about the shapes of a block."""
     group = [run for run in runs if run.group == block.group]
-    rows = {row.arm: row for row in summarise(group, STOCK if block.setting.temp == 0 else PLAIN)}
+    reference = STOCK if block.setting.temp == 0 else PLAIN
+    rows = {row.arm: row for row in summarise(group, reference, max_repeated)}
     for shape in block.shapes:
         yield Point(block.dtype, block.setting.temp, shape, rows[arm_name(shape)])
 

@@ -48,6 +48,9 @@ MaxPromptTokens = Annotated[
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Most tokens per text.")]
 Repeats = Annotated[int, typer.Option(help="Rounds per prompt.")]
 CoolDown = Annotated[float, typer.Option(help="Seconds to rest before every run.")]
+MaxRepeated = Annotated[
+    float, typer.Option(help="Count only texts with at most this share of repeated 4-grams.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the file ends.")]
 
 
@@ -70,6 +73,7 @@ def compare(
     tree_nodes: TreeNodes = None,
     ignore_chat_template: options.IgnoreChatTemplate = False,
     cool_down: CoolDown = 0.0,
+    max_repeated: MaxRepeated = 1.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file.")] = None,
     resume: Resume = False,
 ) -> None:
@@ -111,7 +115,7 @@ def compare(
     with progress("Turns") as on_progress:
         found = measure(
             setting, shapes, encoded, repeats, recording, small, num_draft_tokens, cool_down,
-            on_progress,
+            max_repeated, on_progress,
         )  # fmt: skip
     show(_table(found.rows, "all prompts"))
     calibration = recording.result.get("calibration_seconds", 0.0)
@@ -144,6 +148,7 @@ def sweep(
     shapes_per_block: Annotated[int, typer.Option(help="Shapes per run of stock mlx-lm.")] = 4,
     ignore_chat_template: options.IgnoreChatTemplate = False,
     cool_down: CoolDown = 0.0,
+    max_repeated: MaxRepeated = 1.0,
     resume: Resume = False,
 ) -> None:
     """Sweep beam width and length against stock mlx-lm: JSON, Apple's CSV tables, plots.
@@ -183,8 +188,9 @@ def sweep(
     recording = Recording(out / "sweep.json", "sweep", configuration, resume)
     with progress("Turns") as on_progress:
         points = measure(
-            setting, grid, encoded, repeats, recording, shapes_per_block, cool_down, on_progress
-        )
+            setting, grid, encoded, repeats, recording, shapes_per_block, cool_down, max_repeated,
+            on_progress,
+        )  # fmt: skip
     write_tables(out, recording.runs, points, max_tokens)
     title = f"{configuration['model']} on {recording.result['machine']['processor']}"
     for group in dict.fromkeys((point.dtype, point.temp) for point in points):

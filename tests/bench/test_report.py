@@ -44,6 +44,22 @@ def test_texts_of_one_token_have_no_speed():
     assert row.num_different == 0
 
 
+def test_texts_that_repeat_themselves_do_not_count_but_are_compared():
+    fresh, stale = (1, 2, 3, 4, 5, 6, 7, 8), (1,) * 8
+    runs = [
+        make_run(STOCK, 4.0, fresh),
+        make_run("a", 2.0, fresh, accepted=[0, 1]),
+        make_run(STOCK, 4.0, stale, prompt="q"),
+        make_run("a", 1.0, (*stale[:-1], 2), accepted=[0, 0, 9], prompt="q"),
+    ]
+    row = summarise(runs, max_repeated=0.2)[1]
+    assert row.speedup.median == 2
+    assert row.acceptance_rate_by_depth == [1.0]
+    assert (row.num_texts, row.num_different) == (1, 1)
+    none = summarise(runs[2:], max_repeated=0.2)[1]
+    assert (none.speedup, none.tokens_per_step, none.num_texts) == (None, None, 0)
+
+
 def test_repetition():
     assert repetition([1, 2, 3]) == 0
     assert repetition([1, 2, 3, 4, 5]) == 0
