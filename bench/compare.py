@@ -14,6 +14,7 @@ from mlx_redrafter.bench.runs import (
     PLAIN,
     STOCK,
     STOCK_DRAFT,
+    UNCOUPLED,
     Arm,
     EncodedPrompt,
     Setting,
@@ -74,6 +75,8 @@ def compare(
         arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
     arms |= {arm_name(shape): drafted_arm(setting, shape) for shape in shapes}
     arms[AUTO] = drafted_arm(setting, None)
+    if setting.temp:
+        arms[UNCOUPLED] = drafted_arm(setting, None, couple=False)
     turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:

@@ -23,6 +23,7 @@ STOCK = "mlx-lm"
 PLAIN = "plain"
 STOCK_DRAFT = "mlx-lm draft model"
 AUTO = "auto"
+UNCOUPLED = "auto, uncoupled"
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,13 @@ def stock_arm(
     return decode
 
 
-def drafted_arm(setting: Setting, shape: TreeShape | None) -> Arm:
-    """This package with trees of this shape; None lets it choose the shape of every step."""
-    return _own_arm(setting, drafter=setting.drafter, **({} if shape is None else vars(shape)))
+def drafted_arm(setting: Setting, shape: TreeShape | None, couple: bool = True) -> Arm:
+    """This package with trees of this shape; None lets it choose the shape of every step.
+
+    Without ``couple`` drafts are ranked without the noise of the target.
+    """
+    sizes = {} if shape is None else vars(shape)
+    return _own_arm(setting, drafter=setting.drafter, couple=couple, **sizes)
 
 
 def plain_arm(setting: Setting) -> Arm:

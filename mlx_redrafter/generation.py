@@ -87,6 +87,7 @@ def stream_generate(
     beam_length: int | Auto = "auto",
     tree_nodes: int | Auto = "auto",
     select: Selection = "top_n",
+    couple: bool = True,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: Sequence[Any] | None = None,
@@ -115,6 +116,8 @@ def stream_generate(
         beam_length: Tokens per beam, root included, 2 to 16.
         tree_nodes: Tokens per verify, root included.
         select: "top_n" verifies the most probable drafts, "beam" the merged beams.
+        couple: At a temperature, rank drafts with the noise that the target will choose with; False
+            is there to measure what that is worth.
         sampler: A sampler in mlx-lm's form instead of ``temp`` to ``seed``: the tokens are those
             of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend on its
             argument and on ``mx.random.state`` only.
@@ -161,7 +164,7 @@ def stream_generate(
         leave_as_stock=prompt_cache is not None or sampler is not None,
     )
     controller = _controller(target, drafter, shape)
-    decoder = Decoder(target, cache, chooser, drafter, controller, processors)
+    decoder = Decoder(target, cache, chooser, drafter, controller, processors, couple)
     return _respond(decoder, request, tokenizer)
 
 

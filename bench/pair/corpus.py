@@ -1,6 +1,7 @@
 """The text of the bundled pair: which books, how they are cleaned, what is held out.
 
-    python corpus.py heldout books-train.txt.xz --out DIR     # held-out texts and prompts.jsonl
+    python corpus.py heldout books-train.txt.xz --out DIR       # held-out texts and prompts.jsonl
+    python corpus.py training books-train.txt.xz --out FILE     # for the drafter: training.jsonl
 
 A corpus file holds many books, each beginning with a line "Title: ..."; see `heldout_titles.txt`.
 """
@@ -139,16 +140,27 @@ def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> No
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_training(corpus: Path, out: Path) -> None:
+    """Write lines {"text"}, one per training book, each once."""
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for _, text in training_books(corpus)]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     heldout = commands.add_parser("heldout", help="write the held-out texts and prompts")
-    heldout.add_argument("corpus", type=Path)
-    heldout.add_argument("--out", type=Path, required=True)
+    training = commands.add_parser("training", help="write the training books, one a line")
+    for command in (heldout, training):
+        command.add_argument("corpus", type=Path)
+        command.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    write_heldout(arguments.corpus, arguments.out)
+    if arguments.command == "heldout":
+        write_heldout(arguments.corpus, arguments.out)
+    else:
+        write_training(arguments.corpus, arguments.out)
 
 
 if __name__ == "__main__":

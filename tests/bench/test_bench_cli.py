@@ -93,8 +93,11 @@ def test_compare_at_a_temperature(folders, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_text(PROMPTS)
     options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts, "-m", 6)
-    text = run("compare", *options, "--repeats", 1, "--temp", 0.9, "--seed", 4)
+    out = tmp_path / "c.json"
+    text = run("compare", *options, "--repeats", 1, "--temp", 0.9, "--seed", 4, "-o", out)
     assert "beam w4 l5" in text
+    rows = {row["arm"]: row for row in json.loads(out.read_text())["found"]["rows"]}
+    assert rows["auto"]["num_different"] == rows["auto, uncoupled"]["num_different"] == 0
 
 
 def test_sweep(folders, tmp_path):
