@@ -1,5 +1,8 @@
 """What a step of every shape costs on this machine, timed once and remembered.
 
+Whole steps of the running decoder are timed: what the host does, and what it does beside the
+device, counts where a forward pass takes little time.
+
 Axes: W beam width, L beam length, N tree nodes.
 """
 
@@ -12,29 +15,30 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
-from functools import partial
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_redrafter.beam import expand
 from mlx_redrafter.checkpoint import write_atomically
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES
+from mlx_redrafter.config import SamplingParams, TreeShape
+from mlx_redrafter.controller import CANDIDATES, Accepted
+from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import named_parameters
+from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.target import Target
-from mlx_redrafter.tree import TokenTree, ancestor_mask, select_top_n
 from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
 # Tokens in the cache while timing; what a longer context adds, it adds to every shape.
 CONTEXT = 128
-# Rounds over everything that is timed; the fastest one counts, as the others were disturbed.
-ROUNDS = 4
+# Rounds over all shapes, and steps of a shape in a row; the fastest one counts, as the others were
+# disturbed.
+ROUNDS = 3
+STEPS = 3
 
 Seconds = dict[TreeShape | None, float]
 
@@ -62,52 +66,46 @@ def step_costs(target: Target, drafter: Drafter) -> Seconds:
 
 
 def time_steps(target: Target, drafter: Drafter) -> Seconds:
-    """Time the verifies and drafts of all candidate shapes. Waits for the device."""
-    cache = target.new_cache()
-    prompt = mx.zeros((CONTEXT,), dtype=mx.int32)
-    hidden = target.prefill(prompt, cache, CONTEXT, lambda done, total: None).hiddens[0]
-    root = mx.zeros((1,), dtype=mx.int32)
-    mx.eval(hidden, root)
+    """Time steps of every candidate shape in a text of no meaning. Waits for the device."""
+    schedule = _Schedule()
+    chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+    decoder = Decoder(target, target.new_cache(), chooser, drafter, schedule)
+    with closing(decoder.decode(Request([0] * CONTEXT))) as tokens:  # type: ignore[type-var]
+        while schedule.missing:
+            next(tokens)
+    return schedule.seconds
 
-    def advance() -> None:
-        mx.eval(mx.argmax(target.advance(root, cache).logits, axis=-1))
-        cache.settle(CONTEXT)
 
-    def verify(shape: TreeShape) -> None:
-        mx.eval(mx.argmax(target.verify(_widest(shape), cache).logits, axis=-1))
+class _Schedule:
+    """A controller that lets every shape have its turns, and remembers its fastest step.
 
-    def draft(shape: TreeShape) -> None:
-        expansion = expand(drafter, target.embed, hidden, root, shape)
-        mx.eval(select_top_n(expansion, root, shape).arrays)
+    It hears of a step when the outcome is known, so a step lasts from one call to the next. The
+    first step of a turn is partly one of the shape before.
+    """
 
-    work: list[Callable[[], None]] = [advance]
-    work += [partial(verify, shape) for shape in CANDIDATES]
-    work += [partial(draft, shape) for shape in CANDIDATES]
-    best = [math.inf] * len(work)
-    for _ in range(ROUNDS):
-        best = [min(seconds, _time(call)) for seconds, call in zip(best, work, strict=True)]
-    plain, verifies, drafts = best[0], best[1 : 1 + len(CANDIDATES)], best[1 + len(CANDIDATES) :]
-    steps = zip(CANDIDATES, verifies, drafts, strict=True)
-    return {None: plain} | {shape: verify + draft for shape, verify, draft in steps}
+    def __init__(self) -> None:
+        shapes = (None, *CANDIDATES)
+        self.seconds: Seconds = dict.fromkeys(shapes, math.inf)
+        self.missing = ROUNDS * len(shapes) * STEPS
+        self._shapes = (s for _ in range(ROUNDS) for s in shapes for _ in range(STEPS))
+        self._last: tuple[TreeShape | None, float] | None = None
+
+    def choose(self) -> TreeShape | None:
+        """See `Controller.choose`."""
+        return next(self._shapes, None)
+
+    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+        """See `Controller.observe`."""
+        now = time.perf_counter()
+        if self._last is not None and self._last[0] == shape:
+            self.seconds[shape] = min(self.seconds[shape], now - self._last[1])
+        self._last = shape, now
+        self.missing -= 1
 
 
 def cache_folder() -> Path:
     """Where step times are kept: ``mlx-redrafter`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-redrafter"
-
-
-def _widest(shape: TreeShape) -> TokenTree:
-    """A tree of the shape's size whose drafts all hang below the root."""
-    size = shape.tree_nodes or shape.max_nodes
-    nodes = mx.arange(size, dtype=mx.int32)
-    parents, depths = mx.zeros_like(nodes), mx.minimum(nodes, 1)
-    return TokenTree(nodes, parents, depths, ancestor_mask(parents, 1), size, size, max_depth=1)
-
-
-def _time(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _fingerprint(target: Target, drafter: Drafter) -> str:
