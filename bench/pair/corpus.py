@@ -127,14 +127,17 @@ def prompts_of(paragraphs: list[str]) -> list[str]:
 
 
 def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> None:
-    """Write `<slug>.txt` per held-out book and `prompts.jsonl` with lines {"prompt", "title"}."""
+    """Write `<slug>.txt` per held-out book, and `prompts.jsonl` with lines {"prompt", "category"}.
+
+    The category is the title.
+    """
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for title, paragraphs in heldout_books(corpus, heldout).items():
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         (out / f"{slug}.txt").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
         lines += [
-            json.dumps({"prompt": p, "title": title}, ensure_ascii=False)
+            json.dumps({"prompt": p, "category": title}, ensure_ascii=False)
             for p in prompts_of(paragraphs)
         ]
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
