@@ -59,7 +59,7 @@ def plot_sweep(folder: Path, points: Sequence[Point], title: str) -> list[Path]:
                 for point in group
                 if point.row.tokens_per_step is not None and point.row.speedup is not None
             ]
-            axes.scatter(*zip(*pairs, strict=True), s=14, label=name)
+            axes.scatter([x for x, _ in pairs], [y for _, y in pairs], s=14, label=name)
         axes.axhline(1, color="grey", linewidth=0.8)
         axes.set_xlabel("tokens per step")
         axes.set_ylabel("speedup over mlx-lm")

@@ -211,7 +211,7 @@ def _test(
     warning = measured.warning(piece.config.rnn_activation)
     if warning is not None:
         piece.warnings.append(warning)
-    piece.config = drafter.config = replace(piece.config, score_scale=measured.score_scale)
+    piece.config = drafter.config = measured.calibration.applied(piece.config)
     return measured
 
 

@@ -16,16 +16,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.calibration import Prediction, Text, fit_score_scale, predict
+from mlx_redrafter.calibration import Calibration, Prediction, Text, calibrate, predict
 from mlx_redrafter.config import Activation
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode_prompt
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.target import Target
+from mlx_redrafter.topk import top_k
 
 # Drafters that fit their target are right about half of the time; chance is one in thousands.
 LEAST_ACCEPTANCE = 0.2
 TOKENS_PER_PROMPT = 64
+# Most probable tokens of the target that calibration looks at.
+TOP_K = 32
 PREFILL_STEP_SIZE = 2048
 PROMPTS = (
     "Once upon a time, there was a little girl who lived near the sea.",
@@ -42,7 +45,7 @@ class SelfTest:
     Attributes:
         positions: Tokens that were predicted.
         acceptance: With the drafter as it was converted.
-        score_scale: That fits these texts.
+        calibration: That fits these texts.
         other_activation: With the other recurrence, None where the drafter has no RNN.
         other_is_better: Whether the other recurrence gives clearly more right drafts, by two
             standard errors of the difference.
@@ -50,7 +53,7 @@ class SelfTest:
 
     positions: int
     acceptance: float
-    score_scale: float
+    calibration: Calibration
     other_activation: float | None = None
     other_is_better: bool = False
 
@@ -83,9 +86,9 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     target = Target(model)
     texts = [_decode(target, _encode(tokenizer, prompt)) for prompt in PROMPTS]
     firsts, seconds = _matches(drafter, target, texts)
-    scale = fit_score_scale(drafter, target.embed, texts)
+    calibration = calibrate(drafter, target.embed, texts)
     if not drafter.config.rnn:
-        return SelfTest(len(firsts), _mean(firsts), scale)
+        return SelfTest(len(firsts), _mean(firsts), calibration)
     other = copy.copy(drafter)
     activation = other_activation(drafter.config.rnn_activation)
     other.config = replace(drafter.config, rnn_activation=activation)
@@ -95,7 +98,7 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     return SelfTest(
         positions=len(firsts),
         acceptance=_mean(firsts),
-        score_scale=scale,
+        calibration=calibration,
         other_activation=_mean(other_firsts),
         other_is_better=sum(differences) > 2 * math.sqrt(sum(map(abs, differences))),
     )
@@ -115,14 +118,16 @@ def _decode(target: Target, prompt: list[int]) -> Text:
     ids = mx.array(prompt, dtype=mx.int32)
     forward = target.prefill(ids, cache, PREFILL_STEP_SIZE, lambda done, total: None)
     tokens: list[int] = []
-    hiddens: list[mx.array] = []
+    columns: list[tuple[mx.array, ...]] = []
     while True:
-        token = mx.argmax(forward.logits, axis=-1).astype(mx.int32)
-        hiddens.append(forward.hiddens)
+        logits = forward.logits.astype(mx.float32)
+        best = top_k(logits, min(TOP_K, target.vocab_size))
+        log_probs = best.values - mx.logsumexp(logits)
+        token = best.indices[:, 0].astype(mx.int32)
+        columns.append((token, forward.hiddens, best.indices.astype(mx.int32), log_probs))
         tokens += to_ints(token)
         if len(tokens) > TOKENS_PER_PROMPT:
-            written = mx.array(tokens, dtype=mx.int32)
-            return Text(written, mx.concatenate(hiddens), written)
+            return Text(*(mx.concatenate(list(rows)) for rows in zip(*columns, strict=True)))
         forward = target.advance(token, cache)
 
 

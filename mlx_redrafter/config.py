@@ -57,6 +57,8 @@ class DrafterConfig:
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
         score_scale: Calibration: what logits are multiplied by before drafts for a greedy target
             are ranked, so that their probabilities are the chances of being accepted.
+        noise_share: Calibration: the share of the target's noise that drafts are ranked with when
+            it samples, 0 to 1.
     """
 
     vocab_size: int
@@ -69,6 +71,7 @@ class DrafterConfig:
     draft_top_k: int | None = None
     draft_vocab_size: int | None = None
     score_scale: float = 1.0
+    noise_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "exit_dim"):
@@ -91,6 +94,9 @@ class DrafterConfig:
             raise ConfigError(
                 f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
             )
+        share = self.noise_share
+        if not _is_number(share) or not 0 <= share <= 1:
+            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {share!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:

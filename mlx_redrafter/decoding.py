@@ -245,7 +245,8 @@ class Decoder:
             rank = None
             if noise is not None and self.couples:
                 token_ids = self.drafter.token_ids if self.drafter.is_partial else None
-                rank = partial(noise.rank, token_ids=token_ids)
+                share = self.drafter.config.noise_share
+                rank = partial(noise.rank, token_ids=token_ids, share=share)
             expansion = expand(
                 self.drafter, self.target.embed, flight.hidden, flight.root, shape, rank
             )

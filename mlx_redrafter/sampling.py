@@ -22,9 +22,6 @@ Sampler = Callable[[mx.array], mx.array]
 
 # The width of the noise is a multiple of this, so that vector units treat every token alike.
 NOISE_ALIGNMENT = 64
-# Share of the target's noise that a drafter ranks with. A drafter is less certain than its target:
-# all of the noise would outweigh what it knows.
-NOISE_SHARE = 0.5
 
 
 class Chooser(Protocol):
@@ -92,7 +89,9 @@ class PositionNoise:
         """The token after each node: log_probs (N, V), depths (N,), to ids of shape (N,)."""
         return mx.argmax(self._tempered(log_probs) + self.values[depths], axis=-1)
 
-    def rank(self, log_probs: mx.array, depth: int, token_ids: mx.array | None) -> mx.array:
+    def rank(
+        self, log_probs: mx.array, depth: int, token_ids: mx.array | None, share: float
+    ) -> mx.array:
         """The drafter's guess at what `choose` will choose after nodes of one depth.
 
         A drafter that ranks with the noise that the target will use proposes what the target
@@ -103,13 +102,14 @@ class PositionNoise:
             log_probs: The drafter's, shape (W, rows of its head).
             depth: Of the nodes.
             token_ids: Token ids of those rows if they are not the first tokens in order.
+            share: Of the noise; see `calibration`.
 
         Returns:
             Natural log-probabilities given the noise, float32, of the same shape.
         """
         rows = self.values[depth]
         rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
-        scores = self._tempered(log_probs) + NOISE_SHARE * rows
+        scores = self._tempered(log_probs) + share * rows
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
     def _tempered(self, log_probs: mx.array) -> mx.array:

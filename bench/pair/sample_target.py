@@ -36,7 +36,9 @@ def main() -> None:
         text = generate(
             model, tokenizer, prompt["prompt"], max_tokens=a.max_tokens, sampler=sampler
         )
-        print(f"**Seed {seed}**, *{prompt['category']}*\n\n> {prompt['prompt']}\n\n{text.rstrip()}\n")
+        print(
+            f"**Seed {seed}**, *{prompt['category']}*\n\n> {prompt['prompt']}\n\n{text.rstrip()}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def render(training: Training) -> str:
         "target": f"`{training.target}`, weights {training.fingerprint}",
         "head": f"{config.exit_dim} wide, {config.num_draft_layers} residual blocks, "
         f"{config.head_rows} tokens",
-        "score scale": f"{config.score_scale:.2f}",
+        "calibration": f"score scale {config.score_scale:.2f}, noise share {config.noise_share:g}",
         "taught": RECIPES[recipe],
         "files": ", ".join(f"`{name}`" for name in training.files),
         "tokens": f"{_trained(training.corpus.given):,} given, "

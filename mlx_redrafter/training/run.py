@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlx_redrafter.calibration import fit_score_scale
+from mlx_redrafter.calibration import calibrate
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import save_drafter
@@ -177,18 +177,13 @@ def train_drafter(request: Request, reporter: Reporter) -> Result:
         on_step=lambda p: _report_step(p, request.out, reporter),
         on_best=lambda best: _save(best, request, student.fingerprint),
     )
-    drafter.config = replace(drafter.config, score_scale=calibrate(drafter, lesson))
+    texts = (text for shard in lesson.held_out for text in written_texts(shard))
+    drafter.config = calibrate(drafter, lesson.embed, texts).applied(drafter.config)
     measured = measure(drafter, lesson.embed, lesson, request.network.beam_length)
     _finish(request, student, corpus, trainer, drafter, measured)
     if not write_picture(request.out, trainer.progress.curve):
         reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
     return Result(drafter, measured)
-
-
-def calibrate(drafter: Drafter, lesson: Lesson) -> float:
-    """The scale that fits what the target would have chosen greedily along the held-out texts."""
-    texts = (text for shard in lesson.held_out for text in written_texts(shard))
-    return fit_score_scale(drafter, lesson.embed, texts)
 
 
 def measure(

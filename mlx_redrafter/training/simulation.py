@@ -71,11 +71,16 @@ def _written(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
 
 
 def written_texts(shard: Shard) -> Iterator[Text]:
-    """What the target wrote of each text, with its greedy choices along the way."""
+    """What the target wrote of each text, with what it found probable along the way."""
     for start, written in _written(shard):
         first, last = start + int(written[0]), start + int(written[-1]) + 1
         states = slice(first - 1, last - 1)
-        yield Text(shard.tokens[first:last], shard.hidden[states], shard.top_ids[states, 0])
+        yield Text(
+            shard.tokens[first:last],
+            shard.hidden[states],
+            shard.top_ids[states],
+            shard.top_log_probs[states],
+        )
 
 
 def _walk(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.beam import expand
-from mlx_redrafter.calibration import SCALES, Text, fit_score_scale, predict
+from mlx_redrafter.calibration import SCALES, Calibration, Text, calibrate, predict
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.drafter import Drafter
 from tests.helpers.models import random_drafter
@@ -20,23 +20,33 @@ def _embed(tokens: mx.array) -> mx.array:
 
 
 def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Text:
-    """A text whose choices are drawn from the drafter's own first drafts, sharpened."""
+    """A text whose target samples the drafter's own first drafts, sharpened.
+
+    ``top_ids`` are in no order but the first, which is drawn: a greedy target that nobody can
+    predict better.
+    """
     keys = mx.random.split(mx.random.key(seed), 3)
     tokens = mx.random.randint(0, VOCAB_SIZE, (length,), key=keys[0])
     hiddens = mx.random.normal((length, HIDDEN_SIZE), key=keys[1])
-    blank = Text(tokens, hiddens, mx.zeros((length,), dtype=mx.int32))
-    logits = predict(drafter, _embed, blank)[0].logits
-    rows = mx.random.categorical(sharpness * logits, key=keys[2])
-    chosen = mx.concatenate([mx.zeros((1,), dtype=mx.int32), drafter.to_token_ids(rows)])
-    return Text(tokens, hiddens, chosen)
+    nothing = mx.zeros((length, 1), dtype=mx.int32)
+    logits = sharpness * predict(drafter, _embed, Text(tokens, hiddens, nothing, nothing))[0].logits
+    first = mx.random.categorical(logits, key=keys[2])[:, None]
+    rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
+    rows = mx.where(rows == first, rows[:, :1], mx.where(rows == 0, first, rows))
+    log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    log_probs = mx.take_along_axis(log_probs, rows, axis=-1)
+    ids = drafter.to_token_ids(rows)
+    return Text(
+        tokens, hiddens, mx.concatenate([ids[:1], ids]), mx.concatenate([log_probs[:1], log_probs])
+    )
 
 
 def _nats(drafter: Drafter, text: Text, scale: float) -> float:
     total = 0.0
-    for logits, chosen in predict(drafter, _embed, text):
-        rows = np.array(logits, dtype=np.float64) * scale
+    for prediction in predict(drafter, _embed, text):
+        rows = np.array(prediction.logits, dtype=np.float64) * scale
         ids = np.array(drafter.to_token_ids(mx.arange(rows.shape[1]))).tolist()
-        for row, token in zip(rows, np.array(chosen).tolist(), strict=True):
+        for row, token in zip(rows, np.array(prediction.chosen).tolist(), strict=True):
             if token in ids:
                 total += np.log(np.exp(row).sum()) - row[ids.index(token)]
     return total
@@ -48,23 +58,39 @@ def test_fitted_scale_is_the_most_likely_one(sharpness: float, draft_vocab: int 
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=draft_vocab)
     # Longer than a batch, whose seams leave out a few predictions.
     text = _text(drafter, 100, sharpness)
-    found = fit_score_scale(drafter, _embed, [text])
-    assert found == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
+    found = calibrate(drafter, _embed, [text])
+    assert found.score_scale == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
 
 
 def test_sharper_head_gets_the_smaller_scale() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     text = _text(drafter, 100, 8.0)
     drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / 4
-    before = fit_score_scale(drafter, _embed, [text])
+    before = calibrate(drafter, _embed, [text]).score_scale
     drafter.lm_head[-1].weight = 2 * drafter.lm_head[-1].weight
-    assert SCALES[0] < fit_score_scale(drafter, _embed, [text]) == before / 2
+    after = calibrate(drafter, _embed, [text]).score_scale
+    assert SCALES[0] < after == before / 2
 
 
-def test_without_texts_nothing_is_scaled() -> None:
+def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    short = Text(mx.zeros((2,), dtype=mx.int32), mx.zeros((2, HIDDEN_SIZE)), mx.zeros((2,)))
-    assert fit_score_scale(drafter, _embed, [short]) == 1.0
+    texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
+    assert calibrate(drafter, _embed, texts).noise_share >= 0.9
+
+
+def test_a_drafter_that_is_too_flat_gets_less_of_the_noise() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    drafter.lm_head[-1].weight = 3 * drafter.lm_head[-1].weight
+    texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
+    drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / 3
+    assert calibrate(drafter, _embed, texts).noise_share < 0.7
+
+
+def test_without_texts_nothing_is_fitted() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    nothing = mx.zeros((2, 1), dtype=mx.int32)
+    short = Text(mx.zeros((2,), dtype=mx.int32), mx.zeros((2, HIDDEN_SIZE)), nothing, nothing)
+    assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5)
 
 
 def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
