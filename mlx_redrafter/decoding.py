@@ -182,6 +182,16 @@ class Decoder:
     def _decode(self, request: Request) -> Iterator[Token]:
         flight = self._prefill(request)
         following: InFlight | None = None
+        if not request.leave_as_stock:
+            # Nothing that comes after the first token delays it: dispatching may wait for a device
+            # that is busy.
+            outcome = self._read(flight, request)
+            yield from self._emit(outcome, flight)
+            if outcome.finish_reason is not None:
+                return
+            shape = self.controller.choose()
+            proposal = None if shape is None else self._draft(shape, flight)
+            flight = self._verify(proposal) if proposal else self._advance(flight.root)
         while True:
             is_last = self.stats.num_tokens + 1 == request.max_tokens
             shape = None if is_last else self.controller.choose()
@@ -197,8 +207,6 @@ class Decoder:
                     following = self._verify(proposal) if proposal else self._advance(flight.root)
                 elif request.leave_as_stock:
                     self._catch_up(outcome, flight)
-            if flight.num_nodes == 0:  # as in mlx-lm, the prompt is done with the first token
-                request.on_progress(len(request.prompt), len(request.prompt))
             yield from self._emit(outcome, flight)
             if outcome.finish_reason is not None or following is None:
                 return
@@ -310,6 +318,8 @@ class Decoder:
         if flight.num_nodes:
             self.stats.count_step(num_accepted, flight.num_nodes, flight.num_unmerged)
             self.controller.observe(flight.shape, accepted)
+        else:  # as in mlx-lm, the prompt is done with the first token
+            request.on_progress(len(request.prompt), len(request.prompt))
         finish_reason, length = find_end(tokens, self.stats.num_tokens, request)
         return Outcome(tokens[:length], rows[:length], num_accepted, finish_reason)
 

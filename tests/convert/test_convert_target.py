@@ -106,6 +106,13 @@ def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
     assert conversion.provenance["target"] == "stories260k"
 
 
+def test_calibration_is_stored(convert: Convert, tmp_path: Path) -> None:
+    fitted = convert().provenance["self_test"]["calibration"]
+    config = load_drafter(tmp_path / "out").config
+    assert (config.score_scale, config.noise_share) == tuple(fitted.values())
+    assert config.score_scale != 1
+
+
 def test_the_wrong_recurrence_is_noticed(convert: Convert) -> None:
     conversion = convert(rnn_activation="identity")
     assert conversion.config.rnn_activation == "identity"

@@ -49,6 +49,7 @@ def test_the_folder_is_a_drafter_with_card_and_curves(
     assert "| chain of 4 |" in card
     assert "| tree of 8 |" in card
     assert "stories.txt" in card
+    assert f"noise share {values['noise_share']:g}" in card
     rows = list(csv.DictReader((out / "curves.csv").read_text().splitlines()))
     assert rows[0]["step"] == "0"
     assert len(rows) == 4
