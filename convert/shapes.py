@@ -24,7 +24,14 @@ _TENSORRT_KEYS = {
     "redrafter_is_rnn": "rnn",
 }
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn")
-_VARIANT_KEYS = ("rnn_activation", "rnn_first_step_bias", "draft_top_k", "draft_vocab_size")
+_VARIANT_KEYS = (
+    "rnn_activation",
+    "rnn_first_step_bias",
+    "draft_top_k",
+    "draft_vocab_size",
+    "score_scale",
+    "noise_share",
+)
 # What Apple's `warp_logits` keeps, always.
 APPLE_TOP_K = 50
 _READABLE = ("float32", "float16", "bfloat16")

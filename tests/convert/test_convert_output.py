@@ -21,10 +21,11 @@ from mlx_redrafter.convert.conversion import (
 )
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.convert.vocabulary import choose_rows
-from mlx_redrafter.drafter_io import load_drafter
+from mlx_redrafter.drafter_io import load_drafter, save_drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.version import __version__
 from tests.convert import handmade
+from tests.helpers.models import random_drafter
 
 WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
 OUTPUT = ["README.md", "config.json", "model.safetensors"]
@@ -85,6 +86,15 @@ def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_si
     assert (layer.bits, layer.group_size) == (bits, group_size)
     with pytest.raises(CheckpointError, match="quantised already"):
         convert_drafter(out, source.parent / "again")
+
+
+def test_calibration_outlives_quantising(tmp_path: Path) -> None:
+    drafter = random_drafter(97, 64, exit_dim=32, score_scale=2.5, noise_share=0.8)
+    save_drafter(drafter, tmp_path / "drafter")
+    options = ConversionOptions(quantization=Quantization(4, 32))
+    config = convert_drafter(tmp_path / "drafter", tmp_path / "out", options).config
+    assert (config.score_scale, config.noise_share) == (2.5, 0.8)
+    assert load_drafter(tmp_path / "out").config == config
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(5, 64), (4, 48), (0, 64)])
