@@ -5,13 +5,14 @@ Axes: R rows, V entries per row, k results per row.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import mlx.core as mx
 
-# Entries per block of the first stage. Below MIN_BLOCKS blocks per result a plain sort is cheaper.
-BLOCK_SIZE = 256
-MIN_BLOCKS = 4
+# Shorter rows are sorted whole, and so are rows of fewer blocks per result.
+MIN_SIZE = 512
+MIN_BLOCKS = 2
 
 
 class TopK(NamedTuple):
@@ -34,20 +35,30 @@ def top_k(scores: mx.array, k: int) -> TopK:
     Returns:
         Values of the dtype of ``scores`` and indices (uint32), both of shape (R, k).
     """
-    rows, size = scores.shape
+    size = scores.shape[-1]
     if k == 1:
         indices = mx.argmax(scores, axis=-1, keepdims=True)
-    elif size < MIN_BLOCKS * k * BLOCK_SIZE:
+    elif size < max(MIN_SIZE, MIN_BLOCKS * k * block_size(size, k)):
         indices = mx.argsort(-scores, axis=-1)[:, :k]
     else:
-        num_blocks = -(-size // BLOCK_SIZE)
-        padding = num_blocks * BLOCK_SIZE - size
-        if padding:
-            scores = mx.pad(scores, [(0, 0), (0, padding)], constant_values=-mx.inf)
-        blocks = scores.reshape(rows, num_blocks, BLOCK_SIZE)
-        best = mx.sort(mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[:, :k], axis=-1)
-        entries = mx.take_along_axis(blocks, best[..., None], axis=1).reshape(rows, k * BLOCK_SIZE)
-        order = mx.argsort(-entries, axis=-1)[:, :k]
-        block = mx.take_along_axis(best, order // BLOCK_SIZE, axis=-1)
-        indices = block * BLOCK_SIZE + order % BLOCK_SIZE
+        indices = _by_blocks(scores, k, block_size(size, k))
     return TopK(mx.take_along_axis(scores, indices, axis=-1), indices)
+
+
+def block_size(size: int, k: int) -> int:
+    """Entries per block, a power of two: as many blocks to sort as entries of the best ones."""
+    return 1 << max(3, round(math.log2(size / k) / 2))
+
+
+def _by_blocks(scores: mx.array, k: int, block: int) -> mx.array:
+    rows, size = scores.shape
+    num_blocks = -(-size // block)
+    padding = num_blocks * block - size
+    if padding:
+        scores = mx.pad(scores, [(0, 0), (0, padding)], constant_values=-mx.inf)
+    blocks = scores.reshape(rows, num_blocks, block)
+    # In their order in the row, so that of equal entries the first ones come first.
+    best = mx.sort(mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[:, :k], axis=-1)
+    entries = mx.take_along_axis(blocks, best[..., None], axis=1).reshape(rows, k * block)
+    order = mx.argsort(-entries, axis=-1)[:, :k]
+    return mx.take_along_axis(best, order // block, axis=-1) * block + order % block

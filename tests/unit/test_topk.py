@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mlx_redrafter.topk import BLOCK_SIZE, MIN_BLOCKS, top_k
+from mlx_redrafter.topk import block_size, top_k
 
 
 def _check(scores: np.ndarray, k: int) -> None:
@@ -37,7 +37,8 @@ def test_of_equal_scores_the_first_win(size: int, k: int, levels: int) -> None:
 
 
 def test_winners_in_one_block_and_in_the_padded_last_block() -> None:
-    size = MIN_BLOCKS * 4 * BLOCK_SIZE + 3
+    size = 4099
+    assert size % block_size(size, 4)
     scores = np.zeros((2, size), dtype=np.float32)
     scores[0, 512:516] = [4, 3, 2, 1]  # one block has all of them
     scores[1, -3:] = [1, 3, 2]  # beyond the last full block
@@ -45,11 +46,11 @@ def test_winners_in_one_block_and_in_the_padded_last_block() -> None:
 
 
 def test_of_equal_scores_the_first_wins_though_its_block_is_not_the_best() -> None:
-    size = MIN_BLOCKS * 2 * BLOCK_SIZE
+    size, block = 4096, block_size(4096, 2)
     scores = np.zeros((1, size), dtype=np.float32)
     scores[0, 5] = 1
-    scores[0, 3 * BLOCK_SIZE + 7 : 3 * BLOCK_SIZE + 10] = [1, 9, 1]
-    assert np.array(top_k(mx.array(scores), 2).indices).tolist() == [[3 * BLOCK_SIZE + 8, 5]]
+    scores[0, 3 * block + 1 : 3 * block + 4] = [1, 9, 1]
+    assert np.array(top_k(mx.array(scores), 2).indices).tolist() == [[3 * block + 2, 5]]
     _check(scores, 2)
 
 
