@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import time
@@ -35,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Tokens in the cache while timing; what a longer context adds, it adds to every shape.
 CONTEXT = 128
-# Rounds over all shapes, and steps of a shape in a row; the fastest one counts, as the others were
+# Rounds over all shapes, and steps of a shape in a row; the fastest turn counts, as the others were
 # disturbed.
-ROUNDS = 3
-STEPS = 3
+ROUNDS = 2
+STEPS = 6
 
 Seconds = dict[TreeShape | None, float]
 
@@ -77,30 +76,33 @@ def time_steps(target: Target, drafter: Drafter) -> Seconds:
 
 
 class _Schedule:
-    """A controller that lets every shape have its turns, and remembers its fastest step.
+    """A controller that lets every shape have its turns, and remembers when their outcomes came.
 
-    It hears of a step when the outcome is known, so a step lasts from one call to the next. The
-    first step of a turn is partly one of the shape before.
+    A plain step is dispatched before the outcome of the one before is read, a draft likewise; so
+    the first and the last step of a turn are partly ones of the shapes beside them.
     """
 
     def __init__(self) -> None:
-        shapes = (None, *CANDIDATES)
-        self.seconds: Seconds = dict.fromkeys(shapes, math.inf)
-        self.missing = ROUNDS * len(shapes) * STEPS
-        self._shapes = (s for _ in range(ROUNDS) for s in shapes for _ in range(STEPS))
-        self._last: tuple[TreeShape | None, float] | None = None
+        self.shapes = (None, *CANDIDATES)
+        self.missing = ROUNDS * len(self.shapes) * STEPS
+        self._left = (s for _ in range(ROUNDS) for s in self.shapes for _ in range(STEPS))
+        self._times: list[float] = []
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
-        return next(self._shapes, None)
+        return next(self._left, None)
 
     def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
         """See `Controller.observe`."""
-        now = time.perf_counter()
-        if self._last is not None and self._last[0] == shape:
-            self.seconds[shape] = min(self.seconds[shape], now - self._last[1])
-        self._last = shape, now
+        self._times.append(time.perf_counter())
         self.missing -= 1
+
+    @property
+    def seconds(self) -> Seconds:
+        """Mean of the inner steps of a turn, of the fastest turn."""
+        turns = [self._times[i : i + STEPS] for i in range(0, len(self._times), STEPS)]
+        means = [(turn[-2] - turn[1]) / (STEPS - 3) for turn in turns]
+        return {s: min(means[i :: len(self.shapes)]) for i, s in enumerate(self.shapes)}
 
 
 def cache_folder() -> Path:
