@@ -54,6 +54,7 @@ def test_options_of_stream_generate() -> None:
         "beam_length": "auto",
         "tree_nodes": "auto",
         "select": "top_n",
+        "couple": True,
         "sampler": None,
         "logits_processors": None,
         "prompt_cache": None,
