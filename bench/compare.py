@@ -80,9 +80,7 @@ def compare(
     turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:
-        # Done once per model and machine, and kept; no answer's time has it.
-        calibration = timed(lambda: time_steps(Target(setting.model), setting.drafter))
-        recording.result["calibration_seconds"] = calibration
+        time_shapes(setting, recording)
         warm_up(arms, prompts[0])
     for done, turn in enumerate(missing, start=len(turns) - len(missing)):
         on_progress(done, len(turns))
@@ -103,6 +101,15 @@ def compare(
     recording.result |= {"found": found, "max_repeated": max_repeated}
     recording.write()
     return found
+
+
+def time_shapes(setting: Setting, recording: Recording) -> None:
+    """Record how long it takes to time the shapes of `auto`.
+
+    That is done once per model and machine, and kept; no answer's time has it.
+    """
+    seconds = timed(lambda: time_steps(Target(setting.model), setting.drafter))
+    recording.result["calibration_seconds"] = seconds
 
 
 def arm_name(shape: TreeShape) -> str:

@@ -8,7 +8,6 @@ Axes: N nodes of the tree, L beam length.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -256,7 +255,6 @@ class _Bench:
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
         self.trees: dict[TreeShape, TokenTree] = {}
         next(self.tokens)
-        gc.collect()  # the cache that shapes were timed with goes now, not in some window
 
     def decode_until(self, num_tokens: int) -> Window:
         """The window that ends with so many tokens generated."""

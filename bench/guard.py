@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_redrafter.bench.cases import Case
+from mlx_redrafter.bench.compare import time_shapes
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import summarise
 from mlx_redrafter.bench.runs import (
@@ -27,9 +28,7 @@ from mlx_redrafter.bench.runs import (
     take_turn,
     warm_up,
 )
-from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, timed
-from mlx_redrafter.costs import time_steps
-from mlx_redrafter.target import Target
+from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
 
 # Least median of stock's time by ours.
 LEAST_RATIO = 0.97
@@ -91,9 +90,7 @@ def guard(
         on_progress: Called with pairs done and their number.
     """
     if "calibration_seconds" not in recording.result:
-        # Done once per model and machine, and kept; no answer's time has it.
-        calibration = timed(lambda: time_steps(Target(setting.model), setting.drafter))
-        recording.result["calibration_seconds"] = calibration
+        time_shapes(setting, recording)
     total = len(cases) * num_pairs
     verdicts = []
     for i, case in enumerate(cases):

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.topk import top_k
+from mlx_redrafter.topk import TopK, top_k
 
 # Stands for log-probabilities that are NaN or minus infinity, so that order stays defined.
 LEAST_LOG_PROB = -1e30
@@ -69,8 +69,13 @@ def expand(
     share = drafter.hidden_share(hidden)
     # The noise of a sampling target makes its choices as uncertain as the drafter takes them for.
     scale = drafter.config.score_scale if rank is None else 1.0
+
+    def best_after(state: mx.array, depth: int) -> TopK:
+        log_probs = drafter.log_probs(hidden, state, share, scale)
+        return top_k(_ranked(log_probs, depth, rank), width)
+
     state = drafter.start(embed(root).astype(dtype))  # (1, H)
-    best = top_k(_ranked(drafter.log_probs(hidden, state, share, scale), 0, rank), width)
+    best = best_after(state, 0)
     tokens = drafter.to_token_ids(best.indices[0])  # (W,)
     scores = best.values[0]
     frontier = mx.arange(width, dtype=mx.int32)
@@ -79,9 +84,7 @@ def expand(
 
     for depth in range(2, shape.beam_length):
         state = drafter.advance(state, embed(tokens).astype(dtype))
-        best = top_k(
-            _ranked(drafter.log_probs(hidden, state, share, scale), depth - 1, rank), width
-        )
+        best = best_after(state, depth - 1)
         children = drafter.to_token_ids(best.indices).flatten()  # (W * W,)
         child_scores = (scores[:, None] + best.values).flatten()
         levels.append((children, child_scores, mx.repeat(frontier, width)))
