@@ -95,6 +95,16 @@ def train(
             rich_help_panel=TEXT,
         ),
     ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--start-from",
+            metavar="DRAFTER",
+            help="Go on from this drafter, a folder or repository; a new one.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
     recipe: Annotated[
         str,
         typer.Option(
@@ -233,6 +243,7 @@ def _request(values: dict[str, Any], out: Path, resume: bool) -> Request:
         cache=None if values["cache"] is None else Path(values["cache"]),
         adapter_path=values["adapter_path"],
         trust_remote_code=values["trust_remote_code"],
+        start_from=values["start_from"],
         dtype=values["dtype"],
         resume=resume,
         data_options=DataOptions(

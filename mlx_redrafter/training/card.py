@@ -36,6 +36,7 @@ class Training:
     Attributes:
         target: The model's name.
         fingerprint: Of its weights.
+        start: The earlier drafter's name, None for a new one.
         files: Names of the files it was trained on.
         corpus: Their tokens.
         config: The drafter's shape.
@@ -47,6 +48,7 @@ class Training:
 
     target: str
     fingerprint: str
+    start: str | None
     files: Sequence[str]
     corpus: Corpus
     config: DrafterConfig
@@ -69,6 +71,7 @@ def render(training: Training) -> str:
     hub = f"base_model: {training.target}\n" if training.target.count("/") == 1 else ""
     rows = {
         "target": f"`{training.target}`, weights {training.fingerprint}",
+        "started from": "new weights" if training.start is None else f"`{training.start}`",
         "head": f"{config.exit_dim} wide, {config.num_draft_layers} residual blocks, "
         f"{config.head_rows} tokens",
         "calibration": f"score scale {config.score_scale:.2f}, noise share {config.noise_share:g}",

@@ -1,9 +1,9 @@
-"""The drafter before training.
+"""The drafter before training: an earlier one, or a new one.
 
-Its head starts as the target's own, projected on the directions that matter most to it when it is
-narrower; its residual blocks start as the identity. The projection to the head starts random: made
-so that the target's state reaches the head as in the target, it would begin with predicting the
-root, which is known, and that took longer to unlearn than random weights take to learn.
+A new one's head starts as the target's own, projected on the directions that matter most to it when
+it is narrower; its residual blocks start as the identity. The projection to the head starts random:
+made so that the target's state reaches the head as in the target, it would begin with predicting
+the root, which is known, and that took longer to unlearn than random weights take to learn.
 
 Axes: V vocabulary, H hidden size, D exit_dim.
 """
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import load_drafter
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation import check_fit
 from mlx_redrafter.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
@@ -41,6 +43,30 @@ def drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
         rnn=True,
         draft_vocab_size=options.draft_vocab,
     )
+
+
+def earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> Drafter:
+    """A drafter to go on from, in float32.
+
+    Args:
+        path_or_repo: As for `load_drafter`.
+        target: The model to train it for.
+        vocab_size: Of that model's tokenizer.
+
+    Raises:
+        ConfigError: Its weights are quantised.
+        RedrafterError: It cannot be loaded, or does not fit the target.
+    """
+    drafter = load_drafter(path_or_repo)
+    if any(isinstance(module, nn.QuantizedLinear) for module in drafter.modules()):
+        raise ConfigError(
+            f"the drafter {path_or_repo} is quantised, and rounded weights cannot be trained; "
+            "start from the one that it was made of"
+        )
+    check_fit(drafter, target, vocab_size)
+    drafter.set_dtype(mx.float32)
+    mx.eval(drafter.parameters())
+    return drafter
 
 
 def frequent_tokens(

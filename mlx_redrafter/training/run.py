@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.calibration import calibrate
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DrafterConfig, TreeShape
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import save_drafter
 from mlx_redrafter.errors import ConfigError, DataError
@@ -28,6 +30,7 @@ from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.fingerprinting import fingerprint
 from mlx_redrafter.training.initial import (
     drafter_config,
+    earlier_drafter,
     frequent_tokens,
     head_matrix,
     initial_drafter,
@@ -75,6 +78,8 @@ class Request:
             files and data options may share one.
         adapter_path: LoRA adapter of the target.
         trust_remote_code: Run code from the target's checkpoint.
+        start_from: A drafter for this or a similar target to go on training, a folder or a hub
+            repository; it keeps its shape. None starts a new one.
         top_k: Next tokens whose probabilities the target teaches.
         dtype: Of the weights that are written.
         resume: Go on with the run that was begun in ``out``, if there is one.
@@ -91,6 +96,7 @@ class Request:
     cache: Path | None = None
     adapter_path: Path | None = None
     trust_remote_code: bool = False
+    start_from: str | None = None
     top_k: int = 32
     dtype: str = "float16"
     resume: bool = False
@@ -108,11 +114,19 @@ class Request:
                 f"a run was begun in {self.out}; go on with --resume, or choose another --out"
             )
 
-    @property
-    def target_name(self) -> str:
-        """The repository, or the folder's name alone: a card that is shared tells no paths."""
-        path = Path(self.model)
-        return path.resolve().name if path.is_dir() else self.model
+        if self.start_from is not None and self.network != NetworkOptions(
+            beam_length=self.network.beam_length
+        ):
+            raise ConfigError(
+                f"the drafter {self.start_from} keeps its shape: leave exit_dim, layers and "
+                "draft_vocab out"
+            )
+
+
+def shared_name(path_or_repo: str) -> str:
+    """The repository, or the folder's name alone: a card that is shared tells no paths."""
+    path = Path(path_or_repo)
+    return path.resolve().name if path.is_dir() else path_or_repo
 
 
 class Student(NamedTuple):
@@ -122,13 +136,15 @@ class Student(NamedTuple):
         embedding: Rows of its input embedding, shape (V, H).
         drafter: The drafter before training.
         rows: Of its head.
-        fingerprint: Of its weights.
+        fingerprint: Of the target's weights.
+        start: Fingerprint of the weights of the earlier drafter to start from, if any.
     """
 
     embedding: mx.array
     drafter: Drafter
     rows: HeadRows
     fingerprint: str
+    start: str | None
 
 
 @dataclass(frozen=True)
@@ -213,7 +229,10 @@ def _teach(
     target = Target(model)
     options = _fit_to_context(options, target, reporter)
     sources = divide(data, prompts, options)
-    config = drafter_config(target, request.network)
+    earlier = None
+    if request.start_from is not None:
+        earlier = earlier_drafter(request.start_from, target, tokenizer.vocab_size)
+    config = drafter_config(target, request.network) if earlier is None else earlier.config
     needed = estimate(
         estimate_tokens(sources, options),
         request.top_k,
@@ -259,14 +278,23 @@ def _teach(
             request.network.beam_length,
             lambda done: reporter.progress("rollouts", done, total),
         )
+    drafter, start = earlier, None if earlier is None else fingerprint(earlier)
+    if drafter is None:
+        drafter = _new_drafter(config, target, tokenizer, corpus, request.training.seed)
     embedding = target.embed(mx.arange(target.vocab_size))
-    token_ids = None
-    if (count := request.network.draft_vocab) is not None:
-        token_ids = frequent_tokens(corpus.train, tokenizer.eos_token_ids, count, target.vocab_size)
-    drafter = initial_drafter(config, head_matrix(target), request.training.seed, token_ids)
     mx.eval(embedding)
-    rows = HeadRows(token_ids, target.vocab_size)
-    return corpus, cache, Student(embedding, drafter, rows, name)
+    rows = HeadRows(np.array(drafter.token_ids) if drafter.is_partial else None, target.vocab_size)
+    return corpus, cache, Student(embedding, drafter, rows, name, start)
+
+
+def _new_drafter(
+    config: DrafterConfig, target: Target, tokenizer: TokenizerWrapper, corpus: Corpus, seed: int
+) -> Drafter:
+    token_ids = None
+    if (count := config.draft_vocab_size) is not None:
+        stop_tokens = tokenizer.eos_token_ids
+        token_ids = frequent_tokens(corpus.train, stop_tokens, count, target.vocab_size)
+    return initial_drafter(config, head_matrix(target), seed, token_ids)
 
 
 def _fit_to_context(options: DataOptions, target: Target, reporter: Reporter) -> DataOptions:
@@ -291,6 +319,7 @@ def _identity(request: Request, student: Student, corpus: Corpus) -> str:
     return json.dumps(
         {
             "target": student.fingerprint,
+            "start": student.start,
             "tokens": sum(map(len, corpus.train)),
             "top_k": request.top_k,
             **asdict(request.data_options),
@@ -319,7 +348,7 @@ def _save(drafter: Drafter, request: Request, target_fingerprint: str) -> None:
     save_drafter(
         copy,
         request.out,
-        {"target": {"name": request.target_name, "fingerprint": target_fingerprint}},
+        {"target": {"name": shared_name(request.model), "fingerprint": target_fingerprint}},
     )
 
 
@@ -337,8 +366,9 @@ def _finish(
     write_card(
         request.out,
         Training(
-            request.target_name,
+            shared_name(request.model),
             student.fingerprint,
+            None if request.start_from is None else shared_name(request.start_from),
             files,
             corpus,
             drafter.config,

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import load_drafter, quantize_drafter, save_drafter
 from mlx_redrafter.training import resources
 from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
@@ -181,3 +184,47 @@ def test_prompts_are_answered_by_the_target(
     assert result.code == 0
     assert "0 given, 96 written by the target" in (out / "README.md").read_text()
     assert "Eq. 2" in (out / "README.md").read_text()
+
+
+def test_going_on_from_an_earlier_drafter(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    earlier, out = finished.request.out, tmp_path / "drafter"
+    fine = ("--model", model, "--data", texts, "--start-from", earlier)
+    few = ("--answer-tokens", 24, "--epochs", 1, "--batch-tokens", 64)
+    result = run(capsys, "train", *fine, "--out", out, *few)
+    assert result.code == 0, result.err
+    assert f"| started from | `{earlier.name}` |" in (out / "README.md").read_text()
+    # It begins with what the earlier one knows: a new one drafts next to nothing at step 0.
+    begun, new = (_first_rate(folder) for folder in (out, earlier))
+    assert begun > new + 0.2
+    shapes = [json.loads((folder / "config.json").read_text()) for folder in (earlier, out)]
+    assert shapes[0]["exit_dim"] == shapes[1]["exit_dim"]
+
+
+def _first_rate(folder: Path) -> float:
+    with (folder / "curves.csv").open() as file:
+        return float(next(csv.DictReader(file))["tokens_per_step"])
+
+
+def test_drafters_that_cannot_be_gone_on_from_are_refused(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    earlier, out = finished.request.out, tmp_path / "drafter"
+    fine = ("--model", model, "--data", texts)
+    quantised, other = (
+        load_drafter(earlier),
+        Drafter(DrafterConfig(64, 16, exit_dim=16, num_draft_layers=1, rnn=True)),
+    )
+    quantize_drafter(quantised, 8, 32)
+    save_drafter(quantised, tmp_path / "quantised")
+    save_drafter(other, tmp_path / "other")
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("--start-from", tmp_path / "none"), "no such folder"),
+        (("--start-from", earlier, "--exit-dim", 64), "keeps its shape"),
+        (("--start-from", tmp_path / "quantised"), "is quantised"),
+        (("--start-from", tmp_path / "other"), "does not match the target's"),
+    ]
+    for arguments, message in cases:
+        assert message in _refusal(_train(capsys, out, *fine, *arguments))
+    assert not (out / "model.safetensors").exists()
