@@ -49,7 +49,10 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Most tokens 
 Repeats = Annotated[int, typer.Option(help="Rounds per prompt.")]
 CoolDown = Annotated[float, typer.Option(help="Seconds to rest before every run.")]
 MaxRepeated = Annotated[
-    float, typer.Option(help="Count only texts with at most this share of repeated 4-grams.")
+    float,
+    typer.Option(
+        min=0, max=1, help="Count only texts with at most this share of repeated 4-grams."
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where the file ends.")]
 
