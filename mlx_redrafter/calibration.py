@@ -24,7 +24,9 @@ from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.host import to_floats, to_ints
 
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
-SHARES = tuple(tenths / 10 for tenths in range(2, 11))
+SHARES = tuple(twentieths / 20 for twentieths in range(4, 21))
+# Texts are mostly sampled near this temperature; the best share changes little with it.
+TEMP = 0.8
 # Predictions that are looked at, at least where there are as many, and at once.
 ENOUGH = 8192
 BATCH = 128
@@ -36,7 +38,7 @@ class Calibration:
 
     Attributes:
         score_scale: Under which a greedy target's choices are most probable.
-        noise_share: With which most first ranks are what the target samples at temperature 1.
+        noise_share: With which most first ranks are what the target samples at `TEMP`.
     """
 
     score_scale: float = DrafterConfig.score_scale
@@ -144,9 +146,9 @@ def _matches(drafter: Drafter, prediction: Prediction, key: mx.array) -> list[in
     rows = prediction.logits.shape[0]
     noise = mx.random.gumbel((rows, drafter.config.vocab_size), key=key)
     top_noise = mx.take_along_axis(noise, prediction.top_ids, axis=-1)
-    best = mx.argmax(prediction.top_log_probs + top_noise, axis=-1, keepdims=True)
+    best = mx.argmax(prediction.top_log_probs / TEMP + top_noise, axis=-1, keepdims=True)
     sampled = mx.take_along_axis(prediction.top_ids, best, axis=-1)[:, 0]
-    logits = prediction.logits.astype(mx.float32)
+    logits = prediction.logits.astype(mx.float32) / TEMP
     own_noise = noise[:, drafter.to_token_ids(mx.arange(logits.shape[-1]))]
     matches = [
         mx.sum(drafter.to_token_ids(mx.argmax(logits + share * own_noise, axis=-1)) == sampled)
