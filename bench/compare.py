@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.nn as nn
 
@@ -76,7 +76,7 @@ def compare(
     arms |= {arm_name(shape): drafted_arm(setting, shape) for shape in shapes}
     arms[AUTO] = drafted_arm(setting, None)
     if setting.temp:
-        arms[UNCOUPLED] = drafted_arm(setting, None, couple=False)
+        arms[UNCOUPLED] = drafted_arm(replace(setting, couple=False), None)
     turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:

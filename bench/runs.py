@@ -24,6 +24,8 @@ PLAIN = "plain"
 STOCK_DRAFT = "mlx-lm draft model"
 AUTO = "auto"
 UNCOUPLED = "auto, uncoupled"
+# Tokens of a prompt that are enough to warm up with.
+WARM_UP_PROMPT = 512
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Setting:
         max_tokens: Most tokens of a text.
         temp: Temperature.
         seed: Of the noise.
+        couple: Rank drafts with the noise that the target will choose with.
     """
 
     model: nn.Module
@@ -111,6 +114,7 @@ class Setting:
     max_tokens: int
     temp: float = 0.0
     seed: int = 0
+    couple: bool = True
 
 
 # A way of decoding: a prompt's ids to a stream of responses.
@@ -139,13 +143,10 @@ def stock_arm(
     return decode
 
 
-def drafted_arm(setting: Setting, shape: TreeShape | None, couple: bool = True) -> Arm:
-    """This package with trees of this shape; None lets it choose the shape of every step.
-
-    Without ``couple`` drafts are ranked without the noise of the target.
-    """
+def drafted_arm(setting: Setting, shape: TreeShape | None) -> Arm:
+    """This package with trees of this shape; None lets it choose the shape of every step."""
     sizes = {} if shape is None else vars(shape)
-    return _own_arm(setting, drafter=setting.drafter, couple=couple, **sizes)
+    return _own_arm(setting, drafter=setting.drafter, couple=setting.couple, **sizes)
 
 
 def plain_arm(setting: Setting) -> Arm:
@@ -245,7 +246,7 @@ def take_turn(arms: dict[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[
 def warm_up(arms: dict[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
     """Let every way of decoding compile and allocate what it needs; nothing is recorded."""
     for arm in arms.values():
-        with closing(arm(prompt.ids)) as responses:  # type: ignore[type-var]
+        with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]
             for _ in islice(responses, num_tokens):
                 pass
 

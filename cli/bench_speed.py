@@ -143,6 +143,9 @@ def sweep(
         str | None, typer.Option(help="float32, float16, bfloat16.", show_default="the model's")
     ] = None,
     temps: Annotated[str, typer.Option(help="Temperatures.")] = "0",
+    couple: Annotated[
+        bool, typer.Option(help="Rank drafts with the noise of the target, above temperature 0.")
+    ] = True,
     num_prompts: NumPrompts = None,
     max_prompt_tokens: MaxPromptTokens = None,
     max_tokens: MaxTokens = 64,
@@ -184,10 +187,12 @@ def sweep(
         "max_tokens": max_tokens,
         "repeats": repeats,
         "seed": seed,
+        "couple": couple,
         "shapes_per_block": shapes_per_block,
         "cool_down": cool_down,
     }
-    setting = Setting(target, tokenizer, loaded, max_tokens, seed=options.fresh_seed(seed))
+    noise = options.fresh_seed(seed)
+    setting = Setting(target, tokenizer, loaded, max_tokens, seed=noise, couple=couple)
     recording = Recording(out / "sweep.json", "sweep", configuration, resume)
     with progress("Turns") as on_progress:
         points = measure(

@@ -127,6 +127,24 @@ def test_sweep(folders, tmp_path):
     assert len(list(out.glob("*.png"))) == 2 * 2 + 1
 
 
+def test_sweep_without_the_noise_of_the_target(folders, tmp_path):
+    target, drafter = folders
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("abc")
+    options = (
+        "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 40, "--widths", 4,
+        "--lengths", 4, "--selections", "top_n", "--repeats", 1, "--temps", "0,2",
+    )  # fmt: skip
+    run("sweep", *options, "-o", tmp_path / "with")
+    run("sweep", *options, "--no-couple", "-o", tmp_path / "without")
+    results = [json.loads((tmp_path / n / "sweep.json").read_text()) for n in ("with", "without")]
+    assert [result["configuration"]["couple"] for result in results] == [True, False]
+    greedy, noisy = zip(*(result["points"] for result in results), strict=True)
+    assert greedy[0]["row"]["tokens_per_step"] == greedy[1]["row"]["tokens_per_step"]
+    assert noisy[0]["row"]["tokens_per_step"] != noisy[1]["row"]["tokens_per_step"]
+    assert noisy[0]["row"]["num_different"] == noisy[1]["row"]["num_different"] == 0
+
+
 def test_sweep_without_matplotlib(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     prompts = tmp_path / "p.txt"

@@ -28,6 +28,14 @@ def test_round_trip(tmp_path):
     assert str(tmp_path) not in json.dumps(found)
 
 
+def test_lists_of_numbers_take_one_line(tmp_path):
+    path = tmp_path / "result.json"
+    values = {"tokens": [1, -2.5e-07, 3], "names": ["a\n1", "[ 2,\n3 ]"], "empty": []}
+    write_result(path, {"kind": "x", **values})
+    assert '"tokens": [ 1, -2.5e-07, 3 ]' in path.read_text()
+    assert read_result(path, "x") == {"kind": "x", **values}
+
+
 def test_foreign_files_are_named(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"kind": "memory"}')
