@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.machine import describe
-from mlx_redrafter.checkpoint import write_atomically
+from mlx_redrafter.checkpoint import shared_name, write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 FORMAT = 1
@@ -79,8 +79,7 @@ def checkpoint_name(path_or_repo: str | None) -> str:
     """How a result names a model: a repository as it is, a folder by its last part."""
     if path_or_repo is None:
         return "bundled"
-    path = Path(path_or_repo).expanduser()
-    return path.resolve().name if path.is_dir() else path_or_repo
+    return shared_name(path_or_repo)
 
 
 def _to_json(value: object) -> object:

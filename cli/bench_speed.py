@@ -191,8 +191,9 @@ def sweep(
         "shapes_per_block": shapes_per_block,
         "cool_down": cool_down,
     }
-    noise = options.fresh_seed(seed)
-    setting = Setting(target, tokenizer, loaded, max_tokens, seed=noise, couple=couple)
+    setting = Setting(
+        target, tokenizer, loaded, max_tokens, seed=options.fresh_seed(seed), couple=couple
+    )
     recording = Recording(out / "sweep.json", "sweep", configuration, resume)
     with progress("Turns") as on_progress:
         points = measure(

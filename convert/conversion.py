@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.convert.card import model_card
 from mlx_redrafter.convert.names import map_names
@@ -17,7 +18,7 @@ from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_d
 from mlx_redrafter.convert.recognition import foreign_kind
 from mlx_redrafter.convert.selftest import SelfTest, self_test
 from mlx_redrafter.convert.shapes import drafter_config
-from mlx_redrafter.convert.source import Source, open_source, source_name
+from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import DTYPES, read_weights
 from mlx_redrafter.drafter import Drafter
@@ -223,7 +224,7 @@ def _provenance(
         "sha256": source.sha256(),
         "converter": f"mlx_redrafter {__version__}",
         "name_set": piece.name_set,
-        "target": None if options.target is None else source_name(options.target),
+        "target": None if options.target is None else shared_name(options.target),
         "self_test": None if measured is None else asdict(measured),
         "notes": piece.notes,
     }

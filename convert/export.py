@@ -9,11 +9,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.checkpoint import find_checkpoint, write_checkpoint
+from mlx_redrafter.checkpoint import find_checkpoint, shared_name, write_checkpoint
 from mlx_redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.shapes import APPLE_TOP_K
-from mlx_redrafter.convert.source import source_name
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.drafter_io import PATTERNS, load_drafter
 from mlx_redrafter.errors import CheckpointError
@@ -45,7 +44,7 @@ def export_drafter(
     parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))
     tensors = {name: tensor.astype(target_dtype) for name, tensor in parameters.items()}
     with publish(destination) as staging:
-        config = _apple_config(drafter.config, target_dtype, source_name(path_or_repo))
+        config = _apple_config(drafter.config, target_dtype, shared_name(path_or_repo))
         write_checkpoint(staging, config, tensors, framework="pt")
     return _notes(drafter.config)
 

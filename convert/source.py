@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.checkpoint import CONFIG_FILE, find_checkpoint, read_config, read_json
+from mlx_redrafter.checkpoint import (
+    CONFIG_FILE,
+    find_checkpoint,
+    read_config,
+    read_json,
+    shared_name,
+)
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.torch_file import read_torch_file
@@ -73,13 +79,7 @@ def open_source(path_or_repo: str | Path) -> Source:
         names = listed(map(quoted, missing))
         raise CheckpointError(f"the index in {folder} names tensors that its files lack: {names}")
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
-    return Source(source_name(path_or_repo), folder, config, tuple(files), tensors)
-
-
-def source_name(path_or_repo: str | Path) -> str:
-    """A name to publish: a repository id as it is, a local path without its parents."""
-    path = Path(path_or_repo).expanduser()
-    return path.resolve().name if path.is_dir() else str(path_or_repo)
+    return Source(shared_name(path_or_repo), folder, config, tuple(files), tensors)
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:

@@ -56,6 +56,12 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         ) from error
 
 
+def shared_name(path_or_repo: str | Path) -> str:
+    """A name to publish: a repository id as it is, a folder by its last part, without its path."""
+    path = Path(path_or_repo).expanduser()
+    return path.resolve().name if path.is_dir() else str(path_or_repo)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in ``folder/config.json``.
 

@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.calibration import calibrate
+from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import DrafterConfig, TreeShape
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import save_drafter
@@ -121,12 +122,6 @@ class Request:
                 f"the drafter {self.start_from} keeps its shape: leave exit_dim, layers and "
                 "draft_vocab out"
             )
-
-
-def shared_name(path_or_repo: str) -> str:
-    """The repository, or the folder's name alone: a card that is shared tells no paths."""
-    path = Path(path_or_repo)
-    return path.resolve().name if path.is_dir() else path_or_repo
 
 
 class Student(NamedTuple):
