@@ -8,7 +8,6 @@ Axes: N nodes of the tree, L beam length.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -112,9 +111,7 @@ class Window:
 
 
 class Watch:
-    """A controller that times the steps of another one.
-
-    It hears of a step when its outcome has been read, so a step lasts from one call to the next.
+    """A controller that keeps the times of another one's steps.
 
     Attributes:
         seconds: By shape, since `begin`.
@@ -127,23 +124,16 @@ class Watch:
     def begin(self) -> None:
         """Forget all steps."""
         self.seconds: dict[TreeShape | None, list[float]] = {}
-        self.pause()
-
-    def pause(self) -> None:
-        """Leave out the next step, which is under way while something else is done."""
-        self._before: float | None = None
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
         return self.controller.choose()
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         """See `Controller.observe`."""
-        now = time.perf_counter()
-        if self._before is not None:
-            self.seconds.setdefault(shape, []).append(now - self._before)
-        self._before = now
-        self.controller.observe(shape, accepted)
+        if seconds is not None:
+            self.seconds.setdefault(shape, []).append(seconds)
+        self.controller.observe(shape, accepted, seconds)
 
 
 def endure(
@@ -287,7 +277,6 @@ class _Bench:
 
     def _decode_part(self, num_tokens: int) -> int:
         """Decode until so many tokens are there, and return the peak as in `Window`."""
-        self.watch.pause()
         mx.reset_peak_memory()
         while self.decoder.stats.num_tokens < num_tokens:
             next(self.tokens)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.stats import Choice
+from mlx_redrafter.step_times import StepTimes
 
 # What `AutoShape` chooses from besides plain decoding.
 CANDIDATES = (
@@ -77,8 +78,14 @@ class Controller(Protocol):
         """The shape of the next step, None for plain decoding."""
         ...
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
-        """Learn from a step of ``shape``, None for a plain one."""
+    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
+        """Learn from a step of ``shape``, None for a plain one.
+
+        Args:
+            shape: What `choose` returned for it.
+            accepted: What was accepted in it.
+            seconds: That it took, None where the caller kept the decoder waiting.
+        """
         ...
 
 
@@ -92,7 +99,7 @@ class FixedShape:
         """See `Controller.choose`."""
         return self.shape
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         """Nothing to learn."""
 
 
@@ -100,14 +107,14 @@ class AutoShape:
     """The shape with the most expected tokens per second, plain decoding included.
 
     A step shows exactly what every shape contained in its own would have accepted. Now and then a
-    step uses the largest shape, which contains all.
+    step uses the largest shape, which contains all. What steps take is corrected as they go.
 
     Args:
-        seconds: Duration of a step by shape, of plain decoding under None.
+        seconds: Duration of a step by shape, of plain decoding under None, as timed beforehand.
     """
 
     def __init__(self, seconds: Mapping[TreeShape | None, float]):
-        self.seconds = dict(seconds)
+        self.seconds = StepTimes(seconds)
         self.tokens: dict[TreeShape | None, float] = {None: 1.0}
         for shape in CANDIDATES:
             depths = range(1, shape.draft_length + 1)
@@ -133,20 +140,24 @@ class AutoShape:
         self._until_probe = self._interval
         return SMALL if is_plain else LARGEST
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         """See `Controller.observe`."""
         self._steps[shape] += 1
-        if shape is None:
-            return
+        if seconds is not None:
+            self.seconds.learn(shape, seconds)
+        if shape is not None:
+            self._learn_acceptance(shape, accepted)
+        best = self._best()
+        if self._speed(best) > HYSTERESIS * self._speed(self.current):
+            self.current = best
+
+    def _learn_acceptance(self, shape: TreeShape, accepted: Accepted) -> None:
         self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
         for candidate in CANDIDATES:
             if contains(shape, candidate):
                 self._weights[candidate] = min(self._weights[candidate] + 1, MEMORY)
                 change = 1 + accepted.count_within(candidate) - self.tokens[candidate]
                 self.tokens[candidate] += change / self._weights[candidate]
-        best = self._best()
-        if self._speed(best) > HYSTERESIS * self._speed(self.current):
-            self.current = best
 
     def choices(self) -> list[Choice]:
         """What there is to choose from, fastest first."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
-import time
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 
 import mlx.core as mx
 
@@ -32,7 +33,7 @@ from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Tokens in the cache while timing; what a longer context adds, it adds to every shape.
+# Tokens in the cache while timing; what a longer context changes shows while decoding.
 CONTEXT = 128
 # Rounds over all shapes, and steps of a shape in a row; the fastest turn counts, as the others were
 # disturbed.
@@ -76,7 +77,7 @@ def time_steps(target: Target, drafter: Drafter) -> Seconds:
 
 
 class _Schedule:
-    """A controller that lets every shape have its turns, and remembers when their outcomes came.
+    """A controller that lets every shape have its turns, and remembers what their steps took.
 
     A plain step is dispatched before the outcome of the one before is read, a draft likewise; so
     the first and the last step of a turn are partly ones of the shapes beside them.
@@ -92,16 +93,16 @@ class _Schedule:
         """See `Controller.choose`."""
         return next(self._left, None)
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         """See `Controller.observe`."""
-        self._times.append(time.perf_counter())
+        self._times.append(math.inf if seconds is None else seconds)
         self.missing -= 1
 
     @property
     def seconds(self) -> Seconds:
         """Mean of the inner steps of a turn, of the fastest turn."""
         turns = [self._times[i : i + STEPS] for i in range(0, len(self._times), STEPS)]
-        means = [(turn[-2] - turn[1]) / (STEPS - 3) for turn in turns]
+        means = [mean(turn[2:-1]) for turn in turns]
         return {s: min(means[i :: len(self.shapes)]) for i, s in enumerate(self.shapes)}
 
 

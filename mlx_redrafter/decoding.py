@@ -28,6 +28,7 @@ from mlx_redrafter.host import to_ints
 from mlx_redrafter.processors import ProcessorChain
 from mlx_redrafter.sampling import Chooser, PositionNoise
 from mlx_redrafter.stats import DecodingStats
+from mlx_redrafter.step_clock import StepClock
 from mlx_redrafter.target import Forward, ProgressCallback, Target
 from mlx_redrafter.tree import TokenTree, select_beams, select_top_n
 
@@ -159,6 +160,7 @@ class Decoder:
         self.controller = controller
         self.processors = processors
         self.couples = couples
+        self.clock = StepClock()
         self.stats = DecodingStats()
 
     def decode(self, request: Request) -> Iterator[Token]:
@@ -317,7 +319,7 @@ class Decoder:
                 self.processors.extend(mx.array(tokens[:-1], dtype=mx.int32))
         if flight.num_nodes:
             self.stats.count_step(num_accepted, flight.num_nodes, flight.num_unmerged)
-            self.controller.observe(flight.shape, accepted)
+            self.controller.observe(flight.shape, accepted, self.clock.lap())
         else:  # as in mlx-lm, the prompt is done with the first token
             request.on_progress(len(request.prompt), len(request.prompt))
         finish_reason, length = find_end(tokens, self.stats.num_tokens, request)
@@ -336,12 +338,13 @@ class Decoder:
             self.stats.num_tokens += 1
             if self.stats.num_tokens % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            yield Token(
-                id=token,
-                is_draft=i < outcome.num_accepted,
-                log_probs=flight.log_probs[row],
-                finish_reason=outcome.finish_reason if i == last else None,
-            )
+            with self.clock.away():
+                yield Token(
+                    id=token,
+                    is_draft=i < outcome.num_accepted,
+                    log_probs=flight.log_probs[row],
+                    finish_reason=outcome.finish_reason if i == last else None,
+                )
 
 
 def normalise(logits: mx.array) -> mx.array:

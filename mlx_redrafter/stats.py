@@ -13,7 +13,7 @@ class Choice(NamedTuple):
 
     Attributes:
         shape: What is drafted; None is plain decoding.
-        seconds: Of a step, as timed on this machine.
+        seconds: Of a step, as timed on this machine and corrected by the steps of this text.
         tokens: Expected per step, from what was accepted lately.
         steps: That had this shape.
     """

@@ -35,6 +35,8 @@ ORDER = [
     "processors",
     "sampling",
     "stats",
+    "step_clock",
+    "step_times",
     "controller",
     "decoding",
     "costs",

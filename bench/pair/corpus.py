@@ -1,6 +1,6 @@
 """The text of the bundled pair: which books, how they are cleaned, what is held out.
 
-    python corpus.py heldout books-train.txt.xz --out DIR       # held-out texts and prompts.jsonl
+    python corpus.py heldout books-train.txt.xz --out DIR       # held-out texts and their prompts
     python corpus.py training books-train.txt.xz --out FILE     # for the drafter: training.jsonl
 
 A corpus file holds many books, each beginning with a line "Title: ..."; see `heldout_titles.txt`.
@@ -21,6 +21,8 @@ TRAIN_TITLES = HERE / "train_titles.txt"
 PROMPT_PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)  # where in a held-out book its prompts are taken
 PROMPT_WORDS = 32
 PROMPT_PARAGRAPH_WORDS = 60  # a prompt opens a paragraph at least this long
+LONG_PROMPT_PLACE = 1 / 3  # where in a held-out book its long prompt begins
+LONG_PROMPT_CHARACTERS = 24_000  # more than 4,000 tokens
 
 _HEADER = re.compile(r"^Title:(.*)$", re.MULTILINE)
 _RULE = re.compile(r"^-{5,}\s*$", re.MULTILINE)
@@ -126,21 +128,33 @@ def prompts_of(paragraphs: list[str]) -> list[str]:
     return list(dict.fromkeys(prompts))
 
 
-def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> None:
-    """Write `<slug>.txt` per held-out book, and `prompts.jsonl` with lines {"prompt", "category"}.
+def long_prompt_of(paragraphs: list[str]) -> str:
+    """So many characters of a book, from a paragraph on."""
+    following = paragraphs[int(LONG_PROMPT_PLACE * len(paragraphs)) :]
+    return "\n\n".join(following)[:LONG_PROMPT_CHARACTERS]
 
-    The category is the title.
+
+def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> None:
+    """Write `<slug>.txt` per held-out book, and the prompts in `prompts.jsonl` and `long.jsonl`.
+
+    A line of theirs is {"prompt", "category"}, the category being the title.
     """
     out.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for title, paragraphs in heldout_books(corpus, heldout).items():
+    books = heldout_books(corpus, heldout)
+    for title, paragraphs in books.items():
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         (out / f"{slug}.txt").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
-        lines += [
-            json.dumps({"prompt": p, "category": title}, ensure_ascii=False)
-            for p in prompts_of(paragraphs)
-        ]
-    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    short = [(prompt, title) for title, book in books.items() for prompt in prompts_of(book)]
+    _write_prompts(out / "prompts.jsonl", short)
+    _write_prompts(out / "long.jsonl", [(long_prompt_of(book), t) for t, book in books.items()])
+
+
+def _write_prompts(path: Path, prompts: list[tuple[str, str]]) -> None:
+    lines = [
+        json.dumps({"prompt": prompt, "category": category}, ensure_ascii=False)
+        for prompt, category in prompts
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_training(corpus: Path, out: Path) -> None:

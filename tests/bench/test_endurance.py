@@ -112,17 +112,11 @@ def test_like_is_compared_with_like():
     assert not nothing_shared.holds
 
 
-def test_a_step_lasts_from_one_outcome_to_the_next(monkeypatch):
+def test_steps_that_waited_for_the_caller_are_left_out():
     watch = Watch(FixedShape(None))
-    clock = iter([1.0, 1.5, 3.5, 9.0, 9.25])
-    monkeypatch.setattr(endurance.time, "perf_counter", lambda: next(clock))
     shape = CANDIDATES[0]
-    for observed in (None, shape, shape):
-        watch.observe(observed, Accepted([], []))
-    assert watch.seconds == {shape: [0.5, 2.0]}
-    watch.pause()
-    for _ in range(2):
-        watch.observe(None, Accepted([], []))
+    for observed, seconds in ((None, None), (shape, 0.5), (shape, 2.0), (None, 0.25)):
+        watch.observe(observed, Accepted([], []), seconds)
     assert watch.seconds == {shape: [0.5, 2.0], None: [0.25]}
     watch.begin()
     assert not watch.seconds

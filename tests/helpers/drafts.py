@@ -109,7 +109,7 @@ class RandomShapes:
         self.seen.add(shape)
         return shape
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted) -> None:
+    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         assert len(accepted.ranks) == len(accepted.children)
         if shape is None:
             assert not accepted.ranks

@@ -26,12 +26,18 @@ def _costs(plain: float, per_node: float) -> dict[TreeShape | None, float]:
     }
 
 
-def _run(auto: AutoShape, steps: int, outcome: Accepted) -> list[TreeShape | None]:
+def _run(
+    auto: AutoShape,
+    steps: int,
+    outcome: Accepted,
+    seconds: dict[TreeShape | None, float] | None = None,
+) -> list[TreeShape | None]:
     shapes = []
     for _ in range(steps):
         shape = auto.choose()
         shapes.append(shape)
-        auto.observe(shape, NOTHING if shape is None else outcome)
+        took = None if seconds is None else seconds[shape]
+        auto.observe(shape, NOTHING if shape is None else outcome, took)
     return shapes
 
 
@@ -101,13 +107,42 @@ def test_a_text_begins_with_steps_that_show_what_every_shape_is_worth() -> None:
 def test_plain_steps_teach_nothing() -> None:
     auto = AutoShape(_costs(1.0, 0.1))
     before = dict(auto.tokens)
-    auto.observe(None, NOTHING)
+    auto.observe(None, NOTHING, None)
     assert auto.tokens == before
+
+
+def test_the_shape_follows_what_steps_take_now() -> None:
+    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 1, 1, 0, 1])
+    timed, now = _costs(1.0, 0.05), _costs(1.0, 0.4)
+
+    def speed(shape: TreeShape | None) -> float:
+        return (1 if shape is None else 1 + always.count_within(shape)) / now[shape]
+
+    auto = AutoShape(timed)
+    before = _run(auto, 100, always, timed)[-1]
+    after = _run(auto, 50, always, now)[-1]
+    assert speed(before) < 0.9 * max(map(speed, now))
+    assert speed(after) > 0.97 * max(map(speed, now))
+
+
+def test_plain_decoding_is_left_when_it_is_what_became_slow() -> None:
+    right_once = Accepted(ranks=[0], children=[0])
+    timed = _costs(1.0, 0.7)
+    auto = AutoShape(timed)
+    assert _run(auto, 100, right_once, timed)[-1] is None
+    assert _run(auto, 400, right_once, _costs(8.0, 0.1))[-1] is not None
+
+
+def test_a_machine_twice_as_slow_changes_no_choice() -> None:
+    right_once = Accepted(ranks=[0], children=[0])
+    timed = _costs(1.0, 0.1)
+    slow = {shape: 2 * seconds for shape, seconds in timed.items()}
+    assert _run(AutoShape(timed), 150, right_once, slow)[-1] == CHAIN
 
 
 def test_a_fixed_shape_stays() -> None:
     fixed = FixedShape(CHAIN)
-    fixed.observe(CHAIN, NOTHING)
+    fixed.observe(CHAIN, NOTHING, None)
     assert fixed.choose() == CHAIN
 
 
