@@ -16,7 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.calibration import Calibration, Prediction, Text, calibrate, predict
+from mlx_redrafter.calibration import (
+    TOP_TOKENS,
+    Calibration,
+    Prediction,
+    Text,
+    calibrate,
+    predict,
+)
 from mlx_redrafter.config import Activation
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode_prompt
@@ -27,8 +34,6 @@ from mlx_redrafter.topk import top_k
 # Drafters that fit their target are right about half of the time; chance is one in thousands.
 LEAST_ACCEPTANCE = 0.2
 TOKENS_PER_PROMPT = 64
-# Most probable tokens of the target that calibration looks at.
-TOP_K = 32
 PREFILL_STEP_SIZE = 2048
 PROMPTS = (
     "Once upon a time, there was a little girl who lived near the sea.",
@@ -121,7 +126,7 @@ def _decode(target: Target, prompt: list[int]) -> Text:
     columns: list[tuple[mx.array, ...]] = []
     while True:
         logits = forward.logits.astype(mx.float32)
-        best = top_k(logits, min(TOP_K, target.vocab_size))
+        best = top_k(logits, min(TOP_TOKENS, target.vocab_size))
         log_probs = best.values - mx.logsumexp(logits)
         token = best.indices[:, 0].astype(mx.int32)
         columns.append((token, forward.hiddens, best.indices.astype(mx.int32), log_probs))

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
+from mlx_redrafter.calibration import TOP_TOKENS
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.target import Target
@@ -75,19 +76,20 @@ def estimate_tokens(sources: Sources, options: DataOptions) -> int:
 
 def estimate(
     num_tokens: int,
+    num_held_out: int,
     k: int,
     loss: LossOptions,
     beam_length: int,
     target: Target,
     config: DrafterConfig,
 ) -> Estimate:
-    """What training a drafter of this shape on so many tokens takes."""
+    """What training a drafter of this shape on so many tokens, with held-out ones, takes."""
     hidden, vocab = target.hidden_size, target.vocab_size
     per_token = 2 * hidden + 6 * min(k, vocab) + 9
     if loss.recipe == "rollouts":
         per_token += 4 * beam_length
     weights = 4 * count_drafter(config)
-    cache = num_tokens * per_token
+    cache = num_tokens * per_token + num_held_out * 6 * max(0, min(TOP_TOKENS, vocab) - k)
     model = tree_reduce(lambda total, value: total + value.nbytes, target.model.parameters(), 0)
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
     # The head as a float32 matrix: joined, for numpy, and projected.

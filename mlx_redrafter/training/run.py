@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.calibration import calibrate
+from mlx_redrafter.calibration import TOP_TOKENS, calibrate
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import DrafterConfig, TreeShape
 from mlx_redrafter.drafter import Drafter
@@ -81,7 +81,8 @@ class Request:
         trust_remote_code: Run code from the target's checkpoint.
         start_from: A drafter for this or a similar target to go on training, a folder or a hub
             repository; it keeps its shape. None starts a new one.
-        top_k: Next tokens whose probabilities the target teaches.
+        top_k: Next tokens whose probabilities the target teaches. Of held-out texts, which
+            calibrate the drafter, `TOP_TOKENS` are kept.
         dtype: Of the weights that are written.
         resume: Go on with the run that was begun in ``out``, if there is one.
         data_options: Which texts.
@@ -230,6 +231,7 @@ def _teach(
     config = drafter_config(target, request.network) if earlier is None else earlier.config
     needed = estimate(
         estimate_tokens(sources, options),
+        len(sources.held_out) * options.sequence_length,
         request.top_k,
         request.loss,
         request.network.beam_length,
@@ -237,7 +239,7 @@ def _teach(
         config,
     )
     check_resources(needed, folder)
-    name = fingerprint(model)
+    name, held_out_k = fingerprint(model), max(request.top_k, TOP_TOKENS)
     cache = TeacherCache(
         folder,
         {
@@ -245,6 +247,7 @@ def _teach(
             "texts": sources.fingerprint,
             "chat template": str(getattr(tokenizer, "chat_template", None)),
             "top_k": request.top_k,
+            "top_k held out": held_out_k,
             **describe(options),
         },
     )
@@ -253,7 +256,8 @@ def _teach(
     writer = Writer(model, tokenizer, options.seed)
     corpus = build_corpus(sources, encoder, writer, options, folder, reporter.progress)
     _check_corpus(corpus)
-    for part, sequences in (("train", corpus.train), ("held-out", corpus.held_out)):
+    parts = (("train", corpus.train, request.top_k), ("held-out", corpus.held_out, held_out_k))
+    for part, sequences, k in parts:
         total = sum(map(len, sequences))
         stage = f"reading {part} text"
         fill_cache(
@@ -261,7 +265,7 @@ def _teach(
             part,  # type: ignore[arg-type]
             target,
             sequences,
-            request.top_k,
+            k,
             lambda done, stage=stage, total=total: reporter.progress(stage, done, total),  # type: ignore[misc]
         )
     if request.loss.recipe == "rollouts":

@@ -10,12 +10,15 @@ import threading
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from mlx_redrafter.calibration import TOP_TOKENS
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import load_drafter, quantize_drafter, save_drafter
 from mlx_redrafter.training import resources
+from mlx_redrafter.training.run import CACHE_FOLDER
 from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
 from tests.training.conftest import Run
@@ -63,6 +66,17 @@ def test_the_folder_is_a_drafter_with_card_and_curves(
     assert drafted.code == 0
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
     assert json.loads(drafted.out)["tokens_per_step"] > 1.3
+
+
+def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
+    folder = finished.request.out / CACHE_FOLDER
+    train, held_out = (
+        mx.load(str(folder / f"{part}-00000.safetensors"))["top_ids"]
+        for part in ("train", "held-out")
+    )
+    vocab_size = json.loads((finished.request.out / "config.json").read_text())["vocab_size"]
+    assert train.shape[1] == finished.request.top_k
+    assert held_out.shape[1] == min(TOP_TOKENS, vocab_size) > train.shape[1]
 
 
 def test_stages_are_reported(finished: Run) -> None:
