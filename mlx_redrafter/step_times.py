@@ -28,21 +28,30 @@ class StepTimes(Mapping[TreeShape | None, float]):
 
     def __init__(self, timed: Mapping[TreeShape | None, float]):
         self._timed = dict(timed)
-        nodes = [_nodes(shape) for shape in timed]
-        self._slowdowns = {min(nodes): 1.0, max(nodes): 1.0}
+        self._nodes = {shape: _count_nodes(shape) for shape in timed}
+        nodes = sorted(self._nodes.values())
+        self._slowdowns = {nodes[0]: 1.0, nodes[-1]: 1.0}
         self._counts = dict.fromkeys(nodes, 1)
+        self._now = self._timed
 
     def learn(self, shape: TreeShape | None, seconds: float) -> None:
         """Take in what a step of ``shape`` took."""
-        nodes = _nodes(shape)
-        known = self._slowdown(nodes)
+        nodes = self._nodes[shape]
+        known = self._now[shape] / self._timed[shape]
         found = seconds / self._timed[shape]
         found = min(max(found, known / MOST_CHANGE), known * MOST_CHANGE)
         self._counts[nodes] = min(self._counts[nodes] + 1, MEMORY)
         self._slowdowns[nodes] = known + (found - known) / self._counts[nodes]
+        used = sorted(self._slowdowns)
+        known_ones = [self._slowdowns[nodes] for nodes in used]
+        slowdowns = np.interp(list(self._nodes.values()), used, known_ones).tolist()
+        self._now = {
+            shape: seconds * slowdown
+            for (shape, seconds), slowdown in zip(self._timed.items(), slowdowns, strict=True)
+        }
 
     def __getitem__(self, shape: TreeShape | None) -> float:
-        return self._timed[shape] * self._slowdown(_nodes(shape))
+        return self._now[shape]
 
     def __iter__(self) -> Iterator[TreeShape | None]:
         return iter(self._timed)
@@ -50,12 +59,8 @@ class StepTimes(Mapping[TreeShape | None, float]):
     def __len__(self) -> int:
         return len(self._timed)
 
-    def _slowdown(self, nodes: int) -> float:
-        known = sorted(self._slowdowns)
-        return float(np.interp(nodes, known, [self._slowdowns[n] for n in known]))
 
-
-def _nodes(shape: TreeShape | None) -> int:
+def _count_nodes(shape: TreeShape | None) -> int:
     if shape is None:
         return 1
     assert shape.tree_nodes is not None
