@@ -160,7 +160,10 @@ class BatchOrder:
         groups: list[list[int]] = []
         counts: list[int] = []
         room = 0
-        for number in range(self.cache.num_shards(self.part)):
+        # What the target wrote comes first in the cache, what others wrote after it: a group of
+        # neighbours would be one kind of text, and the drafter would forget the other.
+        rng = np.random.default_rng(self.options.seed)
+        for number in rng.permutation(self.cache.num_shards(self.part)).tolist():
             shard = self.cache.load(self.part, number)
             count = int(self._steps(shard).any(axis=1).sum())
             if count == 0:

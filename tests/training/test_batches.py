@@ -106,6 +106,21 @@ def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
     assert not mx.array_equal(steps[0].hidden, other.hidden).item()
 
 
+def test_a_group_mixes_shards_from_all_over_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TeacherCache(tmp_path, {"target": "none"})
+    shards = [_shard([_sequence(0, [1] * 9)], 0) for _ in range(12)]
+    for number, shard in enumerate(shards):
+        cache.save("train", number, shard)
+    size = sum(array.nbytes for array in shards[0].arrays().values())
+    monkeypatch.setattr(batches, "GROUP_BYTES", 4 * size)
+    groups = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1)).groups
+    assert sorted(number for group in groups for number in group) == list(range(12))
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert all(max(group) - min(group) > 3 for group in groups)
+
+
 def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
     from mlx_redrafter.training.files import save_arrays
 
