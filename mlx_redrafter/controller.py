@@ -34,7 +34,7 @@ SMALL = CANDIDATES[1]
 
 # Acceptance of a draft that is expected before anything was seen, and the steps that counts for.
 PRIOR_ACCEPTANCE = 0.5
-PRIOR_STEPS = 2
+PRIOR_STEPS = 1
 # Steps of the largest shape that a text begins with; one that accepts nothing counts for four.
 FIRST_PROBES = 8
 FRUITLESS_PROBE = 4
@@ -45,6 +45,8 @@ HYSTERESIS = 1.03
 # Steps between probes; in plain decoding, where they gain nothing, they become rarer.
 PROBE_EVERY = 32
 LONGEST_PROBE_INTERVAL = 256
+# Every so many probes tell what a plain step takes now, rather than what the largest shape accepts.
+PLAIN_PROBE = 4
 
 
 @dataclass(frozen=True)
@@ -122,29 +124,43 @@ class AutoShape:
         self.current = self._best()
         self._steps = dict.fromkeys(self.seconds, 0)
         self._weights = dict.fromkeys(CANDIDATES, PRIOR_STEPS)
+        self._last: TreeShape | None = LARGEST
         self._interval = PROBE_EVERY
         self._until_probe = PROBE_EVERY
+        self._probes = 0
+        self._probe: list[TreeShape | None] = []
         self._first_probes = FIRST_PROBES
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
         if self._first_probes > 0:
             return LARGEST
-        self._until_probe -= 1
-        if self._until_probe > 0:
-            return self.current
-        is_plain = self.current is None
-        self._interval = (
-            min(2 * self._interval, LONGEST_PROBE_INTERVAL) if is_plain else PROBE_EVERY
-        )
+        if not self._probe:
+            self._until_probe -= 1
+            if self._until_probe > 0:
+                return self.current
+            self._begin_probe()
+        return self._probe.pop()
+
+    def _begin_probe(self) -> None:
+        self._probes += 1
+        if self.current is None:
+            self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
+            self._probe = [SMALL]
+        else:
+            self._interval = PROBE_EVERY
+            # Of two plain steps the second is timed.
+            self._probe = [None, None] if self._probes % PLAIN_PROBE == 0 else [LARGEST]
         self._until_probe = self._interval
-        return SMALL if is_plain else LARGEST
 
     def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         """See `Controller.observe`."""
         self._steps[shape] += 1
-        if seconds is not None:
+        # The first step of a shape is partly one of the shape before: what the host dispatches
+        # while the device works belongs to the next one.
+        if seconds is not None and shape == self._last:
             self.seconds.learn(shape, seconds)
+        self._last = shape
         if shape is not None:
             self._learn_acceptance(shape, accepted)
         best = self._best()

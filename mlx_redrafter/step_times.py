@@ -8,8 +8,9 @@ import numpy as np
 
 from mlx_redrafter.config import TreeShape
 
-# Steps of a shape that its slowdown remembers.
+# Steps of a shape that its slowdown remembers, and that what was timed counts for.
 MEMORY = 8
+TIMED = 3
 # One step counts as at most so many times slower or faster than the last ones: it may have waited.
 MOST_CHANGE = 2.0
 
@@ -31,7 +32,7 @@ class StepTimes(Mapping[TreeShape | None, float]):
         self._nodes = {shape: _count_nodes(shape) for shape in timed}
         nodes = sorted(self._nodes.values())
         self._slowdowns = {nodes[0]: 1.0, nodes[-1]: 1.0}
-        self._counts = dict.fromkeys(nodes, 1)
+        self._counts = dict.fromkeys(nodes, TIMED)
         self._now = self._timed
 
     def learn(self, shape: TreeShape | None, seconds: float) -> None:
