@@ -125,6 +125,7 @@ class AutoShape:
         self._steps = dict.fromkeys(self.seconds, 0)
         self._weights = dict.fromkeys(CANDIDATES, PRIOR_STEPS)
         self._last: TreeShape | None = LARGEST
+        self._next: TreeShape | None = LARGEST
         self._interval = PROBE_EVERY
         self._until_probe = PROBE_EVERY
         self._probes = 0
@@ -133,6 +134,10 @@ class AutoShape:
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
+        self._next = self._choose()
+        return self._next
+
+    def _choose(self) -> TreeShape | None:
         if self._first_probes > 0:
             return LARGEST
         if not self._probe:
@@ -149,16 +154,16 @@ class AutoShape:
             self._probe = [SMALL]
         else:
             self._interval = PROBE_EVERY
-            # Of two plain steps the second is timed.
-            self._probe = [None, None] if self._probes % PLAIN_PROBE == 0 else [LARGEST]
+            # Of three plain steps the second is timed.
+            self._probe = [None] * 3 if self._probes % PLAIN_PROBE == 0 else [LARGEST]
         self._until_probe = self._interval
 
     def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
         """See `Controller.observe`."""
         self._steps[shape] += 1
-        # The first step of a shape is partly one of the shape before: what the host dispatches
-        # while the device works belongs to the next one.
-        if seconds is not None and shape == self._last:
+        # The next step is dispatched before the outcome of this one is read, which may wait for
+        # both: among others the first plain step takes twice its time, and the last one none.
+        if seconds is not None and self._last == shape == self._next:
             self.seconds.learn(shape, seconds)
         self._last = shape
         if shape is not None:

@@ -123,7 +123,7 @@ def test_the_shape_follows_what_steps_take_now() -> None:
 
     auto = AutoShape(timed)
     before = _run(auto, 100, always, timed)[-1]
-    after = _run(auto, 50, always, now)[-1]
+    after = _run(auto, 150, always, now)[-1]
     assert speed(before) < 0.9 * max(map(speed, now))
     assert speed(after) > 0.97 * max(map(speed, now))
 
@@ -143,64 +143,75 @@ def test_a_machine_twice_as_slow_changes_no_choice() -> None:
     assert _run(AutoShape(timed), 150, right_once, slow)[-1] == CHAIN
 
 
-def _decode(accepts: float, slowdown: float, change: float, seed: int) -> float:
+def _decode(accepts: float, slowdown: float, seed: int) -> float:
     """How fast a text of 256 tokens is, plain decoding being 1.
+
+    As with a decoder, a shape is chosen before the outcome of the step before it is known, and a
+    plain step after a plain one is waited for with the one before.
 
     Args:
         accepts: Chance that a draft is right, always the first of its siblings.
         slowdown: What 10 nodes cost more than when they were timed.
-        change: Plain steps, that a plain step after a draft takes longer.
         seed: Of the noise of the times.
     """
     rng = random.Random(seed)
     timed = _costs(1.0, 0.08)
     auto = AutoShape(timed)
-    tokens, total, last = 0, 0.0, None
-    while tokens < 256:
-        shape = auto.choose()
+    tokens, total = 0, 0.0
+
+    def draw(shape: TreeShape | None) -> float:
         nodes = 1 if shape is None else (shape.tree_nodes or 0)
-        seconds = (timed[shape] + slowdown * (nodes - 1) / 10) * rng.lognormvariate(0, 0.05)
-        if shape is None and last is not None:
-            seconds += change
+        return (timed[shape] + slowdown * (nodes - 1) / 10) * rng.lognormvariate(0, 0.05)
+
+    shape = auto.choose()
+    seconds = draw(shape)
+    while tokens < 256:
+        following = auto.choose()
+        ahead = draw(following)
+        if shape is following is None:
+            seconds, ahead = seconds + ahead, 0.0
         depth = 0 if shape is None else shape.draft_length
         count = next((n for n in range(depth) if rng.random() >= accepts), depth)
         # Two siblings a draft, so that trees hold fewer right ones than chains of their size.
         accepted = Accepted([2 * n for n in range(count)], [0] * count)
         kept = 0 if shape is None else accepted.count_within(shape)
         auto.observe(shape, Accepted(accepted.ranks[:kept], [0] * kept), seconds)
-        tokens, total, last = tokens + kept + 1, total + seconds, shape
+        tokens, total = tokens + kept + 1, total + seconds
+        shape, seconds = following, ahead
     return tokens / total
 
 
-@pytest.mark.parametrize("change", [0.0, 0.5])
 @pytest.mark.parametrize("slowdown", [0.0, 1.0])
-def test_a_useless_drafter_costs_next_to_nothing(slowdown: float, change: float) -> None:
-    speeds = [_decode(0.0, slowdown, change, seed) for seed in range(9)]
-    assert median(speeds) > 0.96
+def test_a_useless_drafter_costs_next_to_nothing(slowdown: float) -> None:
+    speeds = [_decode(0.0, slowdown, seed) for seed in range(9)]
+    # The probes that a text begins with are all that it costs.
+    assert median(speeds) > (0.97 if slowdown == 0 else 0.95)
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 1.0])
-def test_a_good_drafter_is_used_whatever_a_change_costs(slowdown: float) -> None:
-    speeds = [_decode(0.8, slowdown, 0.5, seed) for seed in range(9)]
+def test_a_good_drafter_is_used_however_steps_overlap(slowdown: float) -> None:
+    speeds = [_decode(0.8, slowdown, seed) for seed in range(9)]
     assert median(speeds) > (2.0 if slowdown == 0 else 1.5)
 
 
-def test_only_steps_after_one_of_their_shape_are_timed() -> None:
+def test_only_steps_between_two_of_their_shape_are_timed() -> None:
     auto = AutoShape(_costs(1.0, 0.1))
-    before = dict(auto.seconds)
-    for shape in (None, CHAIN, None, CHAIN):
-        auto.observe(shape, NOTHING, 100.0)
-    assert dict(auto.seconds) == before
-    auto.observe(CHAIN, NOTHING, 100.0)
-    assert auto.seconds[CHAIN] > before[CHAIN]
+    right_once = Accepted(ranks=[0], children=[0])
+    shapes = [LARGEST, auto.choose()]
+    for _ in range(200):
+        shapes.append(auto.choose())
+        before, (last, shape, following) = dict(auto.seconds), shapes[-3:]
+        auto.observe(shape, right_once if shape else NOTHING, 2 * auto.seconds[shape])
+        assert (dict(auto.seconds) != before) == (last == shape == following)
+    assert {None, CHAIN, LARGEST} <= set(shapes)
 
 
 def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
     always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
     shapes = _run(AutoShape(_costs(1.0, 0.02)), 400, always, _costs(1.0, 0.02))
     plain = [n for n, shape in enumerate(shapes) if shape is None]
-    assert 2 <= len(plain) < 0.02 * 400
-    assert all(shapes[n + 1] is None for n in plain[::2]), "the second of two is timed"
+    assert 3 <= len(plain) < 0.03 * 400
+    assert all(shapes[n : n + 3] == [None] * 3 for n in plain[::3]), "the second of three is timed"
 
 
 def test_a_fixed_shape_stays() -> None:
