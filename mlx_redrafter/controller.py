@@ -86,7 +86,8 @@ class Controller(Protocol):
         Args:
             shape: What `choose` returned for it.
             accepted: What was accepted in it.
-            seconds: That it took, None where the caller kept the decoder waiting.
+            seconds: From the outcome before to its own, None where the caller kept the decoder
+                waiting.
         """
         ...
 
