@@ -35,8 +35,9 @@ SMALL = CANDIDATES[1]
 # Acceptance of a draft that is expected before anything was seen, and the steps that counts for.
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_STEPS = 1
-# Steps of the largest shape that a text begins with; one that accepts nothing ends them.
+# Steps of the largest shape that a text begins with; one that accepts nothing counts for four.
 FIRST_PROBES = 8
+FRUITLESS_PROBE = 4
 # Steps that an estimate remembers.
 MEMORY = 32
 # How much faster another shape must seem before it replaces the current one.
@@ -173,7 +174,7 @@ class AutoShape:
             self.current = best
 
     def _learn_acceptance(self, shape: TreeShape, accepted: Accepted) -> None:
-        self._first_probes = self._first_probes - 1 if accepted.ranks else 0
+        self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
         for candidate in CANDIDATES:
             if contains(shape, candidate):
                 self._weights[candidate] = min(self._weights[candidate] + 1, MEMORY)

@@ -11,6 +11,7 @@ from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import (
     CANDIDATES,
     FIRST_PROBES,
+    FRUITLESS_PROBE,
     LARGEST,
     Accepted,
     AutoShape,
@@ -67,8 +68,10 @@ def test_counting_what_a_smaller_tree_would_have_accepted(shape: TreeShape, expe
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     shapes = _run(AutoShape(_costs(1.0, 0.05)), 400, NOTHING)
     assert shapes.index(None) < 12
-    assert shapes[0] == LARGEST
-    assert LARGEST not in shapes[1:], "nothing was accepted"
+    assert shapes[: FIRST_PROBES // FRUITLESS_PROBE] == [LARGEST] * (
+        FIRST_PROBES // FRUITLESS_PROBE
+    )
+    assert shapes[FIRST_PROBES // FRUITLESS_PROBE] != LARGEST
     drafted = [shape for shape in shapes if shape is not None]
     # Verified nodes beyond one per step are what drafting in vain costs.
     wasted = sum((shape.tree_nodes or 0) * 0.05 for shape in drafted)
