@@ -43,12 +43,11 @@ class StepTimes(Mapping[TreeShape | None, float]):
         found = min(max(found, known / MOST_CHANGE), known * MOST_CHANGE)
         self._counts[nodes] = min(self._counts[nodes] + 1, MEMORY)
         self._slowdowns[nodes] = known + (found - known) / self._counts[nodes]
-        used = sorted(self._slowdowns)
-        known_ones = [self._slowdowns[nodes] for nodes in used]
-        slowdowns = np.interp(list(self._nodes.values()), used, known_ones).tolist()
+        used, slowdowns = zip(*sorted(self._slowdowns.items()), strict=True)
+        factors = np.interp(list(self._nodes.values()), used, slowdowns).tolist()
         self._now = {
-            shape: seconds * slowdown
-            for (shape, seconds), slowdown in zip(self._timed.items(), slowdowns, strict=True)
+            one: timed * factor
+            for (one, timed), factor in zip(self._timed.items(), factors, strict=True)
         }
 
     def __getitem__(self, shape: TreeShape | None) -> float:

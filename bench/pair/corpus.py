@@ -145,22 +145,20 @@ def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> No
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         (out / f"{slug}.txt").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     short = [(prompt, title) for title, book in books.items() for prompt in prompts_of(book)]
-    _write_prompts(out / "prompts.jsonl", short)
-    _write_prompts(out / "long.jsonl", [(long_prompt_of(book), t) for t, book in books.items()])
-
-
-def _write_prompts(path: Path, prompts: list[tuple[str, str]]) -> None:
-    lines = [
-        json.dumps({"prompt": prompt, "category": category}, ensure_ascii=False)
-        for prompt, category in prompts
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    long = [(long_prompt_of(book), title) for title, book in books.items()]
+    for name, prompts in (("prompts", short), ("long", long)):
+        rows = [{"prompt": prompt, "category": title} for prompt, title in prompts]
+        _write_rows(out / f"{name}.jsonl", rows)
 
 
 def write_training(corpus: Path, out: Path) -> None:
     """Write lines {"text"}, one per training book, each once."""
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for _, text in training_books(corpus)]
-    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _write_rows(out, [{"text": text} for _, text in training_books(corpus)])
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:

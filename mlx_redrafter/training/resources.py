@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from mlx_redrafter.calibration import TOP_TOKENS
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.target import Target
@@ -78,18 +77,31 @@ def estimate(
     num_tokens: int,
     num_held_out: int,
     k: int,
+    held_out_k: int,
     loss: LossOptions,
     beam_length: int,
     target: Target,
     config: DrafterConfig,
 ) -> Estimate:
-    """What training a drafter of this shape on so many tokens, with held-out ones, takes."""
+    """What training a drafter of this shape on so many tokens takes.
+
+    Args:
+        num_tokens: Of all texts.
+        num_held_out: Of these, in held-out texts.
+        k: Next tokens whose log-probabilities are kept.
+        held_out_k: The same for held-out texts, at least k.
+        loss: What is taught.
+        beam_length: L, root included.
+        target: The teacher.
+        config: The drafter's shape.
+    """
     hidden, vocab = target.hidden_size, target.vocab_size
     per_token = 2 * hidden + 6 * min(k, vocab) + 9
     if loss.recipe == "rollouts":
         per_token += 4 * beam_length
     weights = 4 * count_drafter(config)
-    cache = num_tokens * per_token + num_held_out * 6 * max(0, min(TOP_TOKENS, vocab) - k)
+    held_out = num_held_out * 6 * (min(held_out_k, vocab) - min(k, vocab))
+    cache = num_tokens * per_token + held_out
     model = tree_reduce(lambda total, value: total + value.nbytes, target.model.parameters(), 0)
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
     # The head as a float32 matrix: joined, for numpy, and projected.
@@ -101,7 +113,8 @@ def estimate(
         COPIES_IN_MEMORY * weights + group + embedding + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
     )
     disk = cache + (COPIES_IN_STATE + 1) * weights
-    return Estimate(num_tokens, disk, max(teaching, learning))
+    # Held-out texts are read in one piece, and kept while the drafter learns.
+    return Estimate(num_tokens, disk, max(teaching, learning) + 2 * held_out)
 
 
 def check_resources(needed: Estimate, folder: Path) -> None:

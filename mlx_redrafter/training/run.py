@@ -82,7 +82,7 @@ class Request:
         start_from: A drafter for this or a similar target to go on training, a folder or a hub
             repository; it keeps its shape. None starts a new one.
         top_k: Next tokens whose probabilities the target teaches. Of held-out texts, which
-            calibrate the drafter, `TOP_TOKENS` are kept.
+            calibrate the drafter, at least `TOP_TOKENS` are kept.
         dtype: Of the weights that are written.
         resume: Go on with the run that was begun in ``out``, if there is one.
         data_options: Which texts.
@@ -229,17 +229,19 @@ def _teach(
     if request.start_from is not None:
         earlier = earlier_drafter(request.start_from, target, tokenizer.vocab_size)
     config = drafter_config(target, request.network) if earlier is None else earlier.config
+    held_out_k = max(request.top_k, TOP_TOKENS)
     needed = estimate(
         estimate_tokens(sources, options),
         len(sources.held_out) * options.sequence_length,
         request.top_k,
+        held_out_k,
         request.loss,
         request.network.beam_length,
         target,
         config,
     )
     check_resources(needed, folder)
-    name, held_out_k = fingerprint(model), max(request.top_k, TOP_TOKENS)
+    name = fingerprint(model)
     cache = TeacherCache(
         folder,
         {
