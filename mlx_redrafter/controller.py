@@ -45,6 +45,8 @@ HYSTERESIS = 1.03
 # Steps between probes; in plain decoding, where they gain nothing, they become rarer.
 PROBE_EVERY = 32
 LONGEST_PROBE_INTERVAL = 256
+# Drafting did not pay in a text with such a share of plain steps, or more.
+MOSTLY_PLAIN = 0.9
 # Every so many probes tell what a plain step takes now, rather than what the largest shape accepts.
 PLAIN_PROBE = 4
 
@@ -114,14 +116,17 @@ class AutoShape:
 
     Args:
         seconds: Duration of a step by shape, of plain decoding under None, as timed beforehand.
+        did_pay: Whether drafting paid in the text before. If not, this one begins with plain
+            decoding and a small probe.
     """
 
-    def __init__(self, seconds: Mapping[TreeShape | None, float]):
+    def __init__(self, seconds: Mapping[TreeShape | None, float], did_pay: bool = True):
         self.seconds = StepTimes(seconds)
         self.tokens: dict[TreeShape | None, float] = {None: 1.0}
+        prior = PRIOR_ACCEPTANCE if did_pay else 0.0
         for shape in CANDIDATES:
             depths = range(1, shape.draft_length + 1)
-            self.tokens[shape] = 1 + sum(PRIOR_ACCEPTANCE**depth for depth in depths)
+            self.tokens[shape] = 1 + sum(prior**depth for depth in depths)
         self.current = self._best()
         self._steps = dict.fromkeys(self.seconds, 0)
         self._weights = dict.fromkeys(CANDIDATES, PRIOR_STEPS)
@@ -130,13 +135,18 @@ class AutoShape:
         self._interval = PROBE_EVERY
         self._until_probe = PROBE_EVERY
         self._probes = 0
-        self._probe: list[TreeShape | None] = []
-        self._first_probes = FIRST_PROBES
+        self._probe: list[TreeShape | None] = [] if did_pay else [SMALL]
+        self._first_probes = FIRST_PROBES if did_pay else 0
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
         self._next = self._choose()
         return self._next
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafting was faster than plain decoding in more than a few steps."""
+        return self._steps[None] < MOSTLY_PLAIN * sum(self._steps.values())
 
     def _choose(self) -> TreeShape | None:
         if self._first_probes > 0:

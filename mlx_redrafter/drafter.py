@@ -39,11 +39,17 @@ class Drafter(nn.Module):
 
     ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
     head covers only part of the vocabulary (``config.draft_vocab_size``); otherwise it is absent.
+
+    Attributes:
+        config: The shape, and how drafts are ranked.
+        did_pay: Whether drafting was faster than plain decoding in the last text whose steps chose
+            their own shapes. It is here because texts have nothing else in common.
     """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
+        self.did_pay = True
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)

@@ -199,7 +199,9 @@ def check_fit(drafter: Drafter, target: Target, tokenizer_size: int) -> None:
 def _controller(target: Target, drafter: Drafter | None, shape: TreeShape | None) -> Controller:
     if drafter is None:
         return FixedShape(None)
-    return AutoShape(step_costs(target, drafter)) if shape is None else FixedShape(shape)
+    if shape is not None:
+        return FixedShape(shape)
+    return AutoShape(step_costs(target, drafter), drafter.did_pay)
 
 
 def _check_width(shape: TreeShape, drafter: Drafter) -> None:
@@ -264,6 +266,8 @@ def _respond(
             )
     if isinstance(decoder.controller, AutoShape):
         decoder.stats.choices = decoder.controller.choices()
+        assert decoder.drafter is not None
+        decoder.drafter.did_pay = decoder.controller.pays
 
 
 def _response(

@@ -13,6 +13,7 @@ from mlx_redrafter.controller import (
     FIRST_PROBES,
     FRUITLESS_PROBE,
     LARGEST,
+    SMALL,
     Accepted,
     AutoShape,
     FixedShape,
@@ -93,6 +94,24 @@ def test_drafting_comes_back_when_the_drafter_becomes_right() -> None:
     assert _run(auto, 2000, always)[-1] is not None
 
 
+def test_after_a_text_in_which_drafting_did_not_pay_it_is_tried_with_little() -> None:
+    auto = AutoShape(_costs(1.0, 0.05))
+    assert not _run(auto, 10, NOTHING)[-1]
+    assert auto.pays, "a few plain steps say little"
+    _run(auto, 200, NOTHING)
+    assert not auto.pays
+    auto = AutoShape(_costs(1.0, 0.05), did_pay=auto.pays)
+    shapes = _run(auto, 256, NOTHING)
+    assert shapes[0] == SMALL
+    assert set(shapes) == {SMALL, None}
+    assert shapes.count(SMALL) < 5
+    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
+    auto = AutoShape(_costs(1.0, 0.05), did_pay=False)
+    shapes = _run(auto, 256, always)
+    assert shapes.index(LARGEST) < 50
+    assert auto.pays
+
+
 def test_expensive_verifies_are_not_chosen() -> None:
     right_once = Accepted(ranks=[0], children=[0])
     shapes = _run(AutoShape(_costs(1.0, 0.7)), 100, right_once)
@@ -143,7 +162,7 @@ def test_a_machine_twice_as_slow_changes_no_choice() -> None:
     assert _run(AutoShape(timed), 150, right_once, slow)[-1] == CHAIN
 
 
-def _decode(accepts: float, slowdown: float, seed: int) -> float:
+def _decode(accepts: float, slowdown: float, seed: int, did_pay: bool = True) -> float:
     """How fast a text of 256 tokens is, plain decoding being 1.
 
     As with a decoder, a shape is chosen before the outcome of the step before it is known, and a
@@ -153,10 +172,11 @@ def _decode(accepts: float, slowdown: float, seed: int) -> float:
         accepts: Chance that a draft is right, always the first of its siblings.
         slowdown: What 10 nodes cost more than when they were timed.
         seed: Of the noise of the times.
+        did_pay: Whether drafting did in the text before.
     """
     rng = random.Random(seed)
     timed = _costs(1.0, 0.08)
-    auto = AutoShape(timed)
+    auto = AutoShape(timed, did_pay)
     tokens, total = 0, 0.0
 
     def draw(shape: TreeShape | None) -> float:
@@ -186,6 +206,8 @@ def test_a_useless_drafter_costs_next_to_nothing(slowdown: float) -> None:
     speeds = [_decode(0.0, slowdown, seed) for seed in range(9)]
     # The probes that a text begins with are all that it costs.
     assert median(speeds) > (0.97 if slowdown == 0 else 0.95)
+    after_another = [_decode(0.0, slowdown, seed, did_pay=False) for seed in range(9)]
+    assert median(after_another) > 0.985
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 1.0])
