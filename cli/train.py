@@ -109,7 +109,8 @@ def train(
         str,
         typer.Option(
             "--recipe",
-            help="What to teach: soft, the model's distributions; apple, the text; rollouts.",
+            help="What to teach: soft, the model's distributions; coupled, to sample as it does; "
+            "apple, the text; rollouts.",
             rich_help_panel=TRAINING,
         ),
     ] = "soft",

@@ -141,7 +141,8 @@ class KeyedChooser:
         if self.params.temp == 0:
             return None
         # The token after a node of depth d stands d + 1 after the root.
-        values = gumbel_noise(self.params.seed, position + 1, beam_length, self.vocab_size)
+        positions = position + 1 + mx.arange(beam_length)
+        values = gumbel_noise(self.params.seed, positions, self.vocab_size)
         return PositionNoise(self.params, values)
 
     def choose(
@@ -158,15 +159,15 @@ class KeyedChooser:
         """Nothing to do: the noise belongs to positions, not to choices made."""
 
 
-def gumbel_noise(seed: int, position: mx.array, count: int, vocab_size: int) -> mx.array:
-    """Standard Gumbel noise of ``count`` positions from ``position``, integer of shape (1,), on.
+def gumbel_noise(seed: int, positions: mx.array, vocab_size: int) -> mx.array:
+    """Standard Gumbel noise of some positions, integer, shape (n,).
 
     Returns:
-        float32, shape (count, V). Row i depends on (seed, position + i) alone.
+        float32, shape (n, V). A row depends on (seed, its position) alone.
     """
     width = -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
-    positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
-    keys = mx.stack([mx.full((count,), seed, dtype=mx.uint32), positions], axis=1)
+    positions = positions.astype(mx.uint32)
+    keys = mx.stack([mx.full(positions.shape, seed, dtype=mx.uint32), positions], axis=1)
     draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
     return draw(keys)[:, :vocab_size]
 

@@ -23,6 +23,7 @@ from mlx_redrafter.version import __version__
 
 RECIPES = {
     "soft": "the target's own distributions (KL over its most probable tokens and the rest)",
+    "coupled": "to sample what the target samples with the same noise, from its distributions",
     "apple": "the text itself (cross-entropy, as in Apple's released code)",
     "rollouts": "greedy continuations by the target at every position (arXiv 2403.09919, Eq. 2)",
 }
@@ -141,8 +142,8 @@ text as it is. It fits these weights only.
 
 Simulated on {num_texts} texts that the target wrote from held-out beginnings, half greedily, half
 sampled; {repeated:.0%} of their {ngram}-grams repeat. Other parts of the files that these
-beginnings come from may have been trained on. Decoding with a seed also drafts with the noise of
-the target, which is not simulated and accepts more.
+beginnings come from may have been trained on. Sampled texts are drafted with the noise of the
+target, as decoding with a seed does.
 
 | drafting | tokens/step | accepted at least 1, 2, ... drafts |
 |---|---|---|

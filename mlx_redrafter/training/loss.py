@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.training.options import LossOptions
+from mlx_redrafter.training.options import DISTILLING, LossOptions
 
 Embed = Callable[[mx.array], mx.array]
 
@@ -24,6 +24,10 @@ Embed = Callable[[mx.array], mx.array]
 IMPOSSIBLE = -1e4
 # Least probability outside the kept tokens that float32 can tell from none.
 LEAST_TAIL = 1e-7
+# Less probable events count as this probable where probabilities are divided by one another.
+LEAST_RATIO_LOG_PROB = -30.0
+# Of agreeing by chance: bounds the gradient where the drafter is wrong.
+LEAST_AGREEMENT = 1e-4
 
 
 class Batch(NamedTuple):
@@ -62,8 +66,9 @@ def unrolled_loss(
 
     "soft": l is the Kullback-Leibler divergence of the drafter from the target, w_i =
     position_decay^i, and rho_{t,i} the chance that the drafts before step i are accepted (as in
-    D-PACE), through which no gradient flows. "apple" and "rollouts": l is the cross-entropy on the
-    next token of ``batch.tokens``, w and rho are 1.
+    D-PACE), through which no gradient flows. "coupled": l is the negative logarithm of `agreement`,
+    w and rho as before. "apple" and "rollouts": l is the cross-entropy on the next token of
+    ``batch.tokens``, w and rho are 1.
 
     Args:
         drafter: The network.
@@ -76,8 +81,12 @@ def unrolled_loss(
         A float32 scalar.
     """
     logits = unrolled_logits(drafter, embed, batch)
-    if options.recipe == "soft":
-        losses = divergence(logits, batch.top_ids, batch.top_log_probs, batch.tail)
+    if options.recipe in DISTILLING:
+        teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
+        if options.recipe == "soft":
+            losses = divergence(logits, *teacher)
+        else:
+            losses = -mx.log(agreement(logits, *teacher) + LEAST_AGREEMENT)
         decay = options.position_decay ** mx.arange(losses.shape[1])
         weights = batch.weights * decay * confidence(logits, batch.labels, options.confidence_floor)
     else:
@@ -115,15 +124,55 @@ def divergence(
     Returns:
         Nats, shape (...).
     """
+    log_q, log_q_tail = _log_probs_of_events(logits, top_ids, top_log_probs)
+    kept = mx.sum(mx.exp(top_log_probs) * (top_log_probs - log_q), axis=-1)
+    return kept + tail * (mx.log(mx.maximum(tail, LEAST_TAIL)) - log_q_tail)
+
+
+def agreement(
+    logits: mx.array, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
+) -> mx.array:
+    """The chance that drafter and target, sampling with the same noise, choose the same token.
+
+    With Gumbel noise G both choose i where ``G_i - G_j`` is at least ``log(p_j / p_i)`` and
+    ``log(q_j / q_i)`` for every j, which has the chance ``1 / sum_j max(p_j / p_i, q_j / q_i)``
+    (the coupling of arXiv 2408.07978). Over the k + 1 events of `divergence`, of which the last,
+    any other token, is not taken for the same one. With the events in the order of ``q / p`` the
+    sum over j is that of p up to i, over p_i, and that of q beyond i, over q_i.
+
+    Args:
+        logits: The drafter's, float32, shape (..., V).
+        top_ids: As in `divergence`, shape (..., k).
+        top_log_probs: As in `divergence`, shape (..., k).
+        tail: As in `divergence`, shape (...).
+
+    Returns:
+        From 0 to 1, shape (...).
+    """
+    log_q, log_q_tail = _log_probs_of_events(logits, top_ids, top_log_probs)
+    log_q = mx.where(top_log_probs > IMPOSSIBLE, log_q, LEAST_RATIO_LOG_PROB)
+    log_tail = mx.log(mx.maximum(tail, LEAST_TAIL))
+    p = mx.concatenate([top_log_probs, log_tail[..., None]], axis=-1)
+    q = mx.concatenate([log_q, log_q_tail[..., None]], axis=-1)
+    p, q = mx.maximum(p, LEAST_RATIO_LOG_PROB), mx.maximum(q, LEAST_RATIO_LOG_PROB)
+    order = mx.argsort(mx.stop_gradient(q - p), axis=-1)
+    p = mx.exp(mx.take_along_axis(p, order, axis=-1))
+    q = mx.exp(mx.take_along_axis(q, order, axis=-1))
+    up_to = mx.cumsum(p, axis=-1)
+    beyond = mx.cumsum(q, axis=-1, reverse=True, inclusive=False)
+    is_token = order < top_ids.shape[-1]
+    return mx.sum(is_token / (up_to / p + beyond / q), axis=-1)
+
+
+def _log_probs_of_events(
+    logits: mx.array, top_ids: mx.array, top_log_probs: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The drafter's log-probabilities of the kept tokens, (..., k), and of any other, (...)."""
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     log_q = mx.take_along_axis(logits, top_ids, axis=-1) - total
-    probs = mx.exp(top_log_probs)
-    kept = mx.sum(probs * (top_log_probs - log_q), axis=-1)
     # log(1 - sum q) without the cancellation, and finite where the kept tokens are everything.
-    log_q_kept = mx.logsumexp(mx.where(top_log_probs > IMPOSSIBLE, log_q, -mx.inf), axis=-1)
-    log_q_tail = mx.log(-mx.expm1(mx.minimum(log_q_kept, -LEAST_TAIL)))
-    log_tail = mx.log(mx.maximum(tail, LEAST_TAIL))
-    return kept + tail * (log_tail - log_q_tail)
+    kept = mx.logsumexp(mx.where(top_log_probs > IMPOSSIBLE, log_q, -mx.inf), axis=-1)
+    return log_q, mx.log(-mx.expm1(mx.minimum(kept, -LEAST_TAIL)))
 
 
 def cross_entropy(logits: mx.array, labels: mx.array) -> mx.array:

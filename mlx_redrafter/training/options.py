@@ -9,8 +9,10 @@ from typing import Literal
 from mlx_redrafter.config import MAX_BEAM_LENGTH, check_int
 from mlx_redrafter.errors import ConfigError
 
-Recipe = Literal["soft", "apple", "rollouts"]
-RECIPES: tuple[Recipe, ...] = ("soft", "apple", "rollouts")
+Recipe = Literal["soft", "coupled", "apple", "rollouts"]
+RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
+# Those that teach the target's distributions; the others teach tokens.
+DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -78,13 +80,14 @@ class LossOptions:
     """What the drafter is taught.
 
     Attributes:
-        recipe: "soft": the target's own distributions, from one pass over the text. "apple":
+        recipe: "soft": the target's own distributions, from one pass over the text. "coupled":
+            to sample what the target samples with the same noise, from the same pass. "apple":
             the text itself, as in Apple's released code. "rollouts": greedy continuations of every
             position by the target, the paper's Eq. 2.
-        position_decay: Weight of each unroll step relative to the one before; "soft" only.
+        position_decay: Weight of each unroll step relative to the one before; `DISTILLING` only.
         confidence_floor: With a in [0, 1), a draft counts by the chance that the drafts before it
-            are accepted, each chance q raised to ``(1 - a) q + a``; 1 switches this off. "soft"
-            only.
+            are accepted, each chance q raised to ``(1 - a) q + a``; 1 switches this off.
+            `DISTILLING` only.
     """
 
     recipe: Recipe = "soft"
@@ -112,7 +115,7 @@ class TrainingOptions:
         max_grad_norm: Gradients longer than this are scaled down to it.
         ema_decay: Of the average of the weights that is exported.
         num_evaluations: Measurements of tokens per step over the whole run.
-        patience: Stop after this many measurements without a better one.
+        patience: Stop after this many measurements in the second half without a better one.
         checkpoint_seconds: Longest time between checkpoints; 0 writes one after every step.
         compute_dtype: Of forward and backward pass; the weights are kept in float32.
         seed: Of the initial weights and of the order of the positions.
@@ -126,7 +129,7 @@ class TrainingOptions:
     max_grad_norm: float = 1.0
     ema_decay: float = 0.998
     num_evaluations: int = 20
-    patience: int = 10
+    patience: int = 5
     checkpoint_seconds: float = 60.0
     compute_dtype: ComputeDtype = "float32"
     seed: int = 0

@@ -178,6 +178,7 @@ def train_drafter(request: Request, reporter: Reporter) -> Result:
         lambda tokens: student.embedding[tokens],
         BatchOrder(cache, "train", batch_options, student.rows),
         held_out,
+        request.data_options.temp,
         request.loss,
         request.training,
     )
@@ -207,7 +208,10 @@ def measure(
         f"chain of {beam_length - 1}": TreeShape(1, beam_length),
         "tree of 8": TreeShape(width, beam_length),
     }
-    return {n: simulate(drafter, embed, lesson.held_out, shape) for n, shape in shapes.items()}
+    return {
+        name: simulate(drafter, embed, lesson.held_out, shape, lesson.temp)
+        for name, shape in shapes.items()
+    }
 
 
 def _teach(

@@ -2,16 +2,16 @@
 
 A target that wrote x_1 .. x_n chooses, wherever decoding stands in this text, the next token of it.
 So drafting from the cached hidden states, by the functions that decoding uses, and comparing with
-the text is what decoding does. One thing is not: decoding with a seed also ranks its drafts with
-the noise that the target will use, which a text does not tell. So for sampled texts these are the
-figures without that, and decoding is usually better.
+the text is what decoding does. Texts that were sampled are drafted with noise that the target may
+have sampled them with, as decoding with a seed does.
 
 Axes: n tokens of a shard, p positions, N nodes, L beam length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -20,21 +20,25 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.beam import Embed, expand
 from mlx_redrafter.calibration import Text
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.sampling import PositionNoise
 from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.training.cache import Shard
+from mlx_redrafter.training.hindsight import noise_of_choices
 from mlx_redrafter.tree import NO_TOKEN, select_top_n
 
 # Positions that are drafted for at once, and the bytes of their float32 logits.
 MAX_POSITIONS = 512
 LOGITS_BYTES = 2**26
+# A text with more of the most probable tokens than this was written greedily.
+GREEDY_SHARE = 0.97
 # No node of a tree has this token, so nothing is accepted past the end of a text.
 END = NO_TOKEN - 1
 
 
 def simulate(
-    drafter: Drafter, embed: Embed, shards: Sequence[Shard], shape: TreeShape
+    drafter: Drafter, embed: Embed, shards: Sequence[Shard], shape: TreeShape, temp: float = 0.0
 ) -> DecodingStats:
     """Count the steps of decoding all texts; waits for the device.
 
@@ -43,6 +47,8 @@ def simulate(
         embed: The target's input embedding.
         shards: Texts, each a prompt and what the target wrote after it (``is_trained``).
         shape: What is drafted; ``select`` is "top_n".
+        temp: Temperature of those texts that are not greedy. 0 drafts them without noise, as
+            decoding by a sampler of mlx-lm's does.
 
     Returns:
         Counts over all texts, as if they were one: as ever, the first token of a text belongs to no
@@ -50,16 +56,18 @@ def simulate(
     """
     total = DecodingStats(num_tokens=1)
     for shard in shards:
-        roots = [
-            np.arange(start + written[0], start + written[-1]) for start, written in _written(shard)
-        ]
-        if not roots:
-            continue
-        places = np.concatenate(roots)
         accepted = np.zeros(shard.tokens.shape[0], np.int64)
-        accepted[places] = count_accepted(drafter, embed, shard, places, shape)
-        for stretch in roots:
-            _walk(accepted, int(stretch[0]), int(stretch[-1]) + 1, shape, total)
+        stretches: dict[float, list[NDArray[np.int64]]] = {0.0: [], temp: []}
+        for start, written in _written(shard):
+            stretch = np.arange(start + written[0], start + written[-1])
+            stretches[0.0 if _is_greedy(shard, start + written) else temp].append(stretch)
+        for noise_temp, roots in stretches.items():
+            if roots:
+                places = np.concatenate(roots)
+                counts = count_accepted(drafter, embed, shard, places, shape, noise_temp)
+                accepted[places] = counts
+            for stretch in roots:
+                _walk(accepted, int(stretch[0]), int(stretch[-1]) + 1, shape, total)
     return total
 
 
@@ -68,6 +76,12 @@ def _written(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)
     texts = [(int(a), np.flatnonzero(is_trained[a:b])) for a, b in pairwise(starts)]
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
+
+
+def _is_greedy(shard: Shard, written: NDArray[np.int64]) -> bool:
+    """Whether the target wrote these tokens greedily; in lower precision a few may be others."""
+    best = np.array(shard.top_ids[:, 0])[written - 1]
+    return bool(np.mean(best == np.array(shard.tokens)[written]) > GREEDY_SHARE)
 
 
 def written_texts(shard: Shard) -> Iterator[Text]:
@@ -96,7 +110,12 @@ def _walk(
 
 
 def count_accepted(
-    drafter: Drafter, embed: Embed, shard: Shard, roots: NDArray[np.int64], shape: TreeShape
+    drafter: Drafter,
+    embed: Embed,
+    shard: Shard,
+    roots: NDArray[np.int64],
+    shape: TreeShape,
+    temp: float = 0.0,
 ) -> NDArray[np.int64]:
     """Drafts accepted in a step with each of these tokens as its root.
 
@@ -106,29 +125,57 @@ def count_accepted(
         shard: Texts.
         roots: Indices of tokens in the shard, none of them the first of a text, shape (p,).
         shape: What is drafted.
+        temp: At which the texts were sampled; 0 drafts without noise.
 
     Returns:
         int64, shape (p,).
     """
     length = shape.beam_length
-
-    def draft(hidden: mx.array, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        tree = select_top_n(expand(drafter, embed, hidden, root, shape), root, shape)
-        return tree.tokens, tree.parents, tree.depths
-
-    rows = LOGITS_BYTES // (4 * drafter.config.head_rows * shape.beam_width)
-    size = max(1, min(MAX_POSITIONS, rows))
+    widest = max(shape.beam_width, length) if temp else shape.beam_width
+    size = LOGITS_BYTES // (4 * drafter.config.head_rows * widest)
+    size = max(1, min(MAX_POSITIONS, size))
     tokens = np.array(shard.tokens)
     following = _following(shard, roots, length)
     counts = []
     for start in range(0, len(roots), size):
         places = roots[start : start + size]
-        hiddens = shard.hidden[mx.array(places - 1)]
-        drafted = mx.vmap(draft)(hiddens, mx.array(tokens[places][:, None]))
+        inputs = [shard.hidden[mx.array(places - 1)], mx.array(tokens[places][:, None])]
+        if temp:
+            inputs.append(_noise(shard, places, length, drafter.config.vocab_size, temp))
+        drafted = mx.vmap(_drafting(drafter, embed, shape, temp))(*inputs)
         mx.eval(drafted)
         nodes, parents, depths = (np.array(array) for array in drafted)
         counts.append(_accept(nodes, parents, depths, following[start : start + size]))
     return np.concatenate(counts)
+
+
+def _drafting(
+    drafter: Drafter, embed: Embed, shape: TreeShape, temp: float
+) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    """Of a hidden state (H,), a root (1,) and, at a temperature, noise (L - 1, V), the tree."""
+    token_ids = drafter.token_ids if drafter.is_partial else None
+    share = drafter.config.noise_share
+
+    def draft(hidden: mx.array, root: mx.array, *noise: mx.array) -> tuple[mx.array, ...]:
+        rank = None
+        if noise:
+            values = PositionNoise(SamplingParams(temp=temp), *noise)
+            rank = partial(values.rank, token_ids=token_ids, share=share)
+        tree = select_top_n(expand(drafter, embed, hidden, root, shape, rank), root, shape)
+        return tree.tokens, tree.parents, tree.depths
+
+    return draft  # type: ignore[return-value]
+
+
+def _noise(
+    shard: Shard, roots: NDArray[np.int64], length: int, vocab_size: int, temp: float
+) -> mx.array:
+    """Noise of the choices that drafts of each depth guess, float32, shape (p, L - 1, V)."""
+    # Past the end of the texts nothing is accepted, whatever is drafted.
+    states = np.minimum(roots[:, None] + np.arange(length - 1), shard.tokens.shape[0] - 2)
+    used, rows = np.unique(states, return_inverse=True)
+    noise = noise_of_choices(shard, mx.array(used), vocab_size, temp)
+    return noise[mx.array(rows.reshape(states.shape))]
 
 
 def _following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArray[np.int32]:

@@ -47,7 +47,7 @@ class Progress:
         seconds: Time spent training so far.
         best: Most tokens per step measured so far.
         best_step: When.
-        since_best: Measurements since then.
+        since_best: Measurements since then in the second half of the run.
         loss_sum: Of the losses since the last measurement.
         loss_count: Their number.
         curve: All measurements.

@@ -171,6 +171,7 @@ class Lesson(NamedTuple):
         embed: The target's input embedding.
         order: Batches to train on.
         held_out: Texts to measure on.
+        temp: At which the sampled ones of these were.
         loss: What is taught.
         options: How.
     """
@@ -178,6 +179,7 @@ class Lesson(NamedTuple):
     embed: Embed
     order: BatchOrder
     held_out: Sequence[Shard]
+    temp: float
     loss: LossOptions
     options: TrainingOptions
 
@@ -311,20 +313,23 @@ class Trainer:
     def _measure(self, optimiser: Optimiser, on_best: Callable[[Drafter], None]) -> None:
         progress = self.progress
         drafter = optimiser.averaged()
-        stats = simulate(drafter, self.lesson.embed, self.lesson.held_out, self.shape)
+        lesson = self.lesson
+        stats = simulate(drafter, lesson.embed, lesson.held_out, self.shape, lesson.temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(Curve(progress.step, progress.seconds, loss, rate))
         progress.loss_sum, progress.loss_count = 0.0, 0
+        total = progress.total_steps
+        assert total is not None
         is_progress = rate > LEAST_GAIN * progress.best
-        progress.since_best = 0 if is_progress else progress.since_best + 1
+        # While the learning rate is high there may be none, above all from a trained start.
+        is_early = 2 * progress.step < total
+        progress.since_best = 0 if is_progress or is_early else progress.since_best + 1
         if rate > progress.best or not self.best:
             progress.best, progress.best_step = rate, progress.step
             self.best = {name: mx.array(value) for name, value in optimiser.average.items()}
             mx.eval(self.best)
             on_best(drafter)
-        total = progress.total_steps
-        assert total is not None
         gave_up = progress.since_best >= self.lesson.options.patience
         progress.is_done = progress.step >= total or gave_up
 

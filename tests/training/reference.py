@@ -56,6 +56,16 @@ def divergence(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
     return total + (tail * math.log(tail / rest) if tail > 0 else 0.0)
 
 
+def agreement(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
+    """The chance that both choose the same kept token with the same noise, pair by pair."""
+    rest = sum(math.exp(q) for i, q in enumerate(log_q) if i not in set(ids))
+    p = [*(math.exp(value) for value in log_p), tail]
+    q = [*(math.exp(log_q[i]) for i in ids), rest]
+    return sum(
+        1 / sum(max(p[j] / p[i], q[j] / q[i]) for j in range(len(p))) for i in range(len(ids))
+    )
+
+
 def confidences(log_qs: list[Floats], labels: Any, floor: float) -> list[float]:
     """The smoothed chance that the drafts before each step are accepted."""
     chances = [1.0]
@@ -90,17 +100,17 @@ def loss(
                     [table[token] for token in tokens[: step + 1]],
                 )[step]
             )
-            if recipe == "soft":
-                value = (
-                    decay**step
-                    * rho[row][step]
-                    * divergence(
-                        log_q,
-                        batch["top_ids"][row][step],
-                        batch["top_log_probs"][row][step],
-                        float(batch["tail"][row][step]),
-                    )
+            if recipe in ("soft", "coupled"):
+                teacher = (
+                    batch["top_ids"][row][step],
+                    batch["top_log_probs"][row][step],
+                    float(batch["tail"][row][step]),
                 )
+                if recipe == "soft":
+                    value = divergence(log_q, *teacher)
+                else:
+                    value = -math.log(agreement(log_q, *teacher) + 1e-4)
+                value *= decay**step * rho[row][step]
             else:
                 value = -float(log_q[tokens[step + 1]])
             total += value / count

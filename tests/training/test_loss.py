@@ -13,7 +13,13 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import named_parameters
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, divergence, unrolled_loss
+from mlx_redrafter.training.loss import (
+    IMPOSSIBLE,
+    Batch,
+    agreement,
+    divergence,
+    unrolled_loss,
+)
 from mlx_redrafter.training.options import LossOptions, Recipe
 from tests.training import reference
 
@@ -108,7 +114,14 @@ class Case:
         )
 
 
-CASES = [("soft", 2 * H), ("soft", 3), ("apple", 2 * H), ("rollouts", 3)]
+CASES = [
+    ("soft", 2 * H),
+    ("soft", 3),
+    ("coupled", 2 * H),
+    ("coupled", 3),
+    ("apple", 2 * H),
+    ("rollouts", 3),
+]
 
 
 @pytest.mark.parametrize(("recipe", "exit_dim"), CASES)
@@ -168,3 +181,42 @@ def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges() -> 
     assert divergence(certain, ids, impossible, mx.array([0.0])).item() == pytest.approx(
         0, abs=1e-6
     )
+
+
+def test_agreement_is_how_often_both_sample_the_same() -> None:
+    rng = np.random.default_rng(3)
+    teacher, logits = rng.normal(size=(2, V)) * 2
+    log_p = np.array(teacher - np.log(np.exp(teacher).sum()))
+    ids = np.argsort(-log_p)[:K]
+    noise = rng.gumbel(size=(200_000, V))
+    chosen, drafted = np.argmax(log_p + noise, axis=1), np.argmax(logits + noise, axis=1)
+    everything = np.arange(V)
+    found = agreement(*_arrays(logits, everything, log_p), mx.array(0.0)).item()
+    assert found == pytest.approx(np.mean(chosen == drafted), abs=0.005)
+    # Of some tokens, what they agree on is counted, with the others as one event that never agrees.
+    tail = mx.array(1 - np.exp(log_p[ids]).sum())
+    assert agreement(*_arrays(logits, ids, log_p[ids]), tail).item() == pytest.approx(
+        np.mean((chosen == drafted) & np.isin(chosen, ids)), abs=0.05
+    )
+
+
+def test_agreement_is_one_for_the_teacher_itself_and_finite_at_the_edges() -> None:
+    logits = mx.array([2.0, 1.0, 0.0, -1.0])
+    log_p = logits - mx.logsumexp(logits)
+    everything = mx.arange(4)
+    assert agreement(logits, everything, log_p, mx.array(0.0)).item() == pytest.approx(1, abs=1e-5)
+    certain = mx.array([60.0, -60.0, -60.0, -60.0])
+    impossible = mx.array([0.0, IMPOSSIBLE, IMPOSSIBLE, IMPOSSIBLE])
+    assert agreement(certain, everything, impossible, mx.array(0.0)).item() == pytest.approx(1)
+    wrong = mx.array([-60.0, 60.0, -60.0, -60.0])
+    for teacher in (log_p, impossible):
+        value, gradient = mx.value_and_grad(agreement)(wrong, everything, teacher, mx.array(0.0))
+        assert np.isfinite(value.item())
+        assert mx.all(mx.isfinite(gradient)).item()
+
+
+def _arrays(*values: Any) -> list[mx.array]:
+    return [
+        mx.array(value.astype(np.int32 if value.dtype == np.int64 else np.float32))
+        for value in values
+    ]

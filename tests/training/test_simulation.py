@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -51,6 +53,33 @@ def test_simulated_equals_measured_within_five_percent(
     assert found.num_tokens - 1 == tokens
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert tokens / steps > 1.3  # the drafter has learnt something
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_simulated_with_noise_equals_decoding_with_a_seed(
+    stories: Trained, finished: Run, name: str
+) -> None:
+    """The noise of a text is drawn anew, so only averages agree."""
+    shape, temp = SHAPES[name], 0.8
+    drafter = load_drafter(finished.request.out)
+    drafter.set_dtype(mx.float32)
+    sequences, tokens, steps = [], 0, 0
+    for seed, prompt in itertools.product(range(6), PROMPTS):
+        ids = stories.tokenizer.encode(prompt)
+        options = {**vars(shape), "temp": temp, "seed": seed, "max_tokens": 80}
+        responses = list(
+            stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
+        )
+        text = np.array([*ids, *(response.token for response in responses)], np.int32)
+        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(ids)))
+        tokens += len(responses) - 1
+        steps += responses[-1].steps
+    target = Target(stories.model)
+    shard = read_sequences(target, sequences, 512)
+    found = simulate(drafter, target.embed, [shard], shape, temp)
+    without = simulate(drafter, target.embed, [shard], shape)
+    assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
+    assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
 
 @pytest.mark.parametrize("name", SHAPES)

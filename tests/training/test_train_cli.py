@@ -133,7 +133,7 @@ def test_refusals_are_one_line(
         (("--model", model), "nothing to train on"),
         (("--model", tmp_path / "none", "--data", texts), "no such folder"),
         (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
-        ((*fine, "--recipe", "magic"), "recipe must be one of soft, apple, rollouts"),
+        ((*fine, "--recipe", "magic"), "recipe must be one of soft, coupled, apple, rollouts"),
         ((*fine, "--length", 1), "length must be an integer from 2 to 16"),
         ((*fine, "--self-written", 2), "self_written must be a number from 0 to 1"),
         ((*fine, "--lr", "nan"), "lr must be a number"),
