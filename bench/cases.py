@@ -24,6 +24,7 @@ RANDOM_TOKENS = "random tokens"
 LANGUAGE = "another language"
 CODE = "source code"
 RANDOM_DRAFTER = "random drafter"
+NAMES = (RANDOM_TOKENS, LANGUAGE, CODE, RANDOM_DRAFTER)
 NUM_RANDOM_TOKENS = 64
 # Words that are left of a text however often it has been used.
 LEAST_WORDS = 8
@@ -125,26 +126,40 @@ class Case:
     prompt: Callable[[int], EncodedPrompt]
 
 
-def make_cases(tokenizer: Any, drafter: Drafter, use_template: bool, seed: int) -> list[Case]:
-    """All cases.
+def make_cases(
+    tokenizer: Any,
+    drafter: Drafter,
+    use_template: bool,
+    seed: int,
+    names: Sequence[str] = NAMES,
+) -> list[Case]:
+    """The cases of these names, all by default.
 
     Args:
         tokenizer: The target's.
         drafter: The target's.
         use_template: Apply the chat template to texts, if there is one.
         seed: Of random tokens and random weights.
+        names: Which.
+
+    Raises:
+        ConfigError: There is no case of a name.
     """
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(f"case must be one of {', '.join(NAMES)}, got {name!r}")
 
     def texts(name: str, choice: Sequence[str]) -> Callable[[int], EncodedPrompt]:
         return partial(_text_prompt, tokenizer, name, choice, use_template)
 
     ids = ordinary_tokens(tokenizer, drafter.config.vocab_size)
-    return [
+    cases = (
         Case(RANDOM_TOKENS, drafter, partial(_random_prompt, ids, seed)),
         Case(LANGUAGE, drafter, texts(LANGUAGE, OTHER_LANGUAGES)),
         Case(CODE, drafter, texts(CODE, SOURCE_CODE)),
         Case(RANDOM_DRAFTER, random_twin(drafter, seed), texts(RANDOM_DRAFTER, ENGLISH)),
-    ]
+    )
+    return [case for case in cases if case.name in names]
 
 
 def ordinary_tokens(tokenizer: Any, vocab_size: int) -> list[int]:

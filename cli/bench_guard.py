@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 def guard(
     model: options.Model = None,
     drafter: options.DrafterPath = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case",
+            help="Measure this case, not all four; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     pairs: Annotated[int, typer.Option(help="Pairs of answers of each case.")] = 9,
     max_tokens: MaxTokens = 256,
     temp: options.Temp = 0.0,
@@ -38,7 +46,7 @@ def guard(
     check_int("pairs", pairs, 1)
     check_int("max_tokens", max_tokens, 2)
     target, tokenizer, loaded = load_pair(model, drafter)
-    from mlx_redrafter.bench.cases import make_cases
+    from mlx_redrafter.bench.cases import NAMES, make_cases
     from mlx_redrafter.bench.guard import guard as measure
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.result_file import checkpoint_name
@@ -54,8 +62,9 @@ def guard(
         "seed": seed,
         "ignore_chat_template": ignore_chat_template,
     }
+    cases = make_cases(tokenizer, loaded, not ignore_chat_template, seed, case or NAMES)
+    configuration["cases"] = [one.name for one in cases]
     recording = Recording(out, "guard", configuration, resume)
-    cases = make_cases(tokenizer, loaded, not ignore_chat_template, seed)
     setting = Setting(target, tokenizer, loaded, max_tokens, temp, seed)
     with progress("Pairs") as on_progress:
         verdicts = measure(setting, cases, pairs, recording, on_progress)

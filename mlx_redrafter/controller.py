@@ -116,12 +116,13 @@ class AutoShape:
 
     Args:
         seconds: Duration of a step by shape, of plain decoding under None, as timed beforehand.
-        did_pay: Whether drafting paid in the text before. If not, this one begins with plain
-            decoding and a small probe.
+        did_pay: Whether drafting paid in the texts before. If not, this one begins with a small
+            probe and plain decoding.
     """
 
     def __init__(self, seconds: Mapping[TreeShape | None, float], did_pay: bool = True):
         self.seconds = StepTimes(seconds)
+        self._did_pay = did_pay
         self.tokens: dict[TreeShape | None, float] = {None: 1.0}
         prior = PRIOR_ACCEPTANCE if did_pay else 0.0
         for shape in CANDIDATES:
@@ -145,8 +146,9 @@ class AutoShape:
 
     @property
     def pays(self) -> bool:
-        """Whether drafting was faster than plain decoding in more than a few steps."""
-        return self._steps[None] < MOSTLY_PLAIN * sum(self._steps.values())
+        """Whether drafting was faster than plain decoding; a short text does not tell."""
+        total = sum(self._steps.values())
+        return self._did_pay if total < PROBE_EVERY else self._steps[None] < MOSTLY_PLAIN * total
 
     def _choose(self) -> TreeShape | None:
         if self._first_probes > 0:

@@ -42,8 +42,8 @@ class Drafter(nn.Module):
 
     Attributes:
         config: The shape, and how drafts are ranked.
-        did_pay: Whether drafting was faster than plain decoding in the last text whose steps chose
-            their own shapes. It is here because texts have nothing else in common.
+        did_pay: Whether drafting was faster than plain decoding in the last long text whose steps
+            chose their own shapes. It is here because texts have nothing else in common.
     """
 
     def __init__(self, config: DrafterConfig):

@@ -1,9 +1,8 @@
-"""The noise that a target must have sampled a text with.
+"""Noise that a target may have sampled a text with.
 
 Decoding with a seed ranks drafts with the noise that the target will choose with. A text that the
-target sampled does not say what that noise was, but what it may have been: noise under which the
-target chooses just these tokens. Drawn from this distribution, it makes a simulation of the text
-what decoding is, with the target and its noise both unknown to the text.
+target sampled does not say what that noise was, but which noise makes the target choose just these
+tokens. Drafting with noise drawn from among it is on average what decoding was.
 
 Axes: n choices, k kept tokens, V vocabulary.
 """

@@ -199,6 +199,21 @@ def test_command(folders, tmp_path, temp):
     assert {one["arm"] for one in found["runs"]} == arms
 
 
+def test_command_measures_only_the_cases_asked_for(folders, tmp_path):
+    out = tmp_path / "guard.json"
+    arguments = ["guard", "--model", folders[0], "--drafter", folders[1], "--pairs", 1,
+                 "--max-tokens", 12, "--out", out, "--case"]  # fmt: skip
+    result = CliRunner().invoke(app, [str(a) for a in (*arguments, NAMES[-1])])
+    assert result.exit_code in (0, 1), result.output
+    found = json.loads(out.read_text())
+    assert [verdict["case"] for verdict in found["found"]] == NAMES[-1:]
+    assert {one["group"] for one in found["runs"]} == {NAMES[-1]}
+    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "magic")])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ConfigError)
+    assert NAMES[-1] in str(result.exception)
+
+
 def test_a_twin_accepts_next_to_nothing(stories):
     twin = random_twin(random_drafter(512, 64), 0)
     setting = Setting(stories.model, stories.tokenizer, twin, 40)

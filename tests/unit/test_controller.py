@@ -96,20 +96,28 @@ def test_drafting_comes_back_when_the_drafter_becomes_right() -> None:
 
 def test_after_a_text_in_which_drafting_did_not_pay_it_is_tried_with_little() -> None:
     auto = AutoShape(_costs(1.0, 0.05))
-    assert not _run(auto, 10, NOTHING)[-1]
-    assert auto.pays, "a few plain steps say little"
-    _run(auto, 200, NOTHING)
+    assert auto.pays
+    assert not _run(auto, 200, NOTHING)[-1]
     assert not auto.pays
     auto = AutoShape(_costs(1.0, 0.05), did_pay=auto.pays)
     shapes = _run(auto, 256, NOTHING)
     assert shapes[0] == SMALL
     assert set(shapes) == {SMALL, None}
     assert shapes.count(SMALL) < 5
+    assert not auto.pays
     always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
     auto = AutoShape(_costs(1.0, 0.05), did_pay=False)
     shapes = _run(auto, 256, always)
     assert shapes.index(LARGEST) < 50
     assert auto.pays
+
+
+@pytest.mark.parametrize("did_pay", [True, False])
+def test_a_short_text_does_not_say_whether_drafting_pays(did_pay: bool) -> None:
+    auto = AutoShape(_costs(1.0, 0.05), did_pay)
+    assert auto.pays == did_pay
+    _run(auto, 20, NOTHING)
+    assert auto.pays == did_pay
 
 
 def test_expensive_verifies_are_not_chosen() -> None:
