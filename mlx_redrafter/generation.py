@@ -163,7 +163,7 @@ def stream_generate(
         on_progress=prompt_progress_callback or (lambda done, total: None),
         leave_as_stock=prompt_cache is not None or sampler is not None,
     )
-    controller = _controller(target, drafter, shape)
+    controller = _controller(target, drafter, shape, couple)
     decoder = Decoder(target, cache, chooser, drafter, controller, processors, couple)
     return _respond(decoder, request, tokenizer)
 
@@ -196,12 +196,15 @@ def check_fit(drafter: Drafter, target: Target, tokenizer_size: int) -> None:
         )
 
 
-def _controller(target: Target, drafter: Drafter | None, shape: TreeShape | None) -> Controller:
+def _controller(
+    target: Target, drafter: Drafter | None, shape: TreeShape | None, couple: bool
+) -> Controller:
     if drafter is None:
         return FixedShape(None)
     if shape is not None:
         return FixedShape(shape)
-    return AutoShape(step_costs(target, drafter), drafter.did_pay)
+    # What uncoupled drafts are worth is not what coupled ones are.
+    return AutoShape(step_costs(target, drafter), drafter.did_pay or not couple)
 
 
 def _check_width(shape: TreeShape, drafter: Drafter) -> None:
@@ -266,8 +269,8 @@ def _respond(
             )
     if isinstance(decoder.controller, AutoShape):
         decoder.stats.choices = decoder.controller.choices()
-        assert decoder.drafter is not None
-        decoder.drafter.did_pay = decoder.controller.pays
+        if decoder.drafter is not None and decoder.couples:
+            decoder.drafter.did_pay = decoder.controller.pays
 
 
 def _response(
