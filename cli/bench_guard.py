@@ -53,6 +53,7 @@ def guard(
     from mlx_redrafter.bench.runs import Setting
 
     seed = options.fresh_seed(seed)
+    cases = make_cases(tokenizer, loaded, not ignore_chat_template, seed, case or NAMES)
     configuration = {
         "model": checkpoint_name(model),
         "drafter": checkpoint_name(drafter),
@@ -61,9 +62,8 @@ def guard(
         "temp": temp,
         "seed": seed,
         "ignore_chat_template": ignore_chat_template,
+        "cases": [one.name for one in cases],
     }
-    cases = make_cases(tokenizer, loaded, not ignore_chat_template, seed, case or NAMES)
-    configuration["cases"] = [one.name for one in cases]
     recording = Recording(out, "guard", configuration, resume)
     setting = Setting(target, tokenizer, loaded, max_tokens, temp, seed)
     with progress("Pairs") as on_progress:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -252,11 +251,7 @@ class Decoder:
         assert self.drafter is not None
         with mx.stream(generation_stream):
             noise = self.chooser.noise(flight.position, shape.beam_length)
-            rank = None
-            if noise is not None and self.couples:
-                token_ids = self.drafter.token_ids if self.drafter.is_partial else None
-                share = self.drafter.config.noise_share
-                rank = partial(noise.rank, token_ids=token_ids, share=share)
+            rank = noise.ranking(self.drafter) if noise is not None and self.couples else None
             expansion = expand(
                 self.drafter, self.target.embed, flight.hidden, flight.root, shape, rank
             )

@@ -10,12 +10,15 @@ node and on the node's position, never on the tree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
+from mlx_redrafter.beam import Rank
 from mlx_redrafter.config import SamplingParams
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import ConfigError
 
 Sampler = Callable[[mx.array], mx.array]
@@ -111,6 +114,11 @@ class PositionNoise:
         rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
         scores = self._tempered(log_probs) + share * rows
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+    def ranking(self, drafter: Drafter) -> Rank:
+        """`rank` for the rows of a drafter's head, with its share of the noise."""
+        token_ids = drafter.token_ids if drafter.is_partial else None
+        return partial(self.rank, token_ids=token_ids, share=drafter.config.noise_share)
 
     def _tempered(self, log_probs: mx.array) -> mx.array:
         # mlx-lm's order: all filters look at the distribution at temperature 1.

@@ -11,7 +11,6 @@ Axes: n tokens of a shard, p positions, N nodes, L beam length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -136,13 +135,14 @@ def count_accepted(
     size = max(1, min(MAX_POSITIONS, size))
     tokens = np.array(shard.tokens)
     following = _following(shard, roots, length)
+    draft = mx.vmap(_drafting(drafter, embed, shape, temp))
     counts = []
     for start in range(0, len(roots), size):
         places = roots[start : start + size]
         inputs = [shard.hidden[mx.array(places - 1)], mx.array(tokens[places][:, None])]
         if temp:
             inputs.append(_noise(shard, places, length, drafter.config.vocab_size, temp))
-        drafted = mx.vmap(_drafting(drafter, embed, shape, temp))(*inputs)
+        drafted = draft(*inputs)
         mx.eval(drafted)
         nodes, parents, depths = (np.array(array) for array in drafted)
         counts.append(_accept(nodes, parents, depths, following[start : start + size]))
@@ -151,20 +151,18 @@ def count_accepted(
 
 def _drafting(
     drafter: Drafter, embed: Embed, shape: TreeShape, temp: float
-) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+) -> Callable[..., tuple[mx.array, ...]]:
     """Of a hidden state (H,), a root (1,) and, at a temperature, noise (L - 1, V), the tree."""
-    token_ids = drafter.token_ids if drafter.is_partial else None
-    share = drafter.config.noise_share
+    params = SamplingParams(temp=temp)
 
-    def draft(hidden: mx.array, root: mx.array, *noise: mx.array) -> tuple[mx.array, ...]:
-        rank = None
-        if noise:
-            values = PositionNoise(SamplingParams(temp=temp), *noise)
-            rank = partial(values.rank, token_ids=token_ids, share=share)
+    def draft(
+        hidden: mx.array, root: mx.array, noise: mx.array | None = None
+    ) -> tuple[mx.array, ...]:
+        rank = None if noise is None else PositionNoise(params, noise).ranking(drafter)
         tree = select_top_n(expand(drafter, embed, hidden, root, shape, rank), root, shape)
         return tree.tokens, tree.parents, tree.depths
 
-    return draft  # type: ignore[return-value]
+    return draft
 
 
 def _noise(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +15,7 @@ from mlx_redrafter import load_drafter, stream_generate
 from mlx_redrafter.accept import accept
 from mlx_redrafter.beam import expand
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.simulation import count_accepted, simulate
@@ -26,6 +29,24 @@ PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "I
 SHAPES = {"chain": TreeShape(1, 5), "tree": TreeShape(4, 5, 9), "short": TreeShape(2, 2, 3)}
 
 
+def _decode(
+    stories: Trained, drafter: Drafter, shape: TreeShape, samplings: Sequence[dict[str, Any]]
+) -> tuple[list[TokenSequence], int, int]:
+    """Texts after every prompt, sampled in every way; their tokens, and the steps they took."""
+    sequences, tokens, steps = [], 0, 0
+    for sampling, prompt in itertools.product(samplings, PROMPTS):
+        ids = stories.tokenizer.encode(prompt)
+        options = {**vars(shape), **sampling, "max_tokens": 80}
+        responses = list(
+            stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
+        )
+        text = np.array([*ids, *(response.token for response in responses)], np.int32)
+        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(ids)))
+        tokens += len(responses) - 1
+        steps += responses[-1].steps
+    return sequences, tokens, steps
+
+
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["chain", "tree"])
 def test_simulated_equals_measured_within_five_percent(
@@ -36,18 +57,9 @@ def test_simulated_equals_measured_within_five_percent(
     drafter.set_dtype(mx.float32)
     # A stock sampler: with noise of their own, drafts would be ranked by it too, which only
     # decoding with a seed can know.
-    options = {**vars(shape), "sampler": make_sampler(temp=temp), "max_tokens": 80}
-    sequences, tokens, steps = [], 0, 0
     mx.random.seed(3)
-    for prompt in PROMPTS:
-        ids = stories.tokenizer.encode(prompt)
-        responses = list(
-            stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
-        )
-        text = np.array([*ids, *(response.token for response in responses)], np.int32)
-        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(ids)))
-        tokens += len(responses) - 1
-        steps += responses[-1].steps
+    sampler = make_sampler(temp=temp)
+    sequences, tokens, steps = _decode(stories, drafter, shape, [{"sampler": sampler}])
     target = Target(stories.model)
     found = simulate(drafter, target.embed, [read_sequences(target, sequences, 4)], shape)
     assert found.num_tokens - 1 == tokens
@@ -63,17 +75,8 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(
     shape, temp = SHAPES[name], 0.8
     drafter = load_drafter(finished.request.out)
     drafter.set_dtype(mx.float32)
-    sequences, tokens, steps = [], 0, 0
-    for seed, prompt in itertools.product(range(6), PROMPTS):
-        ids = stories.tokenizer.encode(prompt)
-        options = {**vars(shape), "temp": temp, "seed": seed, "max_tokens": 80}
-        responses = list(
-            stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
-        )
-        text = np.array([*ids, *(response.token for response in responses)], np.int32)
-        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(ids)))
-        tokens += len(responses) - 1
-        steps += responses[-1].steps
+    samplings = [{"temp": temp, "seed": seed} for seed in range(6)]
+    sequences, tokens, steps = _decode(stories, drafter, shape, samplings)
     target = Target(stories.model)
     shard = read_sequences(target, sequences, 512)
     found = simulate(drafter, target.embed, [shard], shape, temp)
