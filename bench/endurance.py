@@ -25,12 +25,13 @@ from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams, TreeShape, check_int
-from mlx_redrafter.controller import Accepted, AutoShape, Controller, FixedShape
+from mlx_redrafter.controller import AutoShape, Controller, FixedShape
 from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.sampling import KeyedChooser
+from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 from mlx_redrafter.tree import TokenTree, select_top_n
 

@@ -88,6 +88,9 @@ def expand(
         children = drafter.to_token_ids(best.indices).flatten()  # (W * W,)
         child_scores = (scores[:, None] + best.values).flatten()
         levels.append((children, child_scores, mx.repeat(frontier, width)))
+        if width == 1:  # the only child is the best
+            tokens, scores, frontier = children, child_scores, frontier + 1
+            continue
         kept = top_k(child_scores[None], width)
         order = kept.indices[0].astype(mx.int32)
         tokens, scores, state = children[order], kept.values[0], state[order // width]

@@ -8,12 +8,12 @@ The text does not depend on any choice made here, only the time it takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.stats import Choice
 from mlx_redrafter.step_times import StepTimes
+from mlx_redrafter.step_tokens import Accepted, StepTokens
 
 # What `AutoShape` chooses from besides plain decoding.
 CANDIDATES = (
@@ -32,47 +32,16 @@ LARGEST = CANDIDATES[-1]
 # Says cheaply whether plain decoding is still the best choice.
 SMALL = CANDIDATES[1]
 
-# Acceptance of a draft that is expected before anything was seen, and the steps that counts for.
-PRIOR_ACCEPTANCE = 0.5
-PRIOR_STEPS = 1
 # Steps of the largest shape that a text begins with; one that accepts nothing counts for four.
 FIRST_PROBES = 8
 FRUITLESS_PROBE = 4
-# Steps that an estimate remembers.
-MEMORY = 32
 # How much faster another shape must seem before it replaces the current one.
 HYSTERESIS = 1.03
 # Steps between probes; in plain decoding, where they gain nothing, they become rarer.
 PROBE_EVERY = 32
 LONGEST_PROBE_INTERVAL = 256
-# Drafting did not pay in a text with such a share of plain steps, or more.
-MOSTLY_PLAIN = 0.9
 # Every so many probes tell what a plain step takes now, rather than what the largest shape accepts.
 PLAIN_PROBE = 4
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The drafts accepted in a step, in order.
-
-    Attributes:
-        ranks: By score among all drafts of the step, from 0.
-        children: By score among the children of the same parent, from 0.
-    """
-
-    ranks: list[int]
-    children: list[int]
-
-    def count_within(self, shape: TreeShape) -> int:
-        """How many a smaller tree of the same drafts would have had."""
-        assert shape.tree_nodes is not None
-        count = 0
-        for rank, child in zip(self.ranks[: shape.draft_length], self.children, strict=False):
-            is_chain = shape.beam_width == 1
-            if child >= shape.beam_width or (not is_chain and rank >= shape.tree_nodes - 1):
-                break
-            count += 1
-        return count
 
 
 class Controller(Protocol):
@@ -111,33 +80,27 @@ class FixedShape:
 class AutoShape:
     """The shape with the most expected tokens per second, plain decoding included.
 
-    A step shows exactly what every shape contained in its own would have accepted. Now and then a
-    step uses the largest shape, which contains all. What steps take is corrected as they go.
+    Now and then a step uses the largest shape, which shows what all would have accepted. What steps
+    take is corrected as they go.
 
     Args:
         seconds: Duration of a step by shape, of plain decoding under None, as timed beforehand.
-        did_pay: Whether drafting paid in the texts before. If not, this one begins with a small
-            probe and plain decoding.
+        before: What the text before has `taught`; the shape that was best begins, or, where that
+            was plain decoding, a small probe. Without it the text begins with the largest shape.
     """
 
-    def __init__(self, seconds: Mapping[TreeShape | None, float], did_pay: bool = True):
+    def __init__(self, seconds: Mapping[TreeShape | None, float], before: StepTokens | None = None):
         self.seconds = StepTimes(seconds)
-        self._did_pay = did_pay
-        self.tokens: dict[TreeShape | None, float] = {None: 1.0}
-        prior = PRIOR_ACCEPTANCE if did_pay else 0.0
-        for shape in CANDIDATES:
-            depths = range(1, shape.draft_length + 1)
-            self.tokens[shape] = 1 + sum(prior**depth for depth in depths)
+        self.tokens = StepTokens(CANDIDATES, before)
         self.current = self._best()
         self._steps = dict.fromkeys(self.seconds, 0)
-        self._weights = dict.fromkeys(CANDIDATES, PRIOR_STEPS)
         self._last: TreeShape | None = LARGEST
         self._next: TreeShape | None = LARGEST
         self._interval = PROBE_EVERY
         self._until_probe = PROBE_EVERY
         self._probes = 0
-        self._probe: list[TreeShape | None] = [] if did_pay else [SMALL]
-        self._first_probes = FIRST_PROBES if did_pay else 0
+        self._probe: list[TreeShape | None] = [SMALL] if before and self.current is None else []
+        self._first_probes = 0 if before else FIRST_PROBES
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
@@ -145,10 +108,9 @@ class AutoShape:
         return self._next
 
     @property
-    def pays(self) -> bool:
-        """Whether drafting was faster than plain decoding; a short text does not tell."""
-        total = sum(self._steps.values())
-        return self._did_pay if total < PROBE_EVERY else self._steps[None] < MOSTLY_PLAIN * total
+    def taught(self) -> StepTokens | None:
+        """What this text says of the next; None before the probes that it begins with are over."""
+        return None if self._first_probes > 0 else self.tokens
 
     def _choose(self) -> TreeShape | None:
         if self._first_probes > 0:
@@ -180,18 +142,11 @@ class AutoShape:
             self.seconds.learn(shape, seconds)
         self._last = shape
         if shape is not None:
-            self._learn_acceptance(shape, accepted)
+            self.tokens.learn(shape, accepted)
+            self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
         best = self._best()
         if self._speed(best) > HYSTERESIS * self._speed(self.current):
             self.current = best
-
-    def _learn_acceptance(self, shape: TreeShape, accepted: Accepted) -> None:
-        self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
-        for candidate in CANDIDATES:
-            if contains(shape, candidate):
-                self._weights[candidate] = min(self._weights[candidate] + 1, MEMORY)
-                change = 1 + accepted.count_within(candidate) - self.tokens[candidate]
-                self.tokens[candidate] += change / self._weights[candidate]
 
     def choices(self) -> list[Choice]:
         """What there is to choose from, fastest first."""
@@ -203,14 +158,3 @@ class AutoShape:
 
     def _speed(self, shape: TreeShape | None) -> float:
         return self.tokens[shape] / self.seconds[shape]
-
-
-def contains(shape: TreeShape, other: TreeShape) -> bool:
-    """Whether a step of ``shape`` shows what ``other`` would have accepted."""
-    assert shape.tree_nodes is not None
-    assert other.tree_nodes is not None
-    return (
-        shape.beam_width >= other.beam_width
-        and shape.beam_length >= other.beam_length
-        and shape.tree_nodes >= other.tree_nodes
-    )

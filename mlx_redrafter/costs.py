@@ -23,11 +23,12 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.controller import CANDIDATES, Accepted
+from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import named_parameters
 from mlx_redrafter.sampling import KeyedChooser
+from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 from mlx_redrafter.version import __version__
 

@@ -20,7 +20,7 @@ from mlx_redrafter.accept import accept
 from mlx_redrafter.beam import expand
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import Accepted, Controller
+from mlx_redrafter.controller import Controller
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.host import to_ints
@@ -28,6 +28,7 @@ from mlx_redrafter.processors import ProcessorChain
 from mlx_redrafter.sampling import Chooser, PositionNoise
 from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.step_clock import StepClock
+from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Forward, ProgressCallback, Target
 from mlx_redrafter.tree import TokenTree, select_beams, select_top_n
 

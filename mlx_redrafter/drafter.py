@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.step_tokens import StepTokens
 
 Layer = Callable[[mx.array], mx.array]
 
@@ -42,14 +43,14 @@ class Drafter(nn.Module):
 
     Attributes:
         config: The shape, and how drafts are ranked.
-        did_pay: Whether drafting was faster than plain decoding in the last long text whose steps
-            chose their own shapes. It is here because texts have nothing else in common.
+        taught: What the last text whose steps chose their own shapes says of the next one. It is
+            here because texts have nothing else in common.
     """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.did_pay = True
+        self.taught: StepTokens | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)

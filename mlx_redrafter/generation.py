@@ -204,7 +204,7 @@ def _controller(
     if shape is not None:
         return FixedShape(shape)
     # What uncoupled drafts are worth is not what coupled ones are.
-    return AutoShape(step_costs(target, drafter), drafter.did_pay or not couple)
+    return AutoShape(step_costs(target, drafter), drafter.taught if couple else None)
 
 
 def _check_width(shape: TreeShape, drafter: Drafter) -> None:
@@ -270,7 +270,7 @@ def _respond(
     if isinstance(decoder.controller, AutoShape):
         decoder.stats.choices = decoder.controller.choices()
         if decoder.drafter is not None and decoder.couples:
-            decoder.drafter.did_pay = decoder.controller.pays
+            decoder.drafter.taught = decoder.controller.taught or decoder.drafter.taught
 
 
 def _response(

@@ -65,9 +65,27 @@ def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
         shape: Says N.
     """
     assert shape.tree_nodes is not None
+    if shape.beam_width == 1:
+        return _chain(expansion, root, shape.tree_nodes)
     best = mx.argsort(-expansion.scores)[: shape.tree_nodes - 1]
     unmerged = 1 + shape.beam_width * shape.draft_length
     return _pack(expansion, root, best, shape, shape.tree_nodes, unmerged)
+
+
+def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
+    """The first nodes of a search of width 1: each is the only child of the one before."""
+    nodes = mx.arange(num_nodes, dtype=mx.int32)
+    before = mx.maximum(nodes - 1, 0)
+    return TokenTree(
+        tokens=mx.concatenate([root.astype(mx.int32), expansion.tokens[: num_nodes - 1]]),
+        parents=before,
+        depths=nodes,
+        ancestors=nodes[:, None] >= nodes,
+        num_nodes=num_nodes,
+        num_unmerged=expansion.tokens.shape[0] + 1,
+        max_depth=expansion.tokens.shape[0],
+        ids=before,
+    )
 
 
 def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:

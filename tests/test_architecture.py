@@ -21,6 +21,7 @@ ORDER = [
     "host",
     "checkpoint",
     "bundled",
+    "step_tokens",
     "drafter",
     "drafter_io",
     "topk",

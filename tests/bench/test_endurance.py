@@ -12,8 +12,9 @@ from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, en
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES, Accepted, FixedShape
+from mlx_redrafter.controller import CANDIDATES, FixedShape
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 
 TREE = "top_n w4 l5 n8"

@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES, Accepted
+from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.decoding import Decoder, InFlight, Proposal
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 

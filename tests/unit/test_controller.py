@@ -14,13 +14,13 @@ from mlx_redrafter.controller import (
     FRUITLESS_PROBE,
     LARGEST,
     SMALL,
-    Accepted,
     AutoShape,
     FixedShape,
-    contains,
 )
+from mlx_redrafter.step_tokens import Accepted, StepTokens
 
 NOTHING = Accepted([], [])
+ALWAYS = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
 CHAIN = CANDIDATES[0]
 
 
@@ -45,27 +45,6 @@ def _run(
     return shapes
 
 
-def test_largest_shape_contains_every_candidate() -> None:
-    assert all(contains(LARGEST, shape) for shape in CANDIDATES)
-    assert not contains(CHAIN, LARGEST)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        (TreeShape(4, 6, 16), 4),
-        (TreeShape(4, 3, 16), 2),  # too short for the rest
-        (TreeShape(4, 6, 10), 3),  # the fourth draft has rank 12
-        (TreeShape(4, 6, 6), 2),  # the third has rank 7
-        (TreeShape(1, 6, 6), 1),  # the second is no first child
-        (TreeShape(2, 6, 16), 2),  # the third is a third child
-    ],
-)
-def test_counting_what_a_smaller_tree_would_have_accepted(shape: TreeShape, expected: int) -> None:
-    accepted = Accepted(ranks=[0, 2, 7, 12], children=[0, 1, 2, 0])
-    assert accepted.count_within(shape) == expected
-
-
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     shapes = _run(AutoShape(_costs(1.0, 0.05)), 400, NOTHING)
     assert shapes.index(None) < 12
@@ -81,8 +60,7 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
 
 
 def test_a_drafter_that_is_always_right_gets_the_longest_drafts() -> None:
-    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
-    shapes = _run(AutoShape(_costs(1.0, 0.02)), 100, always)
+    shapes = _run(AutoShape(_costs(1.0, 0.02)), 100, ALWAYS)
     assert shapes[-1] is not None
     assert shapes[-1].beam_length == LARGEST.beam_length
 
@@ -90,34 +68,40 @@ def test_a_drafter_that_is_always_right_gets_the_longest_drafts() -> None:
 def test_drafting_comes_back_when_the_drafter_becomes_right() -> None:
     auto = AutoShape(_costs(1.0, 0.05))
     assert _run(auto, 100, NOTHING)[-1] is None
-    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
-    assert _run(auto, 2000, always)[-1] is not None
+    assert _run(auto, 2000, ALWAYS)[-1] is not None
 
 
 def test_after_a_text_in_which_drafting_did_not_pay_it_is_tried_with_little() -> None:
     auto = AutoShape(_costs(1.0, 0.05))
-    assert auto.pays
     assert not _run(auto, 200, NOTHING)[-1]
-    assert not auto.pays
-    auto = AutoShape(_costs(1.0, 0.05), did_pay=auto.pays)
+    auto = AutoShape(_costs(1.0, 0.05), auto.taught)
     shapes = _run(auto, 256, NOTHING)
     assert shapes[0] == SMALL
     assert set(shapes) == {SMALL, None}
     assert shapes.count(SMALL) < 5
-    assert not auto.pays
-    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
-    auto = AutoShape(_costs(1.0, 0.05), did_pay=False)
-    shapes = _run(auto, 256, always)
-    assert shapes.index(LARGEST) < 50
-    assert auto.pays
+    shapes = _run(AutoShape(_costs(1.0, 0.05), auto.taught), 256, ALWAYS)
+    assert shapes.index(LARGEST) < 100
 
 
-@pytest.mark.parametrize("did_pay", [True, False])
-def test_a_short_text_does_not_say_whether_drafting_pays(did_pay: bool) -> None:
-    auto = AutoShape(_costs(1.0, 0.05), did_pay)
-    assert auto.pays == did_pay
-    _run(auto, 20, NOTHING)
-    assert auto.pays == did_pay
+def test_a_text_goes_on_with_the_shape_that_was_best_in_the_one_before() -> None:
+    auto = AutoShape(_costs(1.0, 0.02))
+    right_once = Accepted(ranks=[0], children=[0])
+    assert _run(auto, 60, right_once)[-1] == CHAIN
+    shapes = _run(AutoShape(_costs(1.0, 0.02), auto.taught), 60, right_once)
+    assert shapes.count(CHAIN) == 59, "and one probe"
+    shapes = _run(AutoShape(_costs(1.0, 0.02), auto.taught), 60, ALWAYS)
+    assert shapes[0] == CHAIN
+    assert (shapes[-1] or CHAIN).beam_length >= 5
+    shapes = _run(AutoShape(_costs(1.0, 0.1), auto.taught), 60, NOTHING)
+    assert shapes[-1] is None, "which is given up when it no longer pays"
+
+
+def test_a_text_of_a_few_steps_teaches_nothing() -> None:
+    auto = AutoShape(_costs(1.0, 0.05))
+    _run(auto, FIRST_PROBES - 1, ALWAYS)
+    assert auto.taught is None
+    _run(auto, 1, ALWAYS)
+    assert auto.taught is not None
 
 
 def test_expensive_verifies_are_not_chosen() -> None:
@@ -142,15 +126,15 @@ def test_plain_steps_teach_nothing() -> None:
 
 
 def test_the_shape_follows_what_steps_take_now() -> None:
-    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 1, 1, 0, 1])
+    siblings = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 1, 1, 0, 1])
     timed, now = _costs(1.0, 0.05), _costs(1.0, 0.4)
 
     def speed(shape: TreeShape | None) -> float:
-        return (1 if shape is None else 1 + always.count_within(shape)) / now[shape]
+        return (1 if shape is None else 1 + siblings.count_within(shape)) / now[shape]
 
     auto = AutoShape(timed)
-    before = _run(auto, 100, always, timed)[-1]
-    after = _run(auto, 150, always, now)[-1]
+    before = _run(auto, 100, siblings, timed)[-1]
+    after = _run(auto, 150, siblings, now)[-1]
     assert speed(before) < 0.9 * max(map(speed, now))
     assert speed(after) > 0.97 * max(map(speed, now))
 
@@ -170,7 +154,7 @@ def test_a_machine_twice_as_slow_changes_no_choice() -> None:
     assert _run(AutoShape(timed), 150, right_once, slow)[-1] == CHAIN
 
 
-def _decode(accepts: float, slowdown: float, seed: int, did_pay: bool = True) -> float:
+def _decode(accepts: float, slowdown: float, seed: int, before: StepTokens | None = None) -> float:
     """How fast a text of 256 tokens is, plain decoding being 1.
 
     As with a decoder, a shape is chosen before the outcome of the step before it is known, and a
@@ -180,11 +164,11 @@ def _decode(accepts: float, slowdown: float, seed: int, did_pay: bool = True) ->
         accepts: Chance that a draft is right, always the first of its siblings.
         slowdown: What 10 nodes cost more than when they were timed.
         seed: Of the noise of the times.
-        did_pay: Whether drafting did in the text before.
+        before: What the text before has taught.
     """
     rng = random.Random(seed)
     timed = _costs(1.0, 0.08)
-    auto = AutoShape(timed, did_pay)
+    auto = AutoShape(timed, before)
     tokens, total = 0, 0.0
 
     def draw(shape: TreeShape | None) -> float:
@@ -214,7 +198,9 @@ def test_a_useless_drafter_costs_next_to_nothing(slowdown: float) -> None:
     speeds = [_decode(0.0, slowdown, seed) for seed in range(9)]
     # The probes that a text begins with are all that it costs.
     assert median(speeds) > (0.97 if slowdown == 0 else 0.95)
-    after_another = [_decode(0.0, slowdown, seed, did_pay=False) for seed in range(9)]
+    before = AutoShape(_costs(1.0, 0.08))
+    _run(before, 100, NOTHING)
+    after_another = [_decode(0.0, slowdown, seed, before.taught) for seed in range(9)]
     assert median(after_another) > 0.985
 
 
@@ -237,8 +223,7 @@ def test_only_steps_between_two_of_their_shape_are_timed() -> None:
 
 
 def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
-    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
-    shapes = _run(AutoShape(_costs(1.0, 0.02)), 400, always, _costs(1.0, 0.02))
+    shapes = _run(AutoShape(_costs(1.0, 0.02)), 400, ALWAYS, _costs(1.0, 0.02))
     plain = [n for n, shape in enumerate(shapes) if shape is None]
     assert 3 <= len(plain) < 0.03 * 400
     assert all(shapes[n : n + 3] == [None] * 3 for n in plain[::3]), "the second of three is timed"
@@ -252,8 +237,7 @@ def test_a_fixed_shape_stays() -> None:
 
 def test_choices_say_what_was_taken_and_why() -> None:
     auto = AutoShape(_costs(1.0, 0.02))
-    always = Accepted(ranks=[0, 1, 2, 3, 4], children=[0, 0, 0, 0, 0])
-    shapes = _run(auto, 100, always)
+    shapes = _run(auto, 100, ALWAYS)
     choices = auto.choices()
     assert {choice.shape for choice in choices} == {None, *CANDIDATES}
     assert sum(choice.steps for choice in choices) == 100

@@ -59,6 +59,28 @@ def test_of_equal_scores_the_parent_comes_first() -> None:
         assert len(tree_paths(tree)) == nodes  # checks that every parent is there
 
 
+@given(st.integers(2, 16), st.data())
+def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
+    length: int, data: st.DataObject
+) -> None:
+    drafted = length - 1
+    losses = data.draw(st.lists(st.floats(0, 5, width=32), min_size=drafted, max_size=drafted))
+    expansion = Expansion(
+        tokens=mx.arange(10, 10 + drafted, dtype=mx.int32),
+        scores=mx.array(-np.cumsum(losses, dtype=np.float32)),
+        parents=mx.arange(-1, drafted - 1, dtype=mx.int32),
+        beams=mx.array([drafted - 1], dtype=mx.int32),
+    )
+    root = mx.array([9])
+    chain = select_top_n(expansion, root, TreeShape(1, length, length))
+    beam = select_beams(expansion, root, TreeShape(1, length, select="beam"))
+    for found, wanted in zip(vars(chain).values(), vars(beam).values(), strict=True):
+        assert np.array_equal(found, wanted), vars(beam)
+    nodes = data.draw(st.integers(2, length))
+    shorter = select_top_n(expansion, root, TreeShape(1, length, nodes))
+    assert tree_paths(shorter) == tree_paths(chain)[:nodes]
+
+
 def test_padding_fills_the_smallest_static_size() -> None:
     rng = np.random.default_rng(0)
     width = 16
