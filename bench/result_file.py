@@ -13,7 +13,9 @@ from typing import Any
 
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint import shared_name, write_atomically
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.quantised import bits_of
 
 FORMAT = 1
 # A list of numbers as `json` indents it. Put on one line, it takes a fifth of the room.
@@ -80,6 +82,18 @@ def checkpoint_name(path_or_repo: str | None) -> str:
     if path_or_repo is None:
         return "bundled"
     return shared_name(path_or_repo)
+
+
+def pair_names(model: str | None, drafter: str | None, loaded: Drafter) -> dict[str, Any]:
+    """How a result names a pair, and the bits of its drafter's weights where those are quantised.
+
+    `load` quantises drafters where that is faster, so a name alone does not say.
+    """
+    return {
+        "model": checkpoint_name(model),
+        "drafter": checkpoint_name(drafter),
+        "drafter_bits": bits_of(loaded),
+    }
 
 
 def _to_json(value: object) -> object:

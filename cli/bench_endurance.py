@@ -36,13 +36,12 @@ def endurance(
     target, tokenizer, loaded = load_pair(model, drafter)
     from mlx_redrafter.bench.endurance import endure, judge
     from mlx_redrafter.bench.plots import plot_endurance
-    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
     ids = list(tokenizer.encode(prompt))
     windows: list[Window] = []
     configuration = {
-        "model": checkpoint_name(model),
-        "drafter": checkpoint_name(drafter),
+        **pair_names(model, drafter, loaded),
         "shape": "auto" if shape is None else vars(shape),
         "prompt_tokens": len(ids),
         "tokens": tokens,

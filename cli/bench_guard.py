@@ -49,14 +49,13 @@ def guard(
     from mlx_redrafter.bench.cases import NAMES, make_cases
     from mlx_redrafter.bench.guard import guard as measure
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.result_file import checkpoint_name
+    from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
 
     seed = options.fresh_seed(seed)
     cases = make_cases(tokenizer, loaded, not ignore_chat_template, seed, case or NAMES)
     configuration = {
-        "model": checkpoint_name(model),
-        "drafter": checkpoint_name(drafter),
+        **pair_names(model, drafter, loaded),
         "pairs": pairs,
         "max_tokens": max_tokens,
         "temp": temp,

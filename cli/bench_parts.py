@@ -51,7 +51,7 @@ def overhead(
     shape = TreeShape(beam_width, beam_length, tree_nodes)
     target, tokenizer, loaded = load_pair(model, drafter)
     from mlx_redrafter.bench.overhead import measure_overhead
-    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
     ids = list(tokenizer.encode(prompt))
     with progress("Triples") as on_progress:
@@ -76,8 +76,7 @@ def overhead(
     )
     if out is not None:
         configuration = {
-            "model": checkpoint_name(model),
-            "drafter": checkpoint_name(drafter),
+            **pair_names(model, drafter, loaded),
             **vars(shape),
             "temp": temp,
             "rounds": rounds,
@@ -104,10 +103,11 @@ def memory(
     check_int("prompt_tokens", prompt_tokens, 64)
     shape = TreeShape(beam_width, beam_length, tree_nodes)
     from mlx_redrafter.bench.memory import measure_memory, random_pair
-    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
     is_random = model is None and drafter is None
     if is_random:
+        model = drafter = "random"
         target, loaded = random_pair()
     else:
         target, _, loaded = load_pair(model, drafter)
@@ -122,8 +122,7 @@ def memory(
     show(table)
     if out is not None:
         configuration = {
-            "model": "random" if is_random else checkpoint_name(model),
-            "drafter": "random" if is_random else checkpoint_name(drafter),
+            **pair_names(model, drafter, loaded),
             **vars(shape),
             "prompt_tokens": prompt_tokens,
         }
@@ -155,13 +154,13 @@ def profile(
     target, _, loaded = load_pair(model, drafter)
     from mlx_redrafter.bench.plots import plot_profile
     from mlx_redrafter.bench.profile import profile as measure
-    from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
+    from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
     with progress("Parts") as on_progress:
         found = measure(target, loaded, shape, lengths, sizes, beam_widths, rounds, on_progress)
     show(*_profile_tables(found, shape))
     if out is not None:
-        names = {"model": checkpoint_name(model), "drafter": checkpoint_name(drafter)}
+        names = pair_names(model, drafter, loaded)
         configuration = {**names, **vars(shape), "rounds": rounds}
         result = new_result("profile", configuration, found=found)
         write_result(out / "profile.json", result)

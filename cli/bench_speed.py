@@ -93,7 +93,7 @@ def compare(
     from mlx_redrafter.bench.compare import arm_name
     from mlx_redrafter.bench.compare import compare as measure
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.result_file import checkpoint_name
+    from mlx_redrafter.bench.result_file import checkpoint_name, pair_names
     from mlx_redrafter.bench.runs import Setting
 
     small = None
@@ -101,8 +101,7 @@ def compare(
         small = options.Loading(stock_draft_model, None, None, False, [], drafts=False).load()[0]
     encoded = _encode(tokenizer, prompts, num_prompts, not ignore_chat_template, max_prompt_tokens)
     configuration = {
-        "model": checkpoint_name(model),
-        "drafter": checkpoint_name(drafter),
+        **pair_names(model, drafter, loaded),
         "stock_draft_model": stock_draft_model and checkpoint_name(stock_draft_model),
         "num_draft_tokens": num_draft_tokens,
         **_describe_prompts(prompts, encoded),
@@ -164,7 +163,7 @@ def sweep(
     _check_counts(max_tokens=max_tokens, repeats=repeats, shapes_per_block=shapes_per_block)
     from mlx_redrafter.bench.plots import plot_sweep
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.result_file import checkpoint_name
+    from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
     from mlx_redrafter.bench.sweep import DTYPES, Grid, write_tables
     from mlx_redrafter.bench.sweep import sweep as measure
@@ -180,8 +179,7 @@ def sweep(
     target, tokenizer, loaded = load_pair(model, drafter)
     encoded = _encode(tokenizer, prompts, num_prompts, not ignore_chat_template, max_prompt_tokens)
     configuration = {
-        "model": checkpoint_name(model),
-        "drafter": checkpoint_name(drafter),
+        **pair_names(model, drafter, loaded),
         **_describe_prompts(prompts, encoded),
         "grid": {name: list(values) for name, values in asdict(grid).items()},
         "max_tokens": max_tokens,

@@ -8,31 +8,18 @@ Axes: W beam width, L beam length, N tree nodes.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
-import os
-import platform
 from contextlib import closing
-from importlib.metadata import version
-from pathlib import Path
 from statistics import mean
 
-import mlx.core as mx
-
-from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import named_parameters
 from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
-from mlx_redrafter.version import __version__
-
-logger = logging.getLogger(__name__)
+from mlx_redrafter.timings import kept
 
 # Tokens in the cache while timing; what a longer context changes shows while decoding.
 CONTEXT = 128
@@ -50,20 +37,14 @@ def step_costs(target: Target, drafter: Drafter) -> Seconds:
     Times take a few seconds and are kept per model, dtype, drafter, device and MLX version in the
     user's cache folder.
     """
-    path = cache_folder() / f"{_fingerprint(target, drafter)}.json"
-    keys = {_key(shape): shape for shape in (None, *CANDIDATES)}
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return {shape: float(stored[key]) for key, shape in keys.items()}
-    except (OSError, ValueError, KeyError, TypeError):
+    shapes = {_key(shape): shape for shape in (None, *CANDIDATES)}
+
+    def measure() -> dict[str, float]:
         seconds = time_steps(target, drafter)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({key: seconds[shape] for key, shape in keys.items()})
-        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        logger.warning("step times are not kept for the next run: %s", error)
-    return seconds
+        return {key: seconds[shape] for key, shape in shapes.items()}
+
+    seconds = kept(CANDIDATES, (target.model, drafter), shapes, measure)
+    return {shape: seconds[key] for key, shape in shapes.items()}
 
 
 def time_steps(target: Target, drafter: Drafter) -> Seconds:
@@ -105,24 +86,6 @@ class _Schedule:
         turns = [self._times[i : i + STEPS] for i in range(0, len(self._times), STEPS)]
         means = [mean(turn[2:-1]) for turn in turns]
         return {s: min(means[i :: len(self.shapes)]) for i, s in enumerate(self.shapes)}
-
-
-def cache_folder() -> Path:
-    """Where step times are kept: ``mlx-redrafter`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-redrafter"
-
-
-def _fingerprint(target: Target, drafter: Drafter) -> str:
-    """Changes with whatever changes the times: weights' shapes and dtypes, device, version."""
-    modules = (target.model, drafter)
-    tensors = [
-        (name, tensor.shape, str(tensor.dtype))
-        for module in modules
-        for name, tensor in named_parameters(module).items()
-    ]
-    device = (str(mx.default_device()), mx.device_info().get("device_name"), platform.processor())
-    known = repr((tensors, device, version("mlx"), __version__, CANDIDATES))
-    return hashlib.sha256(known.encode()).hexdigest()[:32]
 
 
 def _key(shape: TreeShape | None) -> str:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter import generation, load
+from mlx_redrafter import generation, load, loading
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.drafter import Drafter
@@ -70,11 +70,12 @@ def drafter_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(autouse=True)
 def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts from the same random state, and no choice of shapes depends on a clock.
+    """Each test starts from the same random state, and no choice depends on a clock.
 
-    Plain decoding seems so slow that drafts are never given up.
+    Plain decoding seems so slow that drafts are never given up; drafters stay as they are.
     """
     mx.random.seed(0)
     seconds: dict[TreeShape | None, float] = {None: 99.0}
     seconds.update({shape: 1 + 0.01 * shape.max_nodes for shape in CANDIDATES})
     monkeypatch.setattr(generation, "step_costs", lambda target, drafter: seconds)
+    monkeypatch.setattr(loading, "fastest", lambda drafter, embed: drafter)

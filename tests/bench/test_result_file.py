@@ -7,12 +7,15 @@ import pytest
 from mlx_redrafter.bench.result_file import (
     checkpoint_name,
     new_result,
+    pair_names,
     read_result,
     write_csv,
     write_result,
 )
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.quantised import quantised_copy
+from tests.helpers.models import random_drafter
 
 
 def test_round_trip(tmp_path):
@@ -54,3 +57,10 @@ def test_csv(tmp_path):
 def test_names_without_folders(tmp_path):
     assert checkpoint_name(str(tmp_path)) == tmp_path.name
     assert checkpoint_name("org/name") == "org/name"
+
+
+def test_a_drafter_that_was_quantised_when_it_was_loaded_is_told_from_itself():
+    drafter = random_drafter(64, 32)
+    found = pair_names(None, "org/drafter", drafter)
+    assert found == {"model": "bundled", "drafter": "org/drafter", "drafter_bits": None}
+    assert pair_names(None, "org/drafter", quantised_copy(drafter))["drafter_bits"] == 8

@@ -223,6 +223,7 @@ def test_verbose_says_why_shapes_were_chosen(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(capsys, *_options(stories, drafter_folder), "--verbose", "--max-tokens", 40)
+    assert "Drafter weights: float32" in result.err
     heading = next(i for i, line in enumerate(result.err.splitlines()) if "ms/step" in line)
     rows = result.err.splitlines()[heading + 1 :]
     assert len(rows) == 1 + len(CANDIDATES)

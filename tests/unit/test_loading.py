@@ -11,8 +11,9 @@ import mlx_lm
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter import Drafter, load, loading, save_drafter
+from mlx_redrafter import Drafter, generate, load, loading, save_drafter
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.quantised import bits_of, quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
 
@@ -24,6 +25,17 @@ def test_loads_all_three(stories: Trained, drafter_folder: Path) -> None:
     assert isinstance(drafter, Drafter)
     assert drafter.config == stories.drafter.config
     assert load(stories.folder)[2] is None
+
+
+def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
+    stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "fastest", lambda drafter, embed: quantised_copy(drafter))
+    model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
+    assert drafter is not None
+    assert bits_of(drafter) == 8
+    plain = generate(model, tokenizer, "Once", max_tokens=40)
+    assert generate(model, tokenizer, "Once", drafter=drafter, max_tokens=40) == plain
 
 
 def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

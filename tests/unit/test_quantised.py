@@ -1,0 +1,104 @@
+"""Drafters in 8 bits: only where they are faster, and the text stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter import quantised
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter_io import quantize_drafter
+from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.quantised import GIVEN, QUANTISED, bits_of, fastest, quantised_copy, time_drafts
+from mlx_redrafter.target import Target
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE, HIDDEN_SIZE = 64, 32
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def drafter() -> Drafter:
+    return random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(tiny_llama(vocab_size=VOCAB_SIZE))
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    times = {GIVEN: 1.0, QUANTISED: seconds}
+    monkeypatch.setattr(quantised, "time_drafts", lambda drafters, embed: times)
+
+
+def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(
+    drafter: Drafter,
+) -> None:
+    hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
+    before = drafter.log_probs(hidden, state[None])
+    copy = quantised_copy(drafter)
+    assert bits_of(copy) == 8
+    assert bits_of(drafter) is None
+    after = copy.log_probs(hidden, state[None])
+    assert mx.abs(after - before).max().item() < 0.2
+    assert not mx.array_equal(after, before)
+    assert mx.array_equal(drafter.log_probs(hidden, state[None]), before)
+
+
+@pytest.mark.parametrize(("seconds", "bits"), [(0.5, 8), (0.95, None), (2.0, None)])
+def test_8_bits_are_used_where_they_are_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: Drafter,
+    target: Target,
+    seconds: float,
+    bits: int | None,
+) -> None:
+    _pretend(monkeypatch, seconds)
+    found = fastest(drafter, target.embed)
+    assert bits_of(found) == bits
+    assert (found is drafter) == (bits is None)
+    monkeypatch.setattr(quantised, "time_drafts", lambda *_: pytest.fail("timed again"))
+    assert bits_of(fastest(drafter, target.embed)) == bits
+
+
+def test_both_are_timed(drafter: Drafter, target: Target) -> None:
+    both = {GIVEN: drafter, QUANTISED: quantised_copy(drafter)}
+    seconds = time_drafts(both, target.embed)
+    assert seconds.keys() == both.keys()
+    assert all(value > 0 for value in seconds.values())
+
+
+def test_what_cannot_or_need_not_be_quantised_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
+) -> None:
+    monkeypatch.setattr(quantised, "time_drafts", lambda *_: pytest.fail("timed"))
+    quantize_drafter(drafter, 4, 32)
+    assert fastest(drafter, target.embed) is drafter
+    narrow = random_drafter(VOCAB_SIZE, 24)
+    assert fastest(narrow, target.embed) is narrow
+
+
+def test_the_text_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
+) -> None:
+    _pretend(monkeypatch, 0.5)
+    found = fastest(drafter, target.embed)
+    assert bits_of(found) == 8
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    texts = [
+        [
+            response.token
+            for response in stream_generate(
+                target.model, tokenizer, [1, 2, 3], max_tokens=60, drafter=one, beam_width=width
+            )
+        ]
+        for one, width in ((None, "auto"), (found, 1), (found, 4))
+    ]
+    assert texts[0] == texts[1] == texts[2]
