@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,6 +241,7 @@ def _respond(
     prompt_tps = 0.0
     with (
         wired_limit(decoder.target.model, [generation_stream]),  # type: ignore[list-item]
+        _concluding(decoder),
         closing(decoder.decode(request)) as tokens,  # type: ignore[type-var]
     ):
         num_before = decoder.cache.length + len(request.prompt)
@@ -267,10 +268,18 @@ def _respond(
                 n / (time.perf_counter() - start),
                 n,
             )
-    if isinstance(decoder.controller, AutoShape):
-        decoder.stats.choices = decoder.controller.choices()
-        if decoder.drafter is not None and decoder.couples:
-            decoder.drafter.taught = decoder.controller.taught or decoder.drafter.taught
+
+
+@contextmanager
+def _concluding(decoder: Decoder) -> Iterator[None]:
+    """However a text ends, keep what its steps have shown."""
+    try:
+        yield
+    finally:
+        if isinstance(decoder.controller, AutoShape):
+            decoder.stats.choices = decoder.controller.choices()
+            if decoder.drafter is not None and decoder.couples:
+                decoder.drafter.taught = decoder.controller.taught or decoder.drafter.taught
 
 
 def _response(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import mlx.nn as nn
@@ -91,3 +93,13 @@ def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
     plain = stream_generate(model, tokenizer, PROMPT, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
     assert large_steps[0] > large_steps[1] == 0
+
+
+def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
+    tokenizer, drafter = wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)
+    responses = stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120)
+    with closing(responses):  # type: ignore[type-var]
+        *_, last = islice(responses, 60)
+        assert drafter.taught is None
+    assert drafter.taught is not None
+    assert last.stats.choices
