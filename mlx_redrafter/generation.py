@@ -111,8 +111,9 @@ def stream_generate(
         beam_width: Beams kept at every level of drafting, 1 to 64. With "auto" for this and the
             next two, and ``select="top_n"``, every step gets the shape expected to be fastest,
             plain decoding included: step times are measured once per model and machine, which
-            takes a few seconds, and corrected while generating, as is acceptance. If one is a
-            number the others are 4, 5 and 9.
+            takes a few seconds, and corrected while generating, as is acceptance, which a text
+            takes over from the one before with the same drafter. If one is a number the others are
+            4, 5 and 9.
         beam_length: Tokens per beam, root included, 2 to 16.
         tree_nodes: Tokens per verify, root included.
         select: "top_n" verifies the most probable drafts, "beam" the merged beams.
