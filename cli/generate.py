@@ -14,7 +14,6 @@ from mlx_redrafter.config import SamplingParams, check_max_tokens
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_redrafter.drafter import Drafter
     from mlx_redrafter.generation import GenerationResponse
     from mlx_redrafter.stats import Choice
 
@@ -94,17 +93,16 @@ def generate(
     else:
         typer.echo()
         _print_statistics(result.last, drafts=not no_draft)
-    if verbose and result.drafter is not None:
-        _print_drafting(result.drafter, result.last.stats.choices)
+    if verbose and result.last.stats.choices:
+        _print_choices(result.last.stats.choices)
 
 
 class Result(NamedTuple):
-    """A finished text: its token ids with the stop token, the last response, the drafter."""
+    """A finished text: its parts, its token ids with the stop token, and the last response."""
 
     text: str
     tokens: list[int]
     last: GenerationResponse
-    drafter: Drafter | None
 
 
 def _generate(
@@ -136,7 +134,7 @@ def _generate(
             if stream:
                 sys.stdout.write(response.text)
                 sys.stdout.flush()
-    return Result(text, tokens, response, drafter)
+    return Result(text, tokens, response)
 
 
 def _load_cache(path: str, model: str | None) -> list[Any]:
@@ -190,14 +188,9 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
     typer.echo("\n".join(lines), err=True)
 
 
-def _print_drafting(drafter: Drafter, choices: Sequence[Choice]) -> None:
+def _print_choices(choices: Sequence[Choice]) -> None:
     """What was drafted, and why: the time of a step and the tokens it was expected to give."""
-    from mlx_redrafter.quantised import bits_of
-
-    bits = bits_of(drafter)
-    lines = [f"Drafter weights: {f'{bits} bits' if bits else str(drafter.dtype).split('.')[-1]}"]
-    if choices:
-        lines.append("Drafted         steps  ms/step  expected: tokens/step  tokens-per-sec")
+    lines = ["Drafted         steps  ms/step  expected: tokens/step  tokens-per-sec"]
     for choice in choices:
         shape = choice.shape
         name = shape and f"{shape.beam_width} x {shape.beam_length}, {shape.tree_nodes} nodes"

@@ -6,6 +6,7 @@ exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,14 @@ app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 
 
+class _Notes(logging.Handler):
+    """Puts what the package has to say on stderr, whichever that is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        typer.echo(self.format(record), err=True)
+
+
 def run() -> None:
     """Entry point of ``redrafter-mlx``."""
     sys.exit(main(sys.argv[1:]))
@@ -45,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    logger = logging.getLogger("mlx_redrafter")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [_Notes()]
     try:
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)
     except (RedrafterError, typer.TyperException, typer.Abort) as error:

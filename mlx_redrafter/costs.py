@@ -8,6 +8,7 @@ Axes: W beam width, L beam length, N tree nodes.
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import closing
 from statistics import mean
@@ -20,6 +21,8 @@ from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 from mlx_redrafter.timings import kept
+
+logger = logging.getLogger(__name__)
 
 # Tokens in the cache while timing; what a longer context changes shows while decoding.
 CONTEXT = 128
@@ -40,6 +43,7 @@ def step_costs(target: Target, drafter: Drafter) -> Seconds:
     shapes = {_key(shape): shape for shape in (None, *CANDIDATES)}
 
     def measure() -> dict[str, float]:
+        logger.info("timing what steps take on this machine, once for this model and drafter")
         seconds = time_steps(target, drafter)
         return {key: seconds[shape] for key, shape in shapes.items()}
 

@@ -17,8 +17,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import __version__
+from mlx_redrafter import __version__, generation
 from mlx_redrafter.controller import CANDIDATES
+from mlx_redrafter.costs import step_costs
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
@@ -223,12 +224,24 @@ def test_verbose_says_why_shapes_were_chosen(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(capsys, *_options(stories, drafter_folder), "--verbose", "--max-tokens", 40)
-    assert "Drafter weights: float32" in result.err
     heading = next(i for i, line in enumerate(result.err.splitlines()) if "ms/step" in line)
     rows = result.err.splitlines()[heading + 1 :]
     assert len(rows) == 1 + len(CANDIDATES)
     assert any(row.startswith("nothing ") for row in rows)
     assert sum(int(row[15:21]) for row in rows) == _steps(result.err)
+
+
+def test_the_first_run_says_what_it_waits_for(
+    stories: Trained,
+    drafter_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(generation, "step_costs", step_costs)  # the real ones
+    notes = [run(capsys, *_options(stories, drafter_folder)).err for _ in range(2)]
+    assert ["timing what steps take" in note for note in notes] == [True, False]
 
 
 def _steps(statistics: str) -> int:
