@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
@@ -237,7 +236,7 @@ def widened_drafter(
 ) -> Drafter:
     """A drafter of the same function for a hidden state that ends in zeros; see `widen_drafter`."""
     old = drafter.config
-    if any(isinstance(module, nn.QuantizedLinear) for module in drafter.modules()):
+    if drafter.quantization is not None:
         raise ConfigError("a quantised drafter cannot be widened; use the one it was made from")
     if hidden_size < old.hidden_size:
         raise ConfigError(f"hidden_size must be at least {old.hidden_size}, got {hidden_size}")

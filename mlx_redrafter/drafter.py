@@ -75,6 +75,13 @@ class Drafter(nn.Module):
         head = self.lm_head[-1]
         return head.scales.dtype if "scales" in head else head.weight.dtype
 
+    @property
+    def quantization(self) -> dict[str, int] | None:
+        """``group_size`` and ``bits`` of quantised weights; None where there are none."""
+        layers = (module for module in self.modules() if isinstance(module, nn.QuantizedLinear))
+        layer = next(layers, None)
+        return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+
     def start(self, embedding: mx.array) -> mx.array:
         """The state after the root token: `advance` from the zero state.
 

@@ -75,11 +75,18 @@ def save_drafter(
         extra_config: Further keys for ``config.json``, such as where the weights come from.
     """
     config = drafter.config.to_dict()
-    quantised = [m for m in drafter.modules() if isinstance(m, nn.QuantizedLinear)]
-    if quantised:
-        config["quantization"] = {"group_size": quantised[0].group_size, "bits": quantised[0].bits}
+    if drafter.quantization is not None:
+        config["quantization"] = drafter.quantization
     config.update(extra_config or {})
     write_checkpoint(Path(folder), config, named_parameters(drafter))
+
+
+def copy_drafter(drafter: Drafter) -> Drafter:
+    """A drafter of the same weights, not quantised, whose layers can change without the other's."""
+    copy = Drafter(drafter.config)
+    copy.update(drafter.parameters())
+    copy.eval()
+    return copy
 
 
 def quantize_drafter(drafter: Drafter, bits: int, group_size: int) -> None:

@@ -58,7 +58,7 @@ def earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> Draft
         RedrafterError: It cannot be loaded, or does not fit the target.
     """
     drafter = load_drafter(path_or_repo)
-    if any(isinstance(module, nn.QuantizedLinear) for module in drafter.modules()):
+    if drafter.quantization is not None:
         raise ConfigError(
             f"the drafter {path_or_repo} is quantised, and rounded weights cannot be trained; "
             "start from the one that it was made of"

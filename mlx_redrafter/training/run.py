@@ -16,7 +16,7 @@ from mlx_redrafter.calibration import TOP_TOKENS, calibrate
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import DrafterConfig, TreeShape
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import save_drafter
+from mlx_redrafter.drafter_io import copy_drafter, save_drafter
 from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.loading import load
 from mlx_redrafter.stats import DecodingStats
@@ -347,8 +347,7 @@ def _report_step(progress: Any, out: Path, reporter: Reporter) -> None:
 
 
 def _save(drafter: Drafter, request: Request, target_fingerprint: str) -> None:
-    copy = Drafter(drafter.config)
-    copy.update(drafter.parameters())
+    copy = copy_drafter(drafter)
     copy.set_dtype(getattr(mx, request.dtype))
     save_drafter(
         copy,

@@ -13,6 +13,7 @@ from mlx_redrafter.drafter_io import quantize_drafter
 from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.quantised import GIVEN, QUANTISED, bits_of, fastest, quantised_copy, time_drafts
 from mlx_redrafter.target import Target
+from tests.helpers.equality import assert_same_tokens, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, HIDDEN_SIZE = 64, 32
@@ -91,14 +92,10 @@ def test_the_text_is_the_same(
     _pretend(monkeypatch, 0.5)
     found = fastest(drafter, target.embed)
     assert bits_of(found) == 8
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    texts = [
-        [
-            response.token
-            for response in stream_generate(
-                target.model, tokenizer, [1, 2, 3], max_tokens=60, drafter=one, beam_width=width
-            )
-        ]
-        for one, width in ((None, "auto"), (found, 1), (found, 4))
-    ]
-    assert texts[0] == texts[1] == texts[2]
+    prompt, tokenizer = [1, 2, 3], wrapped_tokenizer(VOCAB_SIZE)
+    stock = stock_tokens(target.model, prompt, 60)
+    for width in (1, 4):
+        responses = stream_generate(
+            target.model, tokenizer, prompt, max_tokens=60, drafter=found, beam_width=width
+        )
+        assert_same_tokens(stock, [response.token for response in responses], width)
