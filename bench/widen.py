@@ -44,6 +44,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 ALIGNMENT = 64
 # Standard deviation of arbitrary weights; only its being finite matters.
 NOISE = 0.02
+# RoPE's base in a config that names none, as mlx-lm's Llama reads it.
+ROPE_THETA = 10000.0
 
 Array = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
@@ -169,8 +171,9 @@ def widen_target(
         destination: Folder to write.
         num_parameters: About how many the copy gets.
         num_layers: Layers of the copy, by default as many as there are; new ones come last.
-        context_length: Replaces ``max_position_embeddings``; text beyond what the model was
-            trained for means nothing.
+        context_length: Replaces ``max_position_embeddings``. Where it is larger, RoPE's base grows
+            with it, so that the text goes on meaning something: the copy no longer computes
+            exactly what the small model does.
         seed: Of the arbitrary weights.
 
     Returns:
@@ -191,7 +194,7 @@ def widen_target(
         **config,
         **sizes,
         "rms_norm_eps": config["rms_norm_eps"] / growth,
-        "max_position_embeddings": context_length or config.get("max_position_embeddings"),
+        **_longer_context(config, old.head_dim, context_length),
         "torch_dtype": "float32",
         "widened_from": {"parameters": old.num_parameters, **vars(old)},
     }
@@ -199,6 +202,24 @@ def widen_target(
     write_checkpoint(Path(destination), config, dict(tensors))
     _copy_tokenizer(folder, Path(destination))
     return new
+
+
+def _longer_context(
+    config: Mapping[str, Any], head_dim: int, context_length: int | None
+) -> dict[str, Any]:
+    """Config of a model for s times the context, without training.
+
+    The base of RoPE times s ** (D / (D - 2)) leaves the fastest pair as it is and slows the slowest
+    down by s ("NTK-aware" interpolation; YaRN, arXiv 2309.00071, section 3.1).
+    """
+    trained = config.get("max_position_embeddings")
+    if context_length is None or trained is None:
+        return {"max_position_embeddings": context_length or trained}
+    growth = max(1.0, context_length / trained) ** (head_dim / (head_dim - 2))
+    return {
+        "max_position_embeddings": context_length,
+        "rope_theta": config.get("rope_theta", ROPE_THETA) * growth,
+    }
 
 
 def widen_drafter(

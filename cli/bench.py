@@ -41,12 +41,15 @@ def widen(
     drafter_exit_dim: Annotated[
         int | None, typer.Option(help="Of the drafter's copy.", show_default="the drafter's own")
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Replaces max_position_embeddings.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Context, in tokens; a longer one changes RoPE's base.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the arbitrary weights.")] = 0,
 ) -> None:
     """Widen a small Llama without changing what it computes, for speed work.
 
-    Text and acceptance stay the small model's; a step costs what a large model's does.
+    Text and acceptance stay the small model's; a step costs what a large model's does. Only a
+    longer context than the small model's changes the text, so that it goes on meaning something.
     """
     if (drafter is None) != (drafter_out is None):
         raise ConfigError("--drafter and --drafter-out belong together; give both or neither")

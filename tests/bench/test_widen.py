@@ -69,12 +69,12 @@ def write_model(folder: Path, config: dict) -> llama.Model:
 @pytest.mark.parametrize("num_layers", [None, 5])
 def test_logits_stay(tmp_path, is_tied, num_layers):
     small = write_model(tmp_path / "small", {**CONFIG, "tie_word_embeddings": is_tied})
-    shape = widen_target(tmp_path / "small", tmp_path / "wide", 5_000_000, num_layers, 999)
+    shape = widen_target(tmp_path / "small", tmp_path / "wide", 5_000_000, num_layers)
     wide = read_model(tmp_path / "wide")
     parameters = sum(v.size for _, v in mlx.utils.tree_flatten(wide.parameters()))
     assert parameters == shape.num_parameters
     assert 0.8 < parameters / 5_000_000 < 1.2
-    assert wide.args.max_position_embeddings == 999
+    assert wide.args.max_position_embeddings == 128
     assert shape.head_dim == 64
     assert (tmp_path / "wide" / "tokenizer_config.json").exists()
     tokens = mx.random.randint(0, 97, (1, 60))
@@ -84,6 +84,21 @@ def test_logits_stay(tmp_path, is_tied, num_layers):
     hidden, wide_hidden = small.model(tokens), wide.model(tokens)
     assert mx.allclose(wide_hidden[..., :48], hidden, rtol=1e-4, atol=1e-4)
     assert not mx.any(wide_hidden[..., 48:])
+
+
+@pytest.mark.parametrize(
+    ("trained", "context", "growth"), [(128, 1024, 8), (128, 64, 1), (None, 999, 1)]
+)
+def test_a_longer_context_slows_the_slowest_rotation_down(tmp_path, trained, context, growth):
+    write_model(tmp_path / "small", {**CONFIG, "max_position_embeddings": trained})
+    widen_target(tmp_path / "small", tmp_path / "wide", 5_000_000, context_length=context)
+    wide = read_model(tmp_path / "wide")
+    assert wide.args.max_position_embeddings == context
+    # Pair i of a head of 8 turns by rope_theta ** (-i / 4) a token; the last is i = 3.
+    assert wide.args.rope_theta ** (3 / 4) == pytest.approx(growth * 10000.0 ** (3 / 4))
+    small = make_model({**CONFIG, "rope_theta": wide.args.rope_theta})
+    tokens = mx.random.randint(0, 97, (1, 200))
+    assert mx.allclose(wide(tokens), small(tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["stories260k", "books-6m"])
