@@ -124,6 +124,11 @@ class Request:
                 "draft_vocab out"
             )
 
+    @property
+    def held_out_top_k(self) -> int:
+        """``top_k`` of held-out texts."""
+        return max(self.top_k, TOP_TOKENS)
+
 
 class Student(NamedTuple):
     """What is left of the target once its cache is filled.
@@ -233,12 +238,11 @@ def _teach(
     if request.start_from is not None:
         earlier = earlier_drafter(request.start_from, target, tokenizer.vocab_size)
     config = drafter_config(target, request.network) if earlier is None else earlier.config
-    held_out_k = max(request.top_k, TOP_TOKENS)
     needed = estimate(
         estimate_tokens(sources, options),
         len(sources.held_out) * options.sequence_length,
         request.top_k,
-        held_out_k,
+        request.held_out_top_k,
         request.loss,
         request.network.beam_length,
         target,
@@ -253,7 +257,7 @@ def _teach(
             "texts": sources.fingerprint,
             "chat template": str(getattr(tokenizer, "chat_template", None)),
             "top_k": request.top_k,
-            "top_k held out": held_out_k,
+            "top_k held out": request.held_out_top_k,
             **describe(options),
         },
     )
@@ -262,8 +266,21 @@ def _teach(
     writer = Writer(model, tokenizer, options.seed)
     corpus = build_corpus(sources, encoder, writer, options, folder, reporter.progress)
     _check_corpus(corpus)
-    parts = (("train", corpus.train, request.top_k), ("held-out", corpus.held_out, held_out_k))
-    for part, sequences, k in parts:
+    _fill(cache, corpus, target, request, reporter)
+    drafter, start = earlier, None if earlier is None else fingerprint(earlier)
+    if drafter is None:
+        drafter = _new_drafter(config, target, tokenizer, corpus, request.training.seed)
+    return corpus, cache, _student(target, drafter, name, start)
+
+
+def _fill(
+    cache: TeacherCache, corpus: Corpus, target: Target, request: Request, reporter: Reporter
+) -> None:
+    """Write down what the target says of all texts, as far as an earlier run has not."""
+    for part, sequences, k in (
+        ("train", corpus.train, request.top_k),
+        ("held-out", corpus.held_out, request.held_out_top_k),
+    ):
         total = sum(map(len, sequences))
         stage = f"reading {part} text"
         fill_cache(
@@ -283,13 +300,13 @@ def _teach(
             request.network.beam_length,
             lambda done: reporter.progress("rollouts", done, total),
         )
-    drafter, start = earlier, None if earlier is None else fingerprint(earlier)
-    if drafter is None:
-        drafter = _new_drafter(config, target, tokenizer, corpus, request.training.seed)
+
+
+def _student(target: Target, drafter: Drafter, name: str, start: str | None) -> Student:
     embedding = target.embed(mx.arange(target.vocab_size))
     mx.eval(embedding)
     rows = HeadRows(np.array(drafter.token_ids) if drafter.is_partial else None, target.vocab_size)
-    return corpus, cache, Student(embedding, drafter, rows, name, start)
+    return Student(embedding, drafter, rows, name, start)
 
 
 def _new_drafter(
