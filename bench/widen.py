@@ -2,7 +2,7 @@
 
 For speed work where no large model is at hand: text and acceptance are the small model's, memory
 traffic and arithmetic those of a large one. Nothing that is measured on a widened model says
-anything about the quality of a model of that size.
+anything about the quality of a model of that size. Only a longer context changes what is computed.
 
 The widened hidden state is the small one followed by zeros. With k the growth of the hidden size,
 a norm over it computes the old values when its weight is divided by sqrt(k) and its epsilon by k.

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_redrafter.cli import options
+from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.errors import ConfigError
 
 Out = Annotated[
@@ -101,14 +101,6 @@ def show(*lines: object) -> None:
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A callback that shows what is done of how much, and the time left, on stderr."""
-    columns: Sequence[Any] = (
-        TextColumn(label),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
+    with progress_bar(label) as bar:
         task = bar.add_task(label)
         yield lambda done, total: bar.update(task, completed=done, total=total)

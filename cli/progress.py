@@ -10,20 +10,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def progress_bar(label: str) -> Progress:
+    """A bar with the time left, on stderr; none where that is no terminal."""
+    return Progress(
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
 @contextmanager
 def prefill_progress() -> Iterator[Callable[[int, int], None] | None]:
     """A callback that shows the prompt tokens processed; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
-    progress = Progress(
-        TextColumn("Prompt"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    progress = progress_bar("Prompt")
     task = progress.add_task("prompt")
 
     def update(done: int, total: int) -> None:

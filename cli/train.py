@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -45,7 +45,7 @@ def train(
     dtype: train_options.Dtype = "float16",
     adapter_path: options.AdapterPath = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: train_options.Resume = False,
     debug: options.Debug = False,
 ) -> None:
     """Train a drafter for a model on this machine.

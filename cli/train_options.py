@@ -153,3 +153,4 @@ Dtype = Annotated[
     str,
     typer.Option("--dtype", help="Of the weights written.", rich_help_panel=NETWORK),
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,25 +38,10 @@ class ConsoleReporter:
     """Shows progress with the time left on a terminal, and a line for what is worth one."""
 
     def __init__(self, interrupts: Interrupts):
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from mlx_redrafter.cli.progress import progress_bar
 
         self.interrupts = interrupts
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        )
+        self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}
         self.said_at = time.monotonic()
         self.bar.start()

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import named_parameters
+from mlx_redrafter.drafter_io import copy_drafter, named_parameters
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.cache import Shard
@@ -275,7 +275,7 @@ class Trainer:
     def _find_total_steps(self) -> int:
         """How many steps the minutes allow; times some steps on a copy and discards them."""
         lesson = self.lesson
-        copy = with_weights(self.drafter, named_parameters(self.drafter))
+        copy = copy_drafter(self.drafter)
         optimiser = Optimiser(copy, lesson.embed, lesson.loss, lesson.options, 1000)
         start = 0.0
         for step in range(WARM_STEPS + TIMED_STEPS):
@@ -341,7 +341,7 @@ def compiling_pays() -> bool:
 
 def with_weights(drafter: Drafter, weights: Arrays) -> Drafter:
     """A drafter of the same shape with other weights; arrays that are not given are shared."""
-    copy = Drafter(drafter.config)
+    copy = copy_drafter(drafter)
     copy.update(tree_unflatten(list({**named_parameters(drafter), **weights}.items())))
     return copy
 
