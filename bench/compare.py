@@ -27,7 +27,7 @@ from mlx_redrafter.bench.runs import (
 )
 from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.costs import time_steps
+from mlx_redrafter.costs import contexts, step_costs, time_steps
 from mlx_redrafter.target import Target
 
 
@@ -80,7 +80,7 @@ def compare(
     turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:
-        time_shapes(setting, recording)
+        time_shapes(setting, max(len(prompt.ids) for prompt in prompts), recording)
         warm_up(arms, prompts[0])
     for done, turn in enumerate(missing, start=len(turns) - len(missing)):
         on_progress(done, len(turns))
@@ -103,12 +103,17 @@ def compare(
     return found
 
 
-def time_shapes(setting: Setting, recording: Recording) -> None:
-    """Record how long it takes to time the shapes of `auto`.
+def time_shapes(setting: Setting, longest: int, recording: Recording) -> None:
+    """Record how long it takes to time the shapes of `auto`, for prompts of up to some length.
 
     That is done once per model and machine, and kept; no answer's time has it.
     """
-    seconds = timed(lambda: time_steps(Target(setting.model), setting.drafter))
+    target, drafter = Target(setting.model), setting.drafter
+    seconds = sum(
+        timed(lambda context=context: time_steps(target, drafter, context))
+        for context in contexts(target, longest)
+    )
+    step_costs(target, drafter, longest)
     recording.result["calibration_seconds"] = seconds
 
 

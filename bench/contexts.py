@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.target import Target
@@ -28,26 +25,6 @@ def filled_cache(target: Target, length: int) -> TreeCache:
         forward = target.prefill(tokens, cache, PREFILL_STEP, lambda done, total: None)
         mx.eval(forward.logits)
     return cache
-
-
-def blank_cache(target: Target, capacity: int) -> TreeCache:
-    """A cache that `TreeCache.settle` sets to any length up to ``capacity``; its rows are zeros.
-
-    Waits for the device.
-    """
-    cache = filled_cache(target, 1)
-    reserve_rows(cache.stock, capacity)
-    return cache
-
-
-def reserve_rows(caches: Sequence[KVCache], rows: int) -> None:
-    """Give caches that hold something buffers of at least ``rows`` rows. Waits for the device."""
-    for cache in caches:
-        assert cache.keys is not None
-        assert cache.values is not None
-        missing = [(0, 0), (0, 0), (0, max(0, rows - cache.keys.shape[2])), (0, 0)]
-        cache.keys, cache.values = mx.pad(cache.keys, missing), mx.pad(cache.values, missing)
-        mx.eval(cache.keys, cache.values)
 
 
 def bushy_tree(size: int) -> TokenTree:

@@ -8,7 +8,7 @@ Axes: N nodes of the tree, L beam length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median
@@ -19,7 +19,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.compare import arm_name
-from mlx_redrafter.bench.contexts import PREFILL_STEP, blank_cache, bushy_tree
+from mlx_redrafter.bench.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.memory import Finding, allocated_rows, num_bytes
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
@@ -31,7 +31,6 @@ from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.sampling import KeyedChooser
-from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 from mlx_redrafter.tree import TokenTree, select_top_n
 
@@ -130,7 +129,11 @@ class Watch:
         """See `Controller.choose`."""
         return self.controller.choose()
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
+    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+        """See `Controller.cut`."""
+        return self.controller.cut(shape, read_scores)
+
+    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """See `Controller.observe`."""
         if seconds is not None:
             self.seconds.setdefault(shape, []).append(seconds)
@@ -236,13 +239,17 @@ class _Bench:
         longest: int,
     ):
         self.target, self.drafter = target, drafter
-        chosen = AutoShape(step_costs(target, drafter)) if shape is None else FixedShape(shape)
+        chosen = (
+            AutoShape(step_costs(target, drafter, len(prompt)))
+            if shape is None
+            else FixedShape(shape)
+        )
         self.watch = Watch(chosen)
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
         self.decoder = Decoder(target, target.new_cache(), chooser, drafter, self.watch)
         request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
         self.tokens: Iterator[object] = self.decoder.decode(request)
-        self.beside = blank_cache(target, longest + FIXED_NODES)
+        self.beside = target.blank_cache(longest + FIXED_NODES)
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
         self.trees: dict[TreeShape, TokenTree] = {}
         next(self.tokens)

@@ -29,6 +29,7 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
+from mlx_redrafter.costs import CONTEXT
 
 # Least median of stock's time by ours.
 LEAST_RATIO = 0.97
@@ -90,7 +91,7 @@ def guard(
         on_progress: Called with pairs done and their number.
     """
     if "calibration_seconds" not in recording.result:
-        time_shapes(setting, recording)
+        time_shapes(setting, CONTEXT, recording)
     total = len(cases) * num_pairs
     verdicts = []
     for i, case in enumerate(cases):

@@ -20,8 +20,9 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.bench.contexts import PREFILL_STEP, reserve_rows
+from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
+from mlx_redrafter.cache import reserve_rows
 from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
 from mlx_redrafter.controller import FixedShape
 from mlx_redrafter.decoding import Decoder, Request

@@ -189,13 +189,13 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
 
 
 def _print_choices(choices: Sequence[Choice]) -> None:
-    """What was drafted, and why: the time of a step and the tokens it was expected to give."""
-    lines = ["Drafted         steps  ms/step  expected: tokens/step  tokens-per-sec"]
+    """What was drafted and verified, what a step of it takes, and what steps gave."""
+    lines = ["Drafted         steps  ms/step  tokens/step"]
     for choice in choices:
         shape = choice.shape
         name = shape and f"{shape.beam_width} x {shape.beam_length}, {shape.tree_nodes} nodes"
+        gave = f"{choice.tokens / choice.steps:.2f}" if choice.steps else "-"
         lines.append(
-            f"{name or 'nothing':<15}{choice.steps:>6}{1e3 * choice.seconds:>9.2f}"
-            f"{choice.tokens:>23.2f}{choice.tokens_per_second:>16.1f}"
+            f"{name or 'nothing':<15}{choice.steps:>6}{1e3 * choice.seconds:>9.2f}{gave:>13}"
         )
     typer.echo("\n".join(lines), err=True)

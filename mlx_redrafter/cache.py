@@ -64,6 +64,16 @@ class TreeCache:
         self.length = length
 
 
+def reserve_rows(caches: Sequence[KVCache], rows: int) -> None:
+    """Give caches that hold something buffers of at least ``rows`` rows. Waits for the device."""
+    for cache in caches:
+        assert cache.keys is not None
+        assert cache.values is not None
+        missing = [(0, 0), (0, 0), (0, max(0, rows - cache.keys.shape[2])), (0, 0)]
+        cache.keys, cache.values = mx.pad(cache.keys, missing), mx.pad(cache.values, missing)
+        mx.eval(cache.keys, cache.values)
+
+
 class LayerCache:
     """One layer's part of a `TreeCache`, with the interface that mlx-lm models use."""
 

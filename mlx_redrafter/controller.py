@@ -7,40 +7,33 @@ The text does not depend on any choice made here, only the time it takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from math import exp
 from typing import Protocol
 
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.experience import Experience
 from mlx_redrafter.stats import Choice
 from mlx_redrafter.step_times import StepTimes
-from mlx_redrafter.step_tokens import Accepted, StepTokens
 
-# What `AutoShape` chooses from besides plain decoding.
-CANDIDATES = (
-    TreeShape(1, 2, 2),
-    TreeShape(1, 3, 3),
-    TreeShape(1, 4, 4),
-    TreeShape(1, 5, 5),
-    TreeShape(4, 4, 6),
-    TreeShape(4, 5, 8),
-    TreeShape(4, 5, 10),
-    TreeShape(4, 6, 12),
-    TreeShape(4, 6, 16),
-)
-# Contains all others, so that a step of it shows what each of them would have accepted.
-LARGEST = CANDIDATES[-1]
-# Says cheaply whether plain decoding is still the best choice.
-SMALL = CANDIDATES[1]
+# How `AutoShape` drafts, if it does, and how many nodes of such a tree it may then verify.
+CHAIN = TreeShape(1, 6, 6)
+TREE = TreeShape(4, 6, 16)
+SIZES = {CHAIN: (2, 3, 4, 6), TREE: (4, 6, 8, 12, 16)}
+CANDIDATES = tuple(replace(way, tree_nodes=size) for way in SIZES for size in SIZES[way])
 
-# Steps of the largest shape that a text begins with; one that accepts nothing counts for four.
+# Steps that a text begins with, taking turns with all ways of drafting; one that accepts nothing
+# counts for four.
 FIRST_PROBES = 8
 FRUITLESS_PROBE = 4
-# How much faster another shape must seem before it replaces the current one.
+# How much faster another way must seem before it replaces the current one.
 HYSTERESIS = 1.03
 # Steps between probes; in plain decoding, where they gain nothing, they become rarer.
 PROBE_EVERY = 32
 LONGEST_PROBE_INTERVAL = 256
-# Every so many probes tell what a plain step takes now, rather than what the largest shape accepts.
+# Every so many probes tell what a plain step takes now, rather than what another way gives.
 PLAIN_PROBE = 4
 
 
@@ -51,12 +44,24 @@ class Controller(Protocol):
         """The shape of the next step, None for plain decoding."""
         ...
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
+    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+        """Decide how many nodes of a tree are verified, the first ones.
+
+        Args:
+            shape: What `choose` returned.
+            read_scores: Waits for the draft and returns `TokenTree.scores`.
+
+        Returns:
+            ``shape`` with as many nodes or fewer.
+        """
+        ...
+
+    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """Learn from a step of ``shape``, None for a plain one.
 
         Args:
-            shape: What `choose` returned for it.
-            accepted: What was accepted in it.
+            shape: What `cut` returned for it.
+            accepted: How many drafts were accepted in it.
             seconds: From the outcome before to its own, None where the caller kept the decoder
                 waiting.
         """
@@ -73,33 +78,41 @@ class FixedShape:
         """See `Controller.choose`."""
         return self.shape
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
+    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+        """All of it."""
+        return shape
+
+    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """Nothing to learn."""
 
 
 class AutoShape:
-    """The shape with the most expected tokens per second, plain decoding included.
+    """The tree with the most expected tokens per second in every step, or plain decoding.
 
-    Now and then a step uses the largest shape, which shows what all would have accepted. What steps
-    take is corrected as they go.
+    A way of drafting is chosen by what its steps have given; then, of the drafts at hand, those are
+    verified whose probabilities are worth the time that they take. Now and then a step drafts in
+    another way. What steps take is corrected as they go.
 
     Args:
         seconds: Duration of a step by shape, of plain decoding under None, as timed beforehand.
-        before: What the text before has `taught`; the shape that was best begins, or, where that
-            was plain decoding, a small probe. Without it the text begins with the largest shape.
+        before: What the text before has `taught`; the way that was best begins, or, where that was
+            plain decoding, a small probe. Without it the text begins with all ways in turns.
     """
 
-    def __init__(self, seconds: Mapping[TreeShape | None, float], before: StepTokens | None = None):
+    def __init__(self, seconds: Mapping[TreeShape | None, float], before: Experience | None = None):
         self.seconds = StepTimes(seconds)
-        self.tokens = StepTokens(CANDIDATES, before)
+        smallest = {way: replace(way, tree_nodes=SIZES[way][0]) for way in SIZES}
+        self.experience = Experience(smallest, before)
         self.current = self._best()
         self._steps = dict.fromkeys(self.seconds, 0)
-        self._last: TreeShape | None = LARGEST
-        self._next: TreeShape | None = LARGEST
+        self._tokens = dict.fromkeys(self.seconds, 0)
+        self._last: TreeShape | None = CHAIN
+        self._next: TreeShape | None = CHAIN
+        self._expected = 0.0
         self._interval = PROBE_EVERY
         self._until_probe = PROBE_EVERY
         self._probes = 0
-        self._probe: list[TreeShape | None] = [SMALL] if before and self.current is None else []
+        self._probe: list[TreeShape | None] = [CHAIN] if before and self.current is None else []
         self._first_probes = 0 if before else FIRST_PROBES
 
     def choose(self) -> TreeShape | None:
@@ -108,13 +121,13 @@ class AutoShape:
         return self._next
 
     @property
-    def taught(self) -> StepTokens | None:
+    def taught(self) -> Experience | None:
         """What this text says of the next; None before the probes that it begins with are over."""
-        return None if self._first_probes > 0 else self.tokens
+        return None if self._first_probes > 0 else self.experience
 
     def _choose(self) -> TreeShape | None:
         if self._first_probes > 0:
-            return LARGEST
+            return TREE if self._next == CHAIN else CHAIN
         if not self._probe:
             self._until_probe -= 1
             if self._until_probe > 0:
@@ -126,35 +139,57 @@ class AutoShape:
         self._probes += 1
         if self.current is None:
             self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
-            self._probe = [SMALL]
+            self._probe = [CHAIN]
         else:
             self._interval = PROBE_EVERY
             # Of three plain steps the second is timed.
-            self._probe = [None] * 3 if self._probes % PLAIN_PROBE == 0 else [LARGEST]
+            other = CHAIN if self.current == TREE else TREE
+            self._probe = [None] * 3 if self._probes % PLAIN_PROBE == 0 else [other]
         self._until_probe = self._interval
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
+    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+        """See `Controller.cut`."""
+        # Of all drafts up to the n-th, the chances of being accepted add up to what is accepted.
+        expected = list(accumulate(map(exp, read_scores())))
+        per_second = self._speed(self.current)
+        trust = self.experience.trust
+
+        def gain(kept: TreeShape) -> float:
+            assert kept.tree_nodes is not None
+            return trust * expected[kept.tree_nodes - 2] - per_second * self.seconds[kept]
+
+        kept = max((replace(shape, tree_nodes=size) for size in SIZES[shape]), key=gain)
+        assert kept.tree_nodes is not None
+        self._expected = expected[kept.tree_nodes - 2]
+        return kept
+
+    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """See `Controller.observe`."""
         self._steps[shape] += 1
-        # The next step is dispatched before the outcome of this one is read, which may wait for
-        # both: among others the first plain step takes twice its time, and the last one none.
-        if seconds is not None and self._last == shape == self._next:
+        self._tokens[shape] += 1 + accepted
+        # A plain step is dispatched before the outcome of the one before is read, which may wait
+        # for both: the first of some plain steps takes twice its time, and the last one none.
+        neighbours = self._last, shape, self._next
+        if seconds is not None and len({one is None for one in neighbours}) == 1:
             self.seconds.learn(shape, seconds)
         self._last = shape
         if shape is not None:
-            self.tokens.learn(shape, accepted)
-            self._first_probes -= 1 if accepted.ranks else FRUITLESS_PROBE
+            way = CHAIN if shape.beam_width == CHAIN.beam_width else TREE
+            self.experience.learn(way, shape, accepted, self._expected)
+            self._first_probes -= 1 if accepted else FRUITLESS_PROBE
         best = self._best()
         if self._speed(best) > HYSTERESIS * self._speed(self.current):
             self.current = best
 
     def choices(self) -> list[Choice]:
-        """What there is to choose from, fastest first."""
-        shapes = sorted(self.seconds, key=self._speed, reverse=True)
-        return [Choice(s, self.seconds[s], self.tokens[s], self._steps[s]) for s in shapes]
+        """What there is to choose from, in the order of `CANDIDATES`."""
+        return [
+            Choice(shape, seconds, self._steps[shape], self._tokens[shape])
+            for shape, seconds in self.seconds.items()
+        ]
 
     def _best(self) -> TreeShape | None:
-        return max(self.seconds, key=self._speed)
+        return max((None, *SIZES), key=self._speed)
 
-    def _speed(self, shape: TreeShape | None) -> float:
-        return self.tokens[shape] / self.seconds[shape]
+    def _speed(self, way: TreeShape | None) -> float:
+        return self.experience.speed(way, self.seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import closing
 from statistics import mean
 
@@ -18,14 +19,16 @@ from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.sampling import KeyedChooser
-from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 from mlx_redrafter.timings import kept
 
 logger = logging.getLogger(__name__)
 
-# Tokens in the cache while timing; what a longer context changes shows while decoding.
+# Tokens in the cache while timing. A long context is only timed for a text that begins with at
+# least so many tokens; how steps take longer as a text grows shows while decoding.
 CONTEXT = 128
+LONG_CONTEXT = 2048
+LEAST_LONG = 512
 # Rounds over all shapes, and steps of a shape in a row; the fastest turn counts, as the others were
 # disturbed.
 ROUNDS = 2
@@ -34,32 +37,64 @@ STEPS = 6
 Seconds = dict[TreeShape | None, float]
 
 
-def step_costs(target: Target, drafter: Drafter) -> Seconds:
+def step_costs(target: Target, drafter: Drafter, length: int = CONTEXT) -> Seconds:
     """Seconds per step by shape, of plain decoding under None; timed unless a file knows them.
 
     Times take a few seconds and are kept per model, dtype, drafter, device and MLX version in the
-    user's cache folder.
+    user's cache folder. Attention takes time in proportion to the context, so what a long one adds
+    is timed once and scaled.
+
+    Args:
+        target: The model.
+        drafter: Its drafter.
+        length: Tokens that the text begins with.
     """
-    shapes = {_key(shape): shape for shape in (None, *CANDIDATES)}
-
-    def measure() -> dict[str, float]:
-        logger.info("timing what steps take on this machine, once for this model and drafter")
-        seconds = time_steps(target, drafter)
-        return {key: seconds[shape] for key, shape in shapes.items()}
-
-    seconds = kept(CANDIDATES, (target.model, drafter), shapes, measure)
-    return {shape: seconds[key] for key, shape in shapes.items()}
+    known = [_known_costs(target, drafter, context) for context in contexts(target, length)]
+    if len(known) == 1:
+        return known[0]
+    short, long = known
+    share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
+    return {shape: short[shape] + share * max(0.0, long[shape] - short[shape]) for shape in short}
 
 
-def time_steps(target: Target, drafter: Drafter) -> Seconds:
-    """Time steps of every candidate shape in a text of no meaning. Waits for the device."""
+def contexts(target: Target, length: int) -> list[int]:
+    """The contexts to time for a text that begins with ``length`` tokens."""
+    # A model with little more than the long one need not know the positions that timing uses.
+    knows_long = target.context_length is None or target.context_length >= 2 * LONG_CONTEXT
+    return [CONTEXT, LONG_CONTEXT] if length >= LEAST_LONG and knows_long else [CONTEXT]
+
+
+def time_steps(target: Target, drafter: Drafter, context: int = CONTEXT) -> Seconds:
+    """Time steps of every candidate shape in a text of no meaning. Waits for the device.
+
+    Args:
+        target: The model.
+        drafter: Its drafter.
+        context: Tokens before the steps.
+    """
     schedule = _Schedule()
     chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-    decoder = Decoder(target, target.new_cache(), chooser, drafter, schedule)
-    with closing(decoder.decode(Request([0] * CONTEXT))) as tokens:  # type: ignore[type-var]
+    decoder = Decoder(target, target.blank_cache(context), chooser, drafter, schedule)
+    with closing(decoder.decode(Request([0]))) as tokens:  # type: ignore[type-var]
         while schedule.missing:
             next(tokens)
     return schedule.seconds
+
+
+def _known_costs(target: Target, drafter: Drafter, context: int) -> Seconds:
+    shapes = {_key(shape): shape for shape in (None, *CANDIDATES)}
+
+    def measure() -> dict[str, float]:
+        logger.info(
+            "timing what steps take on this machine after %d tokens, once for this model and "
+            "drafter",
+            context,
+        )
+        seconds = time_steps(target, drafter, context)
+        return {key: seconds[shape] for key, shape in shapes.items()}
+
+    seconds = kept((CANDIDATES, context), (target.model, drafter), shapes, measure)
+    return {shape: seconds[key] for key, shape in shapes.items()}
 
 
 class _Schedule:
@@ -79,7 +114,12 @@ class _Schedule:
         """See `Controller.choose`."""
         return next(self._left, None)
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
+    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+        """See `Controller.cut`; waits for the scores as decoding does."""
+        read_scores()
+        return shape
+
+    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """See `Controller.observe`."""
         self._times.append(math.inf if seconds is None else seconds)
         self.missing -= 1

@@ -23,12 +23,11 @@ from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import Controller
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.host import to_floats, to_ints
 from mlx_redrafter.processors import ProcessorChain
 from mlx_redrafter.sampling import Chooser, PositionNoise
 from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.step_clock import StepClock
-from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Forward, ProgressCallback, Target
 from mlx_redrafter.tree import TokenTree, select_beams, select_top_n
 
@@ -91,7 +90,7 @@ class InFlight:
 
     Attributes:
         outcome: int32: number of drafts accepted, bonus token, and for a tree, of every node on
-            the path, its index, its token and, where it has one, its id in the expansion (L each).
+            the path, its index and its token (L each).
         root: The bonus token, which is the next root, int32, shape (1,).
         position: Where that root will stand, int32, shape (1,).
         hidden: Target state that predicted it, shape (H,).
@@ -193,7 +192,7 @@ class Decoder:
                 return
             shape = self.controller.choose()
             proposal = None if shape is None else self._draft(shape, flight)
-            flight = self._verify(proposal) if proposal else self._advance(flight.root)
+            flight = self._verify(self._cut(proposal)) if proposal else self._advance(flight.root)
         while True:
             is_last = self.stats.num_tokens + 1 == request.max_tokens
             shape = None if is_last else self.controller.choose()
@@ -206,7 +205,11 @@ class Decoder:
                 proposal = None if shape is None else self._draft(shape, flight)
                 outcome = self._read(flight, request)
                 if outcome.finish_reason is None:
-                    following = self._verify(proposal) if proposal else self._advance(flight.root)
+                    following = (
+                        self._verify(self._cut(proposal))
+                        if proposal
+                        else self._advance(flight.root)
+                    )
                 elif request.leave_as_stock:
                     self._catch_up(outcome, flight)
             yield from self._emit(outcome, flight)
@@ -261,6 +264,20 @@ class Decoder:
             mx.async_eval(tree.arrays)
         return Proposal(shape, tree, noise)
 
+    def _cut(self, proposal: Proposal) -> Proposal:
+        """Leave out the drafts that the controller finds not worth verifying."""
+        shape, tree, noise = proposal
+
+        def read_scores() -> list[float]:
+            assert tree.scores is not None
+            return to_floats(tree.scores)
+
+        kept = self.controller.cut(shape, read_scores)
+        if kept == shape:
+            return proposal
+        assert kept.tree_nodes is not None
+        return Proposal(kept, tree.first(kept.tree_nodes), noise)
+
     def _verify(self, proposal: Proposal) -> InFlight:
         shape, tree, noise = proposal
         length = self.cache.length
@@ -274,8 +291,7 @@ class Decoder:
             chosen = self.chooser.choose(log_probs, tree.depths, noise, shape.beam_length)
             path, num_accepted, bonus = accept(tree, chosen, shape.beam_length)
             hidden = forward.hiddens[path[num_accepted]][0]
-            columns = [column[path] for column in (tree.tokens, tree.ids) if column is not None]
-            outcome = mx.concatenate([num_accepted, bonus, path, *columns])
+            outcome = mx.concatenate([num_accepted, bonus, path, tree.tokens[path]])
             mx.async_eval(outcome, hidden, log_probs)
         return InFlight(
             outcome=outcome,
@@ -291,23 +307,17 @@ class Decoder:
 
     def _read(self, flight: InFlight, request: Request) -> Outcome:
         """Wait for a forward pass, commit what it accepted, and cut it where decoding ends."""
-        num_accepted, bonus, *path_columns = to_ints(flight.outcome)
+        num_accepted, bonus, *path = to_ints(flight.outcome)
         if num_accepted == NOT_A_NUMBER:
             raise NonFiniteError(
                 "the target's logits after the prompt are NaN; its weights are damaged, or its "
                 "dtype overflows (bfloat16 or float32 may not)"
             )
-        rows, tokens, accepted = [0], [bonus], Accepted([], [])
-        if flight.path is not None and flight.shape is not None:
-            kept = num_accepted + 1
-            length = flight.shape.beam_length
-            rows, drafts, *ids = (
-                path_columns[start : start + kept] for start in range(0, len(path_columns), length)
-            )
+        rows, tokens = [0], [bonus]
+        if flight.path is not None:
+            kept, length = num_accepted + 1, len(path) // 2
+            rows, drafts = path[:kept], path[length : length + kept]
             tokens = [*drafts[1:], bonus]
-            if ids and flight.shape.select == "top_n":  # nodes are in the order of their scores
-                children = [node % flight.shape.beam_width for node in ids[0][1:]]
-                accepted = Accepted([row - 1 for row in rows[1:]], children)
             with mx.stream(generation_stream):
                 self.cache.commit(rows)
                 self.chooser.keep(kept)
@@ -315,7 +325,7 @@ class Decoder:
                 self.processors.extend(mx.array(tokens[:-1], dtype=mx.int32))
         if flight.num_nodes:
             self.stats.count_step(num_accepted, flight.num_nodes, flight.num_unmerged)
-            self.controller.observe(flight.shape, accepted, self.clock.lap())
+            self.controller.observe(flight.shape, num_accepted, self.clock.lap())
         else:  # as in mlx-lm, the prompt is done with the first token
             request.on_progress(len(request.prompt), len(request.prompt))
         finish_reason, length = find_end(tokens, self.stats.num_tokens, request)

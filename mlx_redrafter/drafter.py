@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.step_tokens import StepTokens
+from mlx_redrafter.experience import Experience
 
 Layer = Callable[[mx.array], mx.array]
 
@@ -50,7 +50,7 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.taught: StepTokens | None = None
+        self.taught: Experience | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)

@@ -25,7 +25,7 @@ from mlx_redrafter.config import (
     check_max_tokens,
     find_shape,
 )
-from mlx_redrafter.controller import LARGEST, AutoShape, Controller, FixedShape
+from mlx_redrafter.controller import TREE, AutoShape, Controller, FixedShape
 from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request, Token
 from mlx_redrafter.drafter import Drafter
@@ -151,7 +151,7 @@ def stream_generate(
     _check_prompt(ids, cache.length, target)
     if drafter is not None:
         check_fit(drafter, target, tokenizer.vocab_size)
-        _check_width(shape or LARGEST, drafter)
+        _check_width(shape or TREE, drafter)
     chooser: Chooser = (
         StockChooser(sampler) if sampler is not None else KeyedChooser(params, target.vocab_size)
     )
@@ -164,7 +164,7 @@ def stream_generate(
         on_progress=prompt_progress_callback or (lambda done, total: None),
         leave_as_stock=prompt_cache is not None or sampler is not None,
     )
-    controller = _controller(target, drafter, shape, couple)
+    controller = _controller(target, drafter, shape, couple, cache.length + len(ids))
     decoder = Decoder(target, cache, chooser, drafter, controller, processors, couple)
     return _respond(decoder, request, tokenizer)
 
@@ -198,14 +198,14 @@ def check_fit(drafter: Drafter, target: Target, tokenizer_size: int) -> None:
 
 
 def _controller(
-    target: Target, drafter: Drafter | None, shape: TreeShape | None, couple: bool
+    target: Target, drafter: Drafter | None, shape: TreeShape | None, couple: bool, length: int
 ) -> Controller:
     if drafter is None:
         return FixedShape(None)
     if shape is not None:
         return FixedShape(shape)
     # What uncoupled drafts are worth is not what coupled ones are.
-    return AutoShape(step_costs(target, drafter), drafter.taught if couple else None)
+    return AutoShape(step_costs(target, drafter, length), drafter.taught if couple else None)
 
 
 def _check_width(shape: TreeShape, drafter: Drafter) -> None:

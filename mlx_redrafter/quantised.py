@@ -14,7 +14,7 @@ from statistics import median
 import mlx.core as mx
 
 from mlx_redrafter.beam import Embed, expand
-from mlx_redrafter.controller import LARGEST
+from mlx_redrafter.controller import TREE
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import copy_drafter, quantize_drafter
 from mlx_redrafter.errors import ConfigError
@@ -42,7 +42,7 @@ def fastest(drafter: Drafter, embed: Embed) -> Drafter:
         drafter: The drafter.
         embed: The target's input embedding.
     """
-    if bits_of(drafter) is not None or drafter.config.head_rows < LARGEST.beam_width:
+    if bits_of(drafter) is not None or drafter.config.head_rows < TREE.beam_width:
         return drafter
 
     def measure() -> dict[str, float]:
@@ -92,6 +92,6 @@ def time_drafts(drafters: Mapping[str, Drafter], embed: Embed) -> dict[str, floa
         for name, drafter in drafters.items():
             hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
             start = time.perf_counter()
-            mx.eval(expand(drafter, embed, hidden, root, LARGEST))
+            mx.eval(expand(drafter, embed, hidden, root, TREE))
             times[name].append(time.perf_counter() - start)
     return {name: median(found[1:]) for name, found in times.items()}

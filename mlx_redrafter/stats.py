@@ -14,19 +14,14 @@ class Choice(NamedTuple):
     Attributes:
         shape: What is drafted; None is plain decoding.
         seconds: Of a step, as timed on this machine and corrected by the steps of this text.
-        tokens: Expected per step, from what was accepted lately.
         steps: That had this shape.
+        tokens: That these steps gave.
     """
 
     shape: TreeShape | None
     seconds: float
-    tokens: float
     steps: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Expected; the largest is chosen."""
-        return self.tokens / self.seconds
+    tokens: int
 
 
 @dataclass
@@ -40,7 +35,7 @@ class DecodingStats:
         accepted_counts: At index a, the steps that accepted a drafts.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: What they would have been had shared prefixes not been merged.
-        choices: What every step could choose from, fastest first, once the text has ended; empty
+        choices: What every step could choose from, smallest first, once the text has ended; empty
             where the shape was fixed.
     """
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.architectures import find_parts
-from mlx_redrafter.cache import TreeCache
+from mlx_redrafter.cache import TreeCache, reserve_rows
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.hooks import TreePositions, captured_output, install, tree_positions
 from mlx_redrafter.tree import TokenTree
@@ -80,6 +80,17 @@ class Target:
                     "itself for it"
                 )
         return TreeCache(layers)
+
+    def blank_cache(self, length: int) -> TreeCache:
+        """A cache for timing: it holds ``length`` tokens that were never processed, rows of zeros.
+
+        `TreeCache.settle` makes it shorter. Waits for the device.
+        """
+        cache = self.new_cache()
+        mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
+        reserve_rows(cache.stock, length)
+        cache.settle(length)
+        return cache
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Rows of the input embedding: ids of shape (n,) to an array of shape (n, H)."""

@@ -5,7 +5,7 @@ Axes: N nodes of the tree (node 0 is the root), L beam length, M nodes of the ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -32,8 +32,9 @@ class TokenTree:
         num_nodes: Nodes that are no padding, root included; N unless beams were merged.
         num_unmerged: Tokens of the beams before their prefixes were merged, root included.
         max_depth: No node is deeper; None where that is not known.
-        ids: Each draft's id in the expansion it was selected from, int32, shape (N,); the root's
-            means nothing. None for trees that no search has made.
+        scores: Of the drafts, nodes 1 to N - 1: natural logarithm of the probability that the
+            drafter gives to a node and all above it, float32, shape (N - 1,); nodes are in its
+            order. None where they are not.
     """
 
     tokens: mx.array
@@ -43,12 +44,25 @@ class TokenTree:
     num_nodes: int
     num_unmerged: int
     max_depth: int | None = None
-    ids: mx.array | None = None
+    scores: mx.array | None = None
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What the device has to compute for this tree."""
-        return self.tokens, self.parents, self.depths, self.ancestors
+        known = self.tokens, self.parents, self.depths, self.ancestors
+        return known if self.scores is None else (*known, self.scores)
+
+    def first(self, num_nodes: int) -> TokenTree:
+        """The tree of the first ``num_nodes`` nodes, none of them padding."""
+        return replace(
+            self,
+            tokens=self.tokens[:num_nodes],
+            parents=self.parents[:num_nodes],
+            depths=self.depths[:num_nodes],
+            ancestors=self.ancestors[:num_nodes, :num_nodes],
+            num_nodes=num_nodes,
+            scores=None if self.scores is None else self.scores[: num_nodes - 1],
+        )
 
 
 def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
@@ -69,7 +83,8 @@ def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
         return _chain(expansion, root, shape.tree_nodes)
     best = mx.argsort(-expansion.scores)[: shape.tree_nodes - 1]
     unmerged = 1 + shape.beam_width * shape.draft_length
-    return _pack(expansion, root, best, shape, shape.tree_nodes, unmerged)
+    tree = _pack(expansion, root, best, shape, shape.tree_nodes, unmerged)
+    return replace(tree, scores=expansion.scores[best])
 
 
 def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
@@ -84,7 +99,7 @@ def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
         num_nodes=num_nodes,
         num_unmerged=expansion.tokens.shape[0] + 1,
         max_depth=expansion.tokens.shape[0],
-        ids=before,
+        scores=expansion.scores[: num_nodes - 1],
     )
 
 
@@ -147,7 +162,6 @@ def _pack(
         num_nodes=num_nodes,
         num_unmerged=num_unmerged,
         max_depth=shape.draft_length,
-        ids=mx.concatenate([zero, kept]),
     )
 
 

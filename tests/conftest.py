@@ -77,5 +77,5 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     mx.random.seed(0)
     seconds: dict[TreeShape | None, float] = {None: 99.0}
     seconds.update({shape: 1 + 0.01 * shape.max_nodes for shape in CANDIDATES})
-    monkeypatch.setattr(generation, "step_costs", lambda target, drafter: seconds)
+    monkeypatch.setattr(generation, "step_costs", lambda *_: seconds)
     monkeypatch.setattr(loading, "fastest", lambda drafter, embed: drafter)

@@ -21,7 +21,7 @@ ORDER = [
     "host",
     "checkpoint",
     "bundled",
-    "step_tokens",
+    "experience",
     "drafter",
     "drafter_io",
     "timings",

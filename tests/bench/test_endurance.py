@@ -8,14 +8,12 @@ from typer.testing import CliRunner
 
 from mlx_redrafter import step_clock
 from mlx_redrafter.bench import endurance
-from mlx_redrafter.bench.contexts import blank_cache
 from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import CANDIDATES, FixedShape
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.target import Target
 
 TREE = "top_n w4 l5 n8"
@@ -30,7 +28,7 @@ def _no_clock(monkeypatch):
     may do so for a moment, leaves no step out.
     """
     monkeypatch.setattr(step_clock, "MOST_AWAY", 0.5)
-    monkeypatch.setattr(endurance, "step_costs", lambda target, drafter: STEP_SECONDS)
+    monkeypatch.setattr(endurance, "step_costs", lambda *_: STEP_SECONDS)
 
 
 def make_window(memory=50e6, **ratios):
@@ -123,7 +121,7 @@ def test_steps_that_waited_for_the_caller_are_left_out():
     watch = Watch(FixedShape(None))
     shape = CANDIDATES[0]
     for observed, seconds in ((None, None), (shape, 0.5), (shape, 2.0), (None, 0.25)):
-        watch.observe(observed, Accepted([], []), seconds)
+        watch.observe(observed, 0, seconds)
     assert watch.seconds == {shape: [0.5, 2.0], None: [0.25]}
     watch.begin()
     assert not watch.seconds
@@ -131,7 +129,7 @@ def test_steps_that_waited_for_the_caller_are_left_out():
 
 def test_a_blank_cache_can_be_of_any_length(pair):
     target = Target(pair[0])
-    cache = blank_cache(target, 700)
+    cache = target.blank_cache(700)
     before = cache.stock[0].nbytes
     for length in (10, 690, 5):
         cache.settle(length)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,6 @@ from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.decoding import Decoder, InFlight, Proposal
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.step_tokens import Accepted
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 
@@ -29,6 +29,7 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int], depth: int) -> Toke
         ancestors=ancestor_mask(parent_nodes, depth),
         num_nodes=len(tokens),
         num_unmerged=len(tokens),
+        scores=-mx.arange(1, len(tokens), dtype=mx.float32),
     )
 
 
@@ -99,18 +100,27 @@ def scripted(script: Sequence[int], vocab_size: int, accuracy: float = 0.7) -> t
 
 
 class RandomShapes:
-    """Any shape after any other, plain decoding among them."""
+    """Any shape after any other, plain decoding among them, and any number of its nodes."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.seen: set[TreeShape | None] = set()
+        self.last: TreeShape | None = None
 
     def choose(self) -> TreeShape | None:
         shape = self.rng.choice([None, None, TreeShape(3, 4, select="beam"), *CANDIDATES])
         self.seen.add(shape)
         return shape
 
-    def observe(self, shape: TreeShape | None, accepted: Accepted, seconds: float | None) -> None:
-        assert len(accepted.ranks) == len(accepted.children)
+    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+        if shape.tree_nodes is None:
+            return shape
+        self.last = replace(shape, tree_nodes=self.rng.randint(2, shape.tree_nodes))
+        return self.last
+
+    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         if shape is None:
-            assert not accepted.ranks
+            assert accepted == 0
+        elif shape.tree_nodes is not None:
+            assert shape == self.last
+            assert accepted < shape.tree_nodes

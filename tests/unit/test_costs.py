@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_redrafter import costs
-from mlx_redrafter.controller import CANDIDATES
+from mlx_redrafter.controller import CANDIDATES, CHAIN, TREE
 from mlx_redrafter.drafter_io import quantize_drafter
 from mlx_redrafter.target import Target
 from tests.helpers.models import random_drafter, tiny_llama
@@ -30,6 +31,53 @@ def test_every_shape_is_timed_once_per_pair(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(costs, "time_steps", lambda *_: pytest.fail("timed again"))
     assert costs.step_costs(target, drafter) == seconds
+
+
+def test_a_long_context_is_timed_when_a_text_begins_with_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
+    target.context_length = None
+    timed = {
+        costs.CONTEXT: {None: 1.0} | dict.fromkeys(CANDIDATES, 2.0),
+        costs.LONG_CONTEXT: {None: 1.5} | dict.fromkeys(CANDIDATES, 4.0) | {TREE: 1.9},
+    }
+    monkeypatch.setattr(costs, "time_steps", lambda target, drafter, context: timed[context])
+    assert costs.step_costs(target, drafter) == timed[costs.CONTEXT]
+    assert costs.step_costs(target, drafter, costs.LEAST_LONG - 1) == timed[costs.CONTEXT]
+    assert len(list(folder.iterdir())) == 1
+    seconds = costs.step_costs(target, drafter, costs.LONG_CONTEXT)
+    assert len(list(folder.iterdir())) == 2
+    assert seconds == timed[costs.LONG_CONTEXT] | {TREE: 2.0}, "no context makes a step faster"
+    twice = costs.step_costs(target, drafter, 2 * costs.LONG_CONTEXT - costs.CONTEXT)
+    assert (twice[None], twice[CHAIN], twice[TREE]) == pytest.approx((2.0, 6.0, 2.0))
+
+
+def test_positions_that_a_model_need_not_know_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
+    target.context_length = 2 * costs.LONG_CONTEXT - 1
+    short = {None: 1.0} | dict.fromkeys(CANDIDATES, 2.0)
+    monkeypatch.setattr(
+        costs, "time_steps", lambda target, drafter, context: {costs.CONTEXT: short}[context]
+    )
+    assert costs.step_costs(target, drafter, 4000) == short
+
+
+def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:
+    model, lengths = tiny_llama(), []
+
+    class Watched(type(model)):  # type: ignore[misc]
+        def __call__(self, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            lengths.append((tokens.shape[1], kwargs["cache"][0].offset))
+            return super().__call__(tokens, *args, **kwargs)  # type: ignore[no-any-return]
+
+    target = Target(model)
+    model.__class__ = Watched
+    costs.time_steps(target, random_drafter(64, 32), 4000)
+    assert max(tokens for tokens, _ in lengths) == TREE.tree_nodes
+    assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
 
 
 def test_another_drafter_or_dtype_is_timed_anew(folder: Path) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.beam import Expansion
+from mlx_redrafter.beam import Expansion, expand
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.tree import (
     NO_TOKEN,
     STATIC_SIZES,
+    TokenTree,
     ancestor_mask,
     select_beams,
     select_top_n,
 )
+from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
 
 
@@ -74,11 +78,37 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
     root = mx.array([9])
     chain = select_top_n(expansion, root, TreeShape(1, length, length))
     beam = select_beams(expansion, root, TreeShape(1, length, select="beam"))
-    for found, wanted in zip(vars(chain).values(), vars(beam).values(), strict=True):
-        assert np.array_equal(found, wanted), vars(beam)
+    assert chain.scores is not None
+    assert np.array_equal(chain.scores, expansion.scores)
+    _assert_same(replace(chain, scores=None), beam)
     nodes = data.draw(st.integers(2, length))
     shorter = select_top_n(expansion, root, TreeShape(1, length, nodes))
     assert tree_paths(shorter) == tree_paths(chain)[:nodes]
+    _assert_same(chain.first(nodes), shorter)
+
+
+@given(st.integers(2, 4), st.integers(2, 5), st.data())
+def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
+    width: int, length: int, data: st.DataObject
+) -> None:
+    largest = TreeShape(width, length).max_nodes
+    size = data.draw(st.integers(2, largest))
+    smaller = data.draw(st.integers(2, size))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    drafter = random_drafter(64, 32)
+    embed = mx.array(rng.standard_normal((64, 32)), dtype=mx.float32)
+    root = mx.array([5])
+    shape = TreeShape(width, length, size)
+    expansion = expand(drafter, lambda tokens: embed[tokens], embed[9], root, shape)
+    tree = select_top_n(expansion, root, shape)
+    _assert_same(
+        tree.first(smaller), select_top_n(expansion, root, TreeShape(width, length, smaller))
+    )
+
+
+def _assert_same(found: TokenTree, wanted: TokenTree) -> None:
+    for name, value in vars(wanted).items():
+        assert np.array_equal(vars(found)[name], value), name
 
 
 def test_padding_fills_the_smallest_static_size() -> None:
