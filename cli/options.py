@@ -132,8 +132,8 @@ BeamWidth = Annotated[
         "--beam-width",
         parser=parse_size,
         metavar="<int>|auto",
-        help="Beams kept per level, 1 to 64. With auto for this and the next two, every step is "
-        "given the shape expected to be fastest, plain decoding included.",
+        help="Beams kept per level, 1 to 64. With auto for this and the next two, every step "
+        "verifies the drafts whose probabilities are worth the time, or nothing is drafted.",
         rich_help_panel=DRAFT,
     ),
 ]

@@ -149,19 +149,19 @@ class AutoShape:
 
     def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
         """See `Controller.cut`."""
-        # Of all drafts up to the n-th, the chances of being accepted add up to what is accepted.
+        # At n - 2, what a tree of n nodes is expected to have accepted: a draft's probability
+        # counts those above it, so the probabilities add up.
         expected = list(accumulate(map(exp, read_scores())))
-        per_second = self._speed(self.current)
-        trust = self.experience.trust
+        trust, per_second = self.experience.trust, self._speed(self.current)
 
-        def gain(kept: TreeShape) -> float:
-            assert kept.tree_nodes is not None
-            return trust * expected[kept.tree_nodes - 2] - per_second * self.seconds[kept]
+        def gain(size: int) -> float:
+            """Tokens beyond those that the time of the step would give otherwise."""
+            seconds = self.seconds[replace(shape, tree_nodes=size)]
+            return trust * expected[size - 2] - per_second * seconds
 
-        kept = max((replace(shape, tree_nodes=size) for size in SIZES[shape]), key=gain)
-        assert kept.tree_nodes is not None
-        self._expected = expected[kept.tree_nodes - 2]
-        return kept
+        size = max(SIZES[shape], key=gain)
+        self._expected = expected[size - 2]
+        return replace(shape, tree_nodes=size)
 
     def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """See `Controller.observe`."""

@@ -4,7 +4,9 @@ Axes: N nodes of the tree, L beam length, H hidden size, V vocabulary.
 
 The host reads the outcome of a step while the device drafts the next one (in plain decoding, while
 it computes the next token), so the device is not idle for a read, and the length of every forward
-pass is a number that the host knows.
+pass is a number that the host knows. A controller that looks at a draft's probabilities before it
+decides how much of it is verified waits for the draft, too: the device is idle while the host
+builds the graph of that forward pass.
 """
 
 from __future__ import annotations
@@ -192,7 +194,7 @@ class Decoder:
                 return
             shape = self.controller.choose()
             proposal = None if shape is None else self._draft(shape, flight)
-            flight = self._verify(self._cut(proposal)) if proposal else self._advance(flight.root)
+            flight = self._proceed(proposal, flight.root)
         while True:
             is_last = self.stats.num_tokens + 1 == request.max_tokens
             shape = None if is_last else self.controller.choose()
@@ -205,11 +207,7 @@ class Decoder:
                 proposal = None if shape is None else self._draft(shape, flight)
                 outcome = self._read(flight, request)
                 if outcome.finish_reason is None:
-                    following = (
-                        self._verify(self._cut(proposal))
-                        if proposal
-                        else self._advance(flight.root)
-                    )
+                    following = self._proceed(proposal, flight.root)
                 elif request.leave_as_stock:
                     self._catch_up(outcome, flight)
             yield from self._emit(outcome, flight)
@@ -264,8 +262,10 @@ class Decoder:
             mx.async_eval(tree.arrays)
         return Proposal(shape, tree, noise)
 
-    def _cut(self, proposal: Proposal) -> Proposal:
-        """Leave out the drafts that the controller finds not worth verifying."""
+    def _proceed(self, proposal: Proposal | None, root: mx.array) -> InFlight:
+        """Process the drafts that the controller finds worth it, or the root alone."""
+        if proposal is None:
+            return self._advance(root)
         shape, tree, noise = proposal
 
         def read_scores() -> list[float]:
@@ -273,10 +273,10 @@ class Decoder:
             return to_floats(tree.scores)
 
         kept = self.controller.cut(shape, read_scores)
-        if kept == shape:
-            return proposal
-        assert kept.tree_nodes is not None
-        return Proposal(kept, tree.first(kept.tree_nodes), noise)
+        if kept != shape:
+            assert kept.tree_nodes is not None
+            tree = tree.first(kept.tree_nodes)
+        return self._verify(Proposal(kept, tree, noise))
 
     def _verify(self, proposal: Proposal) -> InFlight:
         shape, tree, noise = proposal

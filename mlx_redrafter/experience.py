@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from mlx_redrafter.config import TreeShape
 
-# Steps that a mean remembers, that one taken over from the text before counts for, and that a guess
-# made before the first step counts for.
+# Steps that a mean remembers, that one taken over from the text before counts for (and drafts
+# expected that its trust counts for), and that a guess made before the first step counts for.
 MEMORY = 16
 REMEMBERED = 4
 GUESSED = 1

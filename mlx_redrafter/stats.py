@@ -9,10 +9,10 @@ from mlx_redrafter.config import TreeShape
 
 
 class Choice(NamedTuple):
-    """A shape that steps could have, and why they had it or not.
+    """A shape that steps could have, and what became of it.
 
     Attributes:
-        shape: What is drafted; None is plain decoding.
+        shape: What is drafted, and how much of it is verified; None is plain decoding.
         seconds: Of a step, as timed on this machine and corrected by the steps of this text.
         steps: That had this shape.
         tokens: That these steps gave.
@@ -35,8 +35,8 @@ class DecodingStats:
         accepted_counts: At index a, the steps that accepted a drafts.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: What they would have been had shared prefixes not been merged.
-        choices: What every step could choose from, smallest first, once the text has ended; empty
-            where the shape was fixed.
+        choices: What steps could be, plain decoding first, once the text has ended; empty where
+            the shape was fixed.
     """
 
     num_tokens: int = 0
