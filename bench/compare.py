@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.nn as nn
 
@@ -110,7 +111,7 @@ def time_shapes(setting: Setting, longest: int, recording: Recording) -> None:
     """
     target, drafter = Target(setting.model), setting.drafter
     seconds = sum(
-        timed(lambda context=context: time_steps(target, drafter, context))
+        timed(partial(time_steps, target, drafter, context))
         for context in contexts(target, longest)
     )
     step_costs(target, drafter, longest)
