@@ -29,6 +29,7 @@ from mlx_redrafter.controller import AutoShape, Controller, FixedShape
 from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.target import Target
@@ -333,7 +334,8 @@ class _Bench:
         """Some tree of this shape; which tokens it has does not change what it costs."""
         if shape not in self.trees:
             hidden = mx.zeros((self.target.hidden_size,))
-            expansion = expand(self.drafter, self.target.embed, hidden, self.root, shape)
+            enter = entries(self.drafter, self.target)
+            expansion = expand(self.drafter, enter, hidden, self.root, shape)
             self.trees[shape] = select_top_n(expansion, self.root, shape)
             mx.eval(self.trees[shape].arrays)
         return self.trees[shape]

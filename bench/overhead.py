@@ -23,8 +23,9 @@ from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.controller import FixedShape
-from mlx_redrafter.decoding import Decoder, Request, normalise
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.decoding import Decoder, Request
+from mlx_redrafter.drafter import Drafter, normalise
+from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.sampling import KeyedChooser
@@ -141,6 +142,7 @@ class _Bench:
     ):
         self.shape, self.drafter = shape, drafter
         self.target = Target(model)
+        self.enter = entries(drafter, self.target)
         self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
         self.decoder = Decoder(
             self.target, self.target.new_cache(), self.chooser, drafter, _ReadShape(shape)
@@ -231,7 +233,7 @@ class _Bench:
             return timed(work)
 
     def _draft(self) -> TokenTree:
-        expansion = expand(self.drafter, self.target.embed, self.hidden, self.root, self.shape)
+        expansion = expand(self.drafter, self.enter, self.hidden, self.root, self.shape)
         return select_top_n(expansion, self.root, self.shape)
 
     def _next_step(self) -> None:

@@ -21,6 +21,7 @@ from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turn
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.entries import entries
 from mlx_redrafter.target import Target
 from mlx_redrafter.tree import TokenTree, select_top_n
 
@@ -140,10 +141,11 @@ def _draft_costs(
 ) -> list[DraftCost]:
     hidden, root = mx.zeros((target.hidden_size,)), mx.zeros((1,), dtype=mx.int32)
     shapes = {str(size): TreeShape(width, size) for size in range(2, length + 1)}
+    enter = entries(drafter, target)
 
     def draft(shape: TreeShape) -> float:
         def work() -> Any:
-            expansion = expand(drafter, target.embed, hidden, root, shape)
+            expansion = expand(drafter, enter, hidden, root, shape)
             mx.eval(select_top_n(expansion, root, shape).arrays)
 
         with mx.stream(generation_stream):

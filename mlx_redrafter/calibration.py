@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.beam import Embed
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter import Drafter, Embed
 from mlx_redrafter.host import to_floats, to_ints
 
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
@@ -90,12 +89,12 @@ class Prediction(NamedTuple):
 
 def predict(drafter: Drafter, embed: Embed, text: Text) -> tuple[Prediction, Prediction]:
     """First and second drafts with each token of a text, of at least three, as the root."""
-    embeddings = embed(text.tokens).astype(drafter.dtype)
+    entered = drafter.enter(embed(text.tokens))
     hiddens = text.hiddens.astype(drafter.dtype)
     ids, log_probs = text.top_ids, text.top_log_probs
-    state = drafter.start(embeddings[:-1])
+    state = drafter.start(entered[:-1])
     firsts = Prediction(drafter.logits(hiddens[:-1], state), ids[1:], log_probs[1:])
-    state = drafter.advance(state[:-1], embeddings[1:-1])
+    state = drafter.advance(state[:-1], entered[1:-1])
     seconds = Prediction(drafter.logits(hiddens[:-2], state), ids[2:], log_probs[2:])
     return firsts, seconds
 

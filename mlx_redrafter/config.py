@@ -15,6 +15,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 MODEL_TYPE = "recurrent_drafting_drafter"
 MAX_BEAM_WIDTH = 64
 MAX_BEAM_LENGTH = 16
+# Nodes that a level of drafting scores for each that it expands, unless there is but one.
+SCORED_PER_BEAM = 4
 # Bounds on what a config file may claim, far above any model.
 MAX_DIMENSION = 2**24
 MAX_DRAFT_LAYERS = 64
@@ -142,7 +144,7 @@ class TreeShape:
     """What one step drafts: W beams of L tokens, of which a tree of N nodes is verified.
 
     Attributes:
-        beam_width: W, the children kept per node and the nodes expanded per level.
+        beam_width: W, the nodes expanded per level.
         beam_length: L, the tokens of a beam, root included (Apple's ``beam_length``).
         tree_nodes: N, the tokens verified per step, root included; None with ``select="beam"``,
             where the merged beams decide.
@@ -179,16 +181,19 @@ class TreeShape:
         return self.beam_length - 1
 
     @property
-    def num_drafted(self) -> int:
-        """Nodes that the expansion scores: W at the first level, W² at each further one."""
-        return self.beam_width + (self.draft_length - 1) * self.beam_width**2
+    def level_nodes(self) -> int:
+        """Most nodes that the expansion scores per level, of which W are expanded.
+
+        The others cost nothing, as their probabilities are there, and may be verified.
+        """
+        return 1 if self.beam_width == 1 else SCORED_PER_BEAM * self.beam_width
 
     @property
     def max_nodes(self) -> int:
         """Most nodes a verified tree can have, root included."""
         if self.select == "beam":
             return 1 + self.beam_width * self.draft_length
-        return 1 + self.num_drafted
+        return 1 + self.draft_length * self.level_nodes
 
 
 def find_shape(

@@ -20,7 +20,7 @@ from mlx_redrafter.step_times import StepTimes
 
 # How `AutoShape` drafts, if it does, and how many nodes of such a tree it may then verify.
 CHAIN = TreeShape(1, 6, 6)
-TREE = TreeShape(4, 6, 16)
+TREE = TreeShape(2, 6, 16)
 SIZES = {CHAIN: (2, 3, 4, 6), TREE: (4, 6, 8, 12, 16)}
 CANDIDATES = tuple(replace(way, tree_nodes=size) for way in SIZES for size in SIZES[way])
 

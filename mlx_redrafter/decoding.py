@@ -23,7 +23,8 @@ from mlx_redrafter.beam import expand
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import Controller
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter import Drafter, normalise
+from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.host import to_floats, to_ints
 from mlx_redrafter.processors import ProcessorChain
@@ -161,6 +162,7 @@ class Decoder:
         self.controller = controller
         self.processors = processors
         self.couples = couples
+        self.enter = None if drafter is None else entries(drafter, target)
         self.clock = StepClock()
         self.stats = DecodingStats()
 
@@ -251,12 +253,11 @@ class Decoder:
 
     def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
         assert self.drafter is not None
+        assert self.enter is not None
         with mx.stream(generation_stream):
             noise = self.chooser.noise(flight.position, shape.beam_length)
             rank = noise.ranking(self.drafter) if noise is not None and self.couples else None
-            expansion = expand(
-                self.drafter, self.target.embed, flight.hidden, flight.root, shape, rank
-            )
+            expansion = expand(self.drafter, self.enter, flight.hidden, flight.root, shape, rank)
             select = select_top_n if shape.select == "top_n" else select_beams
             tree = select(expansion, flight.root, shape)
             mx.async_eval(tree.arrays)
@@ -351,11 +352,6 @@ class Decoder:
                     log_probs=flight.log_probs[row],
                     finish_reason=outcome.finish_reason if i == last else None,
                 )
-
-
-def normalise(logits: mx.array) -> mx.array:
-    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them."""
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def find_end(tokens: list[int], num_before: int, request: Request) -> tuple[str | None, int]:

@@ -9,6 +9,7 @@ names are kept. The state starts from zero as in that code; the paper starts it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +19,24 @@ from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.experience import Experience
 
 Layer = Callable[[mx.array], mx.array]
+# From token ids to a row of H numbers for each.
+Embed = Callable[[mx.array], mx.array]
 
 # What a logit that Apple's `warp_logits` masks is set to.
 MASKED_LOGIT = -50000.0
+
+
+@dataclass(frozen=True)
+class EntryTable:
+    """What every token adds to the state.
+
+    Attributes:
+        sources: The weights that it was computed from.
+        rows: `Drafter.enter` of every row of the target's input embedding.
+    """
+
+    sources: list[mx.array]
+    rows: mx.array
 
 
 class ResBlock(nn.Module):
@@ -45,12 +61,14 @@ class Drafter(nn.Module):
         config: The shape, and how drafts are ranked.
         taught: What the last text whose steps chose their own shapes says of the next one. It is
             here because texts have nothing else in common.
+        entry_table: See `entries`.
     """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
         self.taught: Experience | None = None
+        self.entry_table: EntryTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)
@@ -82,23 +100,36 @@ class Drafter(nn.Module):
         layer = next(layers, None)
         return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
 
-    def start(self, embedding: mx.array) -> mx.array:
+    def enter(self, embedding: mx.array) -> mx.array:
+        """What a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
+
+        Args:
+            embedding: ``e``, rows of the target's input embedding, shape (..., H).
+
+        Returns:
+            The same shape, in the drafter's dtype.
+        """
+        embedding = embedding.astype(self.dtype)
+        return self.rnn_w(embedding) if self.config.rnn else embedding
+
+    def entering(self, embed: Embed) -> Embed:
+        """`enter` by token id, given the target's input embedding."""
+        return lambda ids: self.enter(embed(ids))
+
+    def start(self, entered: mx.array) -> mx.array:
         """The state after the root token: `advance` from the zero state.
 
         Args:
-            embedding: The root's row of the target's input embedding, shape (1, H).
+            entered: `enter` of the root, shape (1, H).
 
         Returns:
             ``s_1``, shape (1, H).
         """
-        if not self.config.rnn:
-            return embedding
-        update = self.rnn_w(embedding)
-        if self.config.rnn_first_step_bias:
-            update = update + self.rnn_u.bias
-        return self._activate(update)
+        if self.config.rnn and self.config.rnn_first_step_bias:
+            entered = entered + self.rnn_u.bias
+        return self._activate(entered)
 
-    def advance(self, state: mx.array, embedding: mx.array) -> mx.array:
+    def advance(self, state: mx.array, entered: mx.array) -> mx.array:
         """Advance the recurrent state of every beam by one token.
 
         With ``s`` the state and ``e`` the embedding of the newest token:
@@ -107,15 +138,13 @@ class Drafter(nn.Module):
             s_t = e_t + s_{t-1}                       otherwise
 
         Args:
-            state: ``s_{t-1}``, shape (W, H).
-            embedding: ``e_t``, shape (W, H), rows of the target's input embedding.
+            state: ``s_{t-1}``, shape (W, H), or (1, H) where it is the same for all beams.
+            entered: `enter` of the newest tokens, shape (W, H).
 
         Returns:
             ``s_t``, shape (W, H).
         """
-        if not self.config.rnn:
-            return state + embedding
-        return self._activate(self.rnn_w(embedding) + self.rnn_u(state))
+        return self._activate(entered + (self.rnn_u(state) if self.config.rnn else state))
 
     def logits(self, hidden: mx.array, state: mx.array, share: mx.array | None = None) -> mx.array:
         """Logits of the token that follows each beam.
@@ -167,14 +196,14 @@ class Drafter(nn.Module):
             self._halves = halves = (first.weight, left, right)
         return halves[1:]
 
-    def log_probs(
+    def scaled_logits(
         self,
         hidden: mx.array,
         state: mx.array,
         share: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
-        """Natural log-probabilities of the next token of each beam.
+        """`logits` as nodes are ranked by them.
 
         Args:
             hidden: As in `logits`.
@@ -184,7 +213,7 @@ class Drafter(nn.Module):
 
         Returns:
             float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
-            as Apple's ``warp_logits`` does; the others get the logit -50000.
+            as Apple's ``warp_logits`` does; the others are -50000 below the largest.
         """
         logits = self.logits(hidden, state, share).astype(mx.float32)
         if scale != 1:
@@ -194,7 +223,11 @@ class Drafter(nn.Module):
             logits = logits - mx.max(logits, axis=-1, keepdims=True)
             kth = mx.sort(logits, axis=-1)[..., -top_k, None]
             logits = mx.where(logits < kth, MASKED_LOGIT, logits)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return logits
+
+    def log_probs(self, hidden: mx.array, state: mx.array) -> mx.array:
+        """Natural log-probabilities of the next token of each beam, float32, shape (W, V)."""
+        return normalise(self.scaled_logits(hidden, state))
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Token ids, int32, of rows of the head; any shape."""
@@ -203,7 +236,13 @@ class Drafter(nn.Module):
         return self.token_ids[rows].astype(mx.int32)
 
     def _activate(self, x: mx.array) -> mx.array:
-        return nn.silu(x) if self.config.rnn_activation == "silu" else x
+        is_curved = self.config.rnn and self.config.rnn_activation == "silu"
+        return nn.silu(x) if is_curved else x
+
+
+def normalise(logits: mx.array) -> mx.array:
+    """Natural log-probabilities, of the shape and dtype of the logits, as mlx-lm has them."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def columns(

@@ -153,7 +153,7 @@ def stream_generate(
     _check_prompt(ids, cache.length, target)
     if drafter is not None:
         check_fit(drafter, target, tokenizer.vocab_size)
-        _check_width(shape or TREE, drafter)
+        _check_shape(shape or TREE, drafter)
     chooser: Chooser = (
         StockChooser(sampler) if sampler is not None else KeyedChooser(params, target.vocab_size)
     )
@@ -210,11 +210,18 @@ def _controller(
     return AutoShape(step_costs(target, drafter, length), drafter.taught if couple else None)
 
 
-def _check_width(shape: TreeShape, drafter: Drafter) -> None:
-    if shape.beam_width > drafter.config.head_rows:
+def _check_shape(shape: TreeShape, drafter: Drafter) -> None:
+    rows = drafter.config.head_rows
+    if shape.beam_width > rows:
         raise ConfigError(
-            f"beam_width must be at most the {drafter.config.head_rows} tokens that the drafter "
-            f"proposes, got {shape.beam_width}"
+            f"beam_width must be at most the {rows} tokens that the drafter proposes, got "
+            f"{shape.beam_width}"
+        )
+    most = 1 + shape.draft_length * min(shape.level_nodes, rows)
+    if shape.tree_nodes is not None and shape.tree_nodes > most:
+        raise ConfigError(
+            f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
+            f"got {shape.tree_nodes}"
         )
 
 

@@ -98,7 +98,7 @@ def load(
     target = Target(model)
     if loaded_drafter is not None:
         check_fit(loaded_drafter, target, tokenizer.vocab_size)
-        loaded_drafter = fastest(loaded_drafter, target.embed)
+        loaded_drafter = fastest(loaded_drafter, target)
     return model, tokenizer, loaded_drafter
 
 

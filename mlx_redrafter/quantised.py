@@ -13,11 +13,13 @@ from statistics import median
 
 import mlx.core as mx
 
-from mlx_redrafter.beam import Embed, expand
+from mlx_redrafter.beam import expand
 from mlx_redrafter.controller import TREE
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import copy_drafter, quantize_drafter
+from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.target import Target
 from mlx_redrafter.timings import kept
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ ENOUGH = 2.0
 GIVEN, QUANTISED = "given", f"{BITS} bits"
 
 
-def fastest(drafter: Drafter, embed: Embed) -> Drafter:
+def fastest(drafter: Drafter, target: Target) -> Drafter:
     """The drafter, or a copy with quantised weights if that drafts faster here.
 
     Timed once per drafter and machine, which takes a moment, and kept. A drafter that is quantised
@@ -40,13 +42,13 @@ def fastest(drafter: Drafter, embed: Embed) -> Drafter:
 
     Args:
         drafter: The drafter.
-        embed: The target's input embedding.
+        target: The model it drafts for.
     """
     if bits_of(drafter) is not None or drafter.config.head_rows < TREE.beam_width:
         return drafter
 
     def measure() -> dict[str, float]:
-        return time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, embed)
+        return time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target)
 
     try:
         seconds = kept("drafts", [drafter], (GIVEN, QUANTISED), measure)
@@ -81,9 +83,10 @@ def quantised_copy(drafter: Drafter) -> Drafter:
     return copy
 
 
-def time_drafts(drafters: Mapping[str, Drafter], embed: Embed) -> dict[str, float]:
+def time_drafts(drafters: Mapping[str, Drafter], target: Target) -> dict[str, float]:
     """Median seconds that drafting the largest shape takes. Waits for the device."""
     root = mx.zeros((1,), dtype=mx.int32)
+    enter = {name: entries(drafter, target) for name, drafter in drafters.items()}
     times: dict[str, list[float]] = {name: [] for name in drafters}
     deadline = time.perf_counter() + ENOUGH
     for done in range(1 + ROUNDS):
@@ -92,6 +95,6 @@ def time_drafts(drafters: Mapping[str, Drafter], embed: Embed) -> dict[str, floa
         for name, drafter in drafters.items():
             hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
             start = time.perf_counter()
-            mx.eval(expand(drafter, embed, hidden, root, TREE))
+            mx.eval(expand(drafter, enter[name], hidden, root, TREE))
             times[name].append(time.perf_counter() - start)
     return {name: median(found[1:]) for name, found in times.items()}

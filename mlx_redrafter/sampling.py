@@ -108,12 +108,11 @@ class PositionNoise:
             share: Of the noise; see `calibration`.
 
         Returns:
-            Natural log-probabilities given the noise, float32, of the same shape.
+            Logits given the noise, float32, of the same shape.
         """
         rows = self.values[depth]
         rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
-        scores = self._tempered(log_probs) + share * rows
-        return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+        return self._tempered(log_probs) + share * rows
 
     def ranking(self, drafter: Drafter) -> Rank:
         """`rank` for the rows of a drafter's head, with its share of the noise."""

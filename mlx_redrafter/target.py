@@ -40,6 +40,7 @@ class Target:
 
     Attributes:
         model: The model.
+        embedding: Its input embedding.
         hidden_size: H.
         vocab_size: V, rows of the input embedding.
         context_length: Positions the model was made for, or None where its config does not say.
@@ -51,7 +52,7 @@ class Target:
     def __init__(self, model: nn.Module):
         parts = find_parts(model)
         self.model = model
-        self._embedding = parts.embedding
+        self.embedding = parts.embedding
         self.hidden_size = parts.hidden_size
         self.vocab_size = parts.vocab_size
         self.context_length = parts.context_length
@@ -94,7 +95,7 @@ class Target:
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Rows of the input embedding: ids of shape (n,) to an array of shape (n, H)."""
-        return self._embedding(tokens)
+        return self.embedding(tokens)
 
     def prefill(
         self,

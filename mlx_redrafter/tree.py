@@ -81,9 +81,8 @@ def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
     assert shape.tree_nodes is not None
     if shape.beam_width == 1:
         return _chain(expansion, root, shape.tree_nodes)
-    best = mx.argsort(-expansion.scores)[: shape.tree_nodes - 1]
-    unmerged = 1 + shape.beam_width * shape.draft_length
-    tree = _pack(expansion, root, best, shape, shape.tree_nodes, unmerged)
+    best = mx.argsort(-expansion.scores)[: shape.tree_nodes - 1].astype(mx.int32)
+    tree = _pack(expansion, root, best, 1 + best // _level_size(expansion, shape), shape)
     return replace(tree, scores=expansion.scores[best])
 
 
@@ -114,8 +113,8 @@ def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
         root: The newest token, integer, shape (1,).
         shape: Says W and L.
     """
-    scored = shape.num_drafted
-    lineage = [expansion.beams]
+    scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
+    lineage = [mx.arange(shape.beam_width, dtype=mx.int32) + (scored - level)]
     for _ in range(shape.draft_length - 1):
         lineage.append(expansion.parents[lineage[-1]])
     on_beam = mx.zeros((scored,), dtype=mx.int32).at[mx.concatenate(lineage)].maximum(1)
@@ -123,44 +122,37 @@ def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> Toke
     kept = mx.sort(mx.where(on_beam == 1, ids, scored))
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
     size = next((s for s in STATIC_SIZES if s > count), shape.max_nodes)
-    unmerged = 1 + shape.beam_width * shape.draft_length
     kept = kept[: min(size, shape.max_nodes) - 1]
-    return _pack(expansion, root, kept, shape, count + 1, unmerged)
+    padded = Expansion(
+        tokens=mx.concatenate([expansion.tokens, mx.array([NO_TOKEN], dtype=mx.int32)]),
+        scores=expansion.scores,
+        parents=mx.concatenate([expansion.parents, mx.array([-1], dtype=mx.int32)]),
+    )
+    depths = mx.where(kept < scored, 1 + kept // level, 0)
+    return replace(_pack(padded, root, kept, depths, shape), num_nodes=count + 1)
+
+
+def _level_size(expansion: Expansion, shape: TreeShape) -> int:
+    return expansion.tokens.shape[0] // shape.draft_length
 
 
 def _pack(
-    expansion: Expansion,
-    root: mx.array,
-    kept: mx.array,
-    shape: TreeShape,
-    num_nodes: int,
-    num_unmerged: int,
+    expansion: Expansion, root: mx.array, kept: mx.array, depths: mx.array, shape: TreeShape
 ) -> TokenTree:
-    """Number the kept nodes 1 to N - 1 in their order; ids of M and above are padding.
-
-    Padding exists exactly where ``num_nodes`` falls short of N.
-    """
-    scored, width = shape.num_drafted, shape.beam_width
+    """Number nodes of an expansion 1 to N - 1 in the order of ``kept``, int32, shape (N - 1,)."""
     size = kept.shape[0] + 1
-    kept = kept.astype(mx.int32)
-    tokens = mx.concatenate([expansion.tokens, mx.array([NO_TOKEN], dtype=mx.int32)])
-    parents = mx.concatenate([expansion.parents, mx.array([-1], dtype=mx.int32)])
-    # Node index by id of the expansion; the last entry stands for the root, whose id is -1.
-    nodes = mx.zeros((scored + 2,), dtype=mx.int32)
+    # Node index by id of the expansion; the last entry is the root's, whose id is -1.
+    nodes = mx.zeros((expansion.tokens.shape[0] + 1,), dtype=mx.int32)
     nodes = mx.put_along_axis(nodes, kept, mx.arange(1, size, dtype=mx.int32), axis=0)
-    kept_parents = parents[kept]
-    parent_nodes = nodes[mx.where(kept_parents < 0, scored + 1, kept_parents)]
-    levels = 1 + (kept >= width) + mx.maximum(kept - width, 0) // width**2
-    depths = mx.where(kept < scored, levels, 0).astype(mx.int32)
     zero = mx.zeros((1,), dtype=mx.int32)
-    parent_nodes = mx.concatenate([zero, parent_nodes])
+    parents = mx.concatenate([zero, nodes[expansion.parents[kept]]])
     return TokenTree(
-        tokens=mx.concatenate([root.astype(mx.int32), tokens[kept]]),
-        parents=parent_nodes,
+        tokens=mx.concatenate([root.astype(mx.int32), expansion.tokens[kept]]),
+        parents=parents,
         depths=mx.concatenate([zero, depths]),
-        ancestors=ancestor_mask(parent_nodes, shape.draft_length),
-        num_nodes=num_nodes,
-        num_unmerged=num_unmerged,
+        ancestors=ancestor_mask(parents, shape.draft_length),
+        num_nodes=size,
+        num_unmerged=1 + shape.beam_width * shape.draft_length,
         max_depth=shape.draft_length,
     )
 

@@ -34,6 +34,7 @@ ORDER = [
     "cache",
     "architectures",
     "target",
+    "entries",
     "processors",
     "sampling",
     "stats",

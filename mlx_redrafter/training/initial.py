@@ -165,7 +165,7 @@ def _find_head(model: Any) -> Any:
 
 
 def _as_linear(target: Target) -> Any:
-    embedding = target._embedding
+    embedding = target.embedding
     return getattr(embedding, "as_linear", None)
 
 

@@ -10,15 +10,12 @@ minimises the paper's Eq. 2 with its inner expectation taken exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter import Drafter, Embed
 from mlx_redrafter.training.options import DISTILLING, LossOptions
-
-Embed = Callable[[mx.array], mx.array]
 
 # The log-probability of what is impossible; its exponential is zero in float32.
 IMPOSSIBLE = -1e4
@@ -98,10 +95,10 @@ def unrolled_loss(
 def unrolled_logits(drafter: Drafter, embed: Embed, batch: Batch) -> mx.array:
     """The drafter's logits after the root and after each draft, float32, shape (B, S, V)."""
     num_steps = batch.tokens.shape[1] - 1
-    embeddings = embed(batch.tokens[:, :num_steps]).astype(drafter.dtype)  # (B, S, H)
-    states = [drafter.start(embeddings[:, 0])]
+    entered = drafter.enter(embed(batch.tokens[:, :num_steps]))  # (B, S, H)
+    states = [drafter.start(entered[:, 0])]
     for step in range(1, num_steps):
-        states.append(drafter.advance(states[-1], embeddings[:, step]))
+        states.append(drafter.advance(states[-1], entered[:, step]))
     hidden = batch.hidden[:, None].astype(drafter.dtype)
     return drafter.logits(hidden, mx.stack(states, axis=1)).astype(mx.float32)
 

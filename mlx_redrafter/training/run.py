@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.calibration import TOP_TOKENS, calibrate
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import DrafterConfig, TreeShape
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter import Drafter, Embed
 from mlx_redrafter.drafter_io import copy_drafter, save_drafter
 from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.loading import load
@@ -36,7 +36,6 @@ from mlx_redrafter.training.initial import (
     head_matrix,
     initial_drafter,
 )
-from mlx_redrafter.training.loss import Embed
 from mlx_redrafter.training.options import (
     DataOptions,
     LossOptions,

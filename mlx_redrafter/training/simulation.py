@@ -17,10 +17,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.beam import Embed, expand
+from mlx_redrafter.beam import expand
 from mlx_redrafter.calibration import Text
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter import Drafter, Embed
 from mlx_redrafter.sampling import PositionNoise
 from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.training.cache import Shard
@@ -153,13 +153,13 @@ def _drafting(
     drafter: Drafter, embed: Embed, shape: TreeShape, temp: float
 ) -> Callable[..., tuple[mx.array, ...]]:
     """Of a hidden state (H,), a root (1,) and, at a temperature, noise (L - 1, V), the tree."""
-    params = SamplingParams(temp=temp)
+    params, enter = SamplingParams(temp=temp), drafter.entering(embed)
 
     def draft(
         hidden: mx.array, root: mx.array, noise: mx.array | None = None
     ) -> tuple[mx.array, ...]:
         rank = None if noise is None else PositionNoise(params, noise).ranking(drafter)
-        tree = select_top_n(expand(drafter, embed, hidden, root, shape, rank), root, shape)
+        tree = select_top_n(expand(drafter, enter, hidden, root, shape, rank), root, shape)
         return tree.tokens, tree.parents, tree.depths
 
     return draft

@@ -14,13 +14,13 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drafter import Drafter, Embed
 from mlx_redrafter.drafter_io import copy_drafter, named_parameters
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.cache import Shard
 from mlx_redrafter.training.files import Arrays
-from mlx_redrafter.training.loss import Batch, Embed, unrolled_loss
+from mlx_redrafter.training.loss import Batch, unrolled_loss
 from mlx_redrafter.training.options import (
     LossOptions,
     TrainingOptions,

@@ -149,10 +149,12 @@ def test_drafts_stay(tmp_path, values):
     wide_table = mx.pad(table, [(0, 0), (0, 272)])
     hidden, root = mx.random.normal((48,)), mx.array([11])
     shape = TreeShape(3, 4)
-    expected = expand(small, lambda t: table[t], hidden, root, shape)
-    found = expand(wide, lambda t: wide_table[t], mx.pad(hidden, (0, 272)), root, shape)
+    expected = expand(small, small.entering(lambda t: table[t]), hidden, root, shape)
+    found = expand(
+        wide, wide.entering(lambda t: wide_table[t]), mx.pad(hidden, (0, 272)), root, shape
+    )
     assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.beams.tolist() == expected.beams.tolist()
+    assert found.parents.tolist() == expected.parents.tolist()
     assert mx.allclose(found.scores, expected.scores, atol=1e-4)
 
 

@@ -42,9 +42,9 @@ def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> N
     optimizer = optim.Adam(3e-3)
 
     def loss(batch: Examples) -> mx.array:
-        state = drafter.start(target.embed(batch.roots))
+        state = drafter.start(drafter.enter(target.embed(batch.roots)))
         total = nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.firsts)
-        state = drafter.advance(state, target.embed(batch.firsts))
+        state = drafter.advance(state, drafter.enter(target.embed(batch.firsts)))
         total += nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.seconds)
         return total.mean()
 

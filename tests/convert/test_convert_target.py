@@ -135,6 +135,7 @@ def test_the_self_test_measures_what_drafting_does(
     convert(dtype="float32", rnn_activation="identity" if is_linear else "silu")
     drafter = load_drafter(tmp_path / "out")
     target, shape = Target(stories.model), TreeShape(beam_width=1, beam_length=2)
+    enter = drafter.entering(target.embed)
     matches = []
     for prompt in PROMPTS_OF_SELF_TEST:
         cache = target.new_cache()
@@ -142,7 +143,7 @@ def test_the_self_test_measures_what_drafting_does(
         forward = target.prefill(ids, cache, 512, lambda done, total: None)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
-            draft = expand(drafter, target.embed, forward.hiddens[0], root, shape).tokens[0]
+            draft = expand(drafter, enter, forward.hiddens[0], root, shape).tokens[0]
             forward = target.advance(root, cache)
             matches.append(draft.item() == mx.argmax(forward.logits).item())
     measured = self_test(drafter, stories.model, stories.tokenizer)

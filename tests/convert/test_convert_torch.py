@@ -158,7 +158,7 @@ def check_logits(drafter: Drafter, published: PublishedDrafter) -> None:
     for _ in range(3):
         embedding = torch.randn(3, hidden_size, generator=generator)
         expected_state = published.advance(expected_state, embedding)
-        own = mx.array(embedding.numpy())
+        own = drafter.enter(mx.array(embedding.numpy()))
         state = drafter.start(own) if state is None else drafter.advance(state, own)
         expected = published.logits(hidden, expected_state).numpy()
         found = np.array(drafter.logits(mx.array(hidden.numpy()), state))
@@ -174,12 +174,15 @@ def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
     for root in range(4):
         hidden = torch.randn(config.hidden_size, generator=generator)
         own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
-        expansion = expand(drafter, lambda ids: embedding[ids], own_hidden, own_root, shape)
+        expansion = expand(
+            drafter, drafter.entering(lambda ids: embedding[ids]), own_hidden, own_root, shape
+        )
         tokens, parents, scores = (
             array.tolist() for array in (expansion.tokens, expansion.parents, expansion.scores)
         )
         found = {}
-        for node in expansion.beams.tolist():
+        last = len(tokens) - shape.level_nodes
+        for node in range(last, last + shape.beam_width):
             score, path = scores[node], []
             while node >= 0:
                 path.append(tokens[node])

@@ -77,11 +77,11 @@ def beam_search(
         for path, score, state in beams:
             log_probs = drafter.log_probs(hidden, state)
             order = np.argsort(-log_probs, kind="stable")
-            for token in order[:width]:
-                scores[(*path, int(token))] = score + log_probs[token]
             for token in order:
                 continuations.append(((*path, int(token)), score + log_probs[token], state))
         continuations.sort(key=lambda item: -item[1])
+        for path, score, _ in continuations[: 1 if width == 1 else min(4 * width, len(order))]:
+            scores[path] = score
         beams = [
             (path, score, drafter.advance(state, embedding[path[-1]]))
             for path, score, state in continuations[:width]

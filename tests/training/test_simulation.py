@@ -98,6 +98,7 @@ def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
     shard = read_sequences(target, sequences, 4)
     roots = np.array([*range(1, 60), *range(61, 69)])
     found = count_accepted(drafter, target.embed, shard, roots, shape)
+    enter = drafter.entering(target.embed)
     tokens = np.array(shard.tokens)
     for root, count in zip(roots, found, strict=True):
         end = 60 if root < 60 else 69
@@ -105,7 +106,8 @@ def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
         following += [-2] * (shape.beam_length - len(following))
         node = mx.array([int(tokens[root])])
         hidden = shard.hidden[int(root) - 1]
-        tree = select_top_n(expand(drafter, target.embed, hidden, node, shape), node, shape)
+        expansion = expand(drafter, enter, hidden, node, shape)
+        tree = select_top_n(expansion, node, shape)
         walk = accept(tree, mx.array(following)[tree.depths], shape.beam_length)
         assert walk.num_accepted.item() == count
     assert found.max() > 0

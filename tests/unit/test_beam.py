@@ -37,7 +37,9 @@ def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.arra
 
 def _expand(drafter: Drafter, shape: TreeShape, seed: int) -> tuple[Expansion, Search]:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
-    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT]), shape)
+    expansion = expand(
+        drafter, drafter.entering(lambda ids: embedding[ids]), hidden, mx.array([ROOT]), shape
+    )
     literal = beam_search(
         NumpyDrafter(drafter),
         np.array(embedding, dtype=np.float64),
@@ -59,7 +61,7 @@ def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
 def _tree(drafter: Drafter, shape: TreeShape, seed: int) -> TokenTree:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     root = mx.array([ROOT])
-    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, shape)
+    expansion = expand(drafter, drafter.entering(lambda ids: embedding[ids]), hidden, root, shape)
     select = select_top_n if shape.select == "top_n" else select_beams
     return select(expansion, root, shape)
 
@@ -71,6 +73,8 @@ def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int,
     expansion, literal = _expand(drafter, TreeShape(width, length), seed=width)
     found = _scored_paths(expansion)
     assert found.keys() == literal.scores.keys()
+    per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
+    assert len(found) == per_level * (length - 1)
     for path, score in found.items():
         assert score == pytest.approx(literal.scores[path], abs=1e-4)
 
@@ -93,7 +97,7 @@ def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed:
 @pytest.mark.parametrize("nodes", [2, 9, 30, None])
 def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int | None) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
-    largest = TreeShape(width, length).max_nodes
+    largest = 1 + (length - 1) * min(TreeShape(width, length).level_nodes, VOCAB_SIZE)
     shape = TreeShape(width, length, largest if nodes is None else min(nodes, largest))
     expansion, literal = _expand(drafter, shape, seed=4)
     best = sorted(literal.scores, key=lambda path: -literal.scores[path])
@@ -119,7 +123,7 @@ def test_merging_saves_nodes_where_beams_share_prefixes() -> None:
     embedding, _ = _context(0)
     shape = TreeShape(4, 4, select="beam")
     root = mx.array([ROOT])
-    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, shape)
+    expansion = expand(drafter, drafter.entering(lambda ids: embedding[ids]), hidden, root, shape)
     tree = select_beams(expansion, root, shape)
     beams = [(3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 3, 3)]
     prefixes = {(ROOT, *beam[:length]) for beam in beams for length in range(4)}
@@ -139,7 +143,9 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(
     head.weight[:rows] = value
     shape = TreeShape(4, 4, select=select)
     embedding, hidden = _context(0)
-    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT]), shape)
+    expansion = expand(
+        drafter, drafter.entering(lambda ids: embedding[ids]), hidden, mx.array([ROOT]), shape
+    )
     scores = np.array(expansion.scores)
     assert np.isfinite(scores).all()
     parents = np.array(expansion.parents)

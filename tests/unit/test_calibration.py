@@ -98,11 +98,14 @@ def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
     plain = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     hidden, root = mx.random.normal((HIDDEN_SIZE,), key=mx.random.key(1)), mx.array([4])
     shape = TreeShape(2, 3)
-    found = expand(scaled, _embed, hidden, root, shape)
-    embedded = _embed(root)
-    expected = 3 * plain.logits(hidden, plain.start(embedded))
+    found = expand(scaled, scaled.entering(_embed), hidden, root, shape)
+    state = plain.start(plain.enter(_embed(root)))
+    expected = 3 * plain.logits(hidden, state)
     expected = expected - mx.logsumexp(expected)
     best = mx.sort(expected.flatten())[::-1][:2]
     np.testing.assert_allclose(np.array(found.scores[:2]), np.array(best), rtol=1e-4)
-    noisy = [expand(d, _embed, hidden, root, shape, lambda x, depth: x) for d in (scaled, plain)]
+    noisy = [
+        expand(drafter, drafter.entering(_embed), hidden, root, shape, lambda x, depth: x)
+        for drafter in (scaled, plain)
+    ]
     np.testing.assert_array_equal(np.array(noisy[0].scores), np.array(noisy[1].scores))

@@ -19,23 +19,23 @@ DRAFTER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "nodes", "max_nodes", "scored"),
+    ("shape", "nodes", "max_nodes", "level"),
     [
-        (TreeShape(), 9, 53, 52),
+        (TreeShape(), 9, 65, 16),
         (TreeShape(1, 2), 2, 2, 1),
-        (TreeShape(1, 5), 5, 5, 4),
-        (TreeShape(2, 3), 7, 7, 6),
-        (TreeShape(2, 4), 9, 11, 10),
-        (TreeShape(64, 16, 57_409), 57_409, 57_409, 57_408),
-        (TreeShape(4, 5, select="beam"), None, 17, 52),
-        (TreeShape(64, 16, select="beam"), None, 961, 57_408),
+        (TreeShape(1, 5), 5, 5, 1),
+        (TreeShape(2, 3), 9, 17, 8),
+        (TreeShape(2, 2), 9, 9, 8),
+        (TreeShape(64, 16, 3841), 3841, 3841, 256),
+        (TreeShape(4, 5, select="beam"), None, 17, 16),
+        (TreeShape(64, 16, select="beam"), None, 961, 256),
     ],
 )
-def test_sizes_of_a_shape(shape: TreeShape, nodes: int | None, max_nodes: int, scored: int) -> None:
-    """2 <= N <= 1 + W + (L - 2) W^2; merged beams have at most 1 + W (L - 1) nodes."""
+def test_sizes_of_a_shape(shape: TreeShape, nodes: int | None, max_nodes: int, level: int) -> None:
+    """2 <= N <= 1 + 4 W (L - 1); merged beams have at most 1 + W (L - 1) nodes."""
     assert shape.tree_nodes == nodes
     assert shape.max_nodes == max_nodes
-    assert shape.num_drafted == scored
+    assert shape.level_nodes == level
     assert shape.draft_length == shape.beam_length - 1
 
 
@@ -48,8 +48,8 @@ def test_sizes_of_a_shape(shape: TreeShape, nodes: int | None, max_nodes: int, s
         ({"beam_width": 4.0}, "beam_width must be an integer from 1 to 64, got 4.0"),
         ({"beam_length": 1}, "from 2 to 16 (the root counts as one), got 1"),
         ({"beam_length": 17}, "from 2 to 16 (the root counts as one), got 17"),
-        ({"tree_nodes": 1}, "from 2 to 53 for beam_width 4 and beam_length 5, got 1"),
-        ({"tree_nodes": 54}, "from 2 to 53 for beam_width 4 and beam_length 5, got 54"),
+        ({"tree_nodes": 1}, "from 2 to 65 for beam_width 4 and beam_length 5, got 1"),
+        ({"tree_nodes": 66}, "from 2 to 65 for beam_width 4 and beam_length 5, got 66"),
         ({"tree_nodes": 9, "select": "beam"}, "leave it out or use select='top_n'"),
         ({"select": "topn"}, "select must be 'top_n' or 'beam', got 'topn'"),
     ],

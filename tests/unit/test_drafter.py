@@ -30,12 +30,16 @@ def test_network_follows_its_equations(rnn: bool, layers: int, exit_dim: int) ->
     embeddings = rng.standard_normal((4, 3, HIDDEN_SIZE))  # four tokens of three beams
 
     states = mx.concatenate(
-        [drafter.start(mx.array(row[None].astype(np.float32))) for row in embeddings[0]]
+        [
+            drafter.start(drafter.enter(mx.array(row[None].astype(np.float32))))
+            for row in embeddings[0]
+        ]
     )
     expected = [literal.advance(literal.start(), row) for row in embeddings[0]]
     for step in range(4):
         if step:
-            states = drafter.advance(states, mx.array(embeddings[step].astype(np.float32)))
+            rows = mx.array(embeddings[step].astype(np.float32))
+            states = drafter.advance(states, drafter.enter(rows))
             expected = [
                 literal.advance(state, row)
                 for state, row in zip(expected, embeddings[step], strict=True)
@@ -55,7 +59,7 @@ def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
     first = weights["rnn_w.weight"] @ e[0]
     second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
     second += weights["rnn_u.bias"]
-    rows = [mx.array(row[None].astype(np.float32)) for row in e]
+    rows = [drafter.enter(mx.array(row[None].astype(np.float32))) for row in e]
     state = drafter.start(rows[0])
     np.testing.assert_allclose(np.array(state)[0], first, rtol=1e-5, atol=1e-5)
     state = drafter.advance(state, rows[1])
@@ -65,7 +69,7 @@ def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
 def test_first_step_has_the_bias_by_default() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     weights = NumpyDrafter(drafter).weights
-    state = drafter.start(mx.zeros((1, HIDDEN_SIZE)))
+    state = drafter.start(drafter.enter(mx.zeros((1, HIDDEN_SIZE))))
     np.testing.assert_allclose(np.array(state)[0], silu(weights["rnn_u.bias"]), atol=1e-6)
 
 

@@ -301,8 +301,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 65}, "beam_width must be an integer from 1 to 64, got 65"),
     ({"beam_length": 1}, "beam_length must be an integer from 2 to 16 .the root.*got 1"),
     ({"beam_length": 17}, "beam_length must be an integer from 2 to 16 .*got 17"),
-    ({"tree_nodes": 1}, "tree_nodes must be an integer from 2 to 53 .*got 1"),
-    ({"tree_nodes": 54}, "tree_nodes must be .* from 2 to 53 for beam_width 4 .* 5, got 54"),
+    ({"tree_nodes": 1}, "tree_nodes must be an integer from 2 to 65 .*got 1"),
+    ({"tree_nodes": 66}, "tree_nodes must be .* from 2 to 65 for beam_width 4 .* 5, got 66"),
     ({"select": "best"}, "select must be 'top_n' or 'beam', got 'best'"),
     ({"select": "beam", "tree_nodes": 9}, "tree_nodes cannot be chosen with select='beam'"),
     ({"temp": -0.1}, "temp must be a finite number, 0 or more, got -0.1"),
@@ -405,6 +405,17 @@ def test_more_beams_than_the_drafter_has_tokens_are_refused(model: nn.Module) ->
     drafter = random_drafter(VOCAB_SIZE, 32, draft_vocab_size=8)
     with pytest.raises(ConfigError, match=r"beam_width must be at most the 8 tokens .*got 9"):
         stream_generate(model, wrapped_tokenizer(64), PROMPT, drafter=drafter, beam_width=9)
+
+
+def test_more_nodes_than_the_drafter_has_tokens_for_are_refused(model: nn.Module) -> None:
+    drafter = random_drafter(VOCAB_SIZE, 32, draft_vocab_size=8)
+    options = {"drafter": drafter, "beam_width": 4, "beam_length": 3}
+    with pytest.raises(ConfigError, match=r"tree_nodes must be at most 17 .*8 tokens.*got 18"):
+        stream_generate(model, wrapped_tokenizer(64), PROMPT, tree_nodes=18, **options)
+    text = stream_generate(
+        model, wrapped_tokenizer(64), PROMPT, tree_nodes=17, max_tokens=20, **options
+    )
+    assert_same_tokens(stock_tokens(model, PROMPT, 20), [r.token for r in text])
 
 
 @pytest.mark.parametrize("drafts", [False, True])

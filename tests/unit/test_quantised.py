@@ -62,16 +62,16 @@ def test_8_bits_are_used_where_they_are_faster(
     bits: int | None,
 ) -> None:
     _pretend(monkeypatch, seconds)
-    found = fastest(drafter, target.embed)
+    found = fastest(drafter, target)
     assert bits_of(found) == bits
     assert (found is drafter) == (bits is None)
     monkeypatch.setattr(quantised, "time_drafts", lambda *_: pytest.fail("timed again"))
-    assert bits_of(fastest(drafter, target.embed)) == bits
+    assert bits_of(fastest(drafter, target)) == bits
 
 
 def test_both_are_timed(drafter: Drafter, target: Target) -> None:
     both = {GIVEN: drafter, QUANTISED: quantised_copy(drafter)}
-    seconds = time_drafts(both, target.embed)
+    seconds = time_drafts(both, target)
     assert seconds.keys() == both.keys()
     assert all(value > 0 for value in seconds.values())
 
@@ -81,16 +81,16 @@ def test_what_cannot_or_need_not_be_quantised_stays_as_it_is(
 ) -> None:
     monkeypatch.setattr(quantised, "time_drafts", lambda *_: pytest.fail("timed"))
     quantize_drafter(drafter, 4, 32)
-    assert fastest(drafter, target.embed) is drafter
+    assert fastest(drafter, target) is drafter
     narrow = random_drafter(VOCAB_SIZE, 24)
-    assert fastest(narrow, target.embed) is narrow
+    assert fastest(narrow, target) is narrow
 
 
 def test_the_text_is_the_same(
     monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
 ) -> None:
     _pretend(monkeypatch, 0.5)
-    found = fastest(drafter, target.embed)
+    found = fastest(drafter, target)
     assert bits_of(found) == 8
     prompt, tokenizer = [1, 2, 3], wrapped_tokenizer(VOCAB_SIZE)
     stock = stock_tokens(target.model, prompt, 60)

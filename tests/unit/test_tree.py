@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,10 +34,9 @@ def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
 def _worked_example() -> Expansion:
     """Beams 1-4-6 and 1-5-7 of the root 9, width 2, length 4; 2 was a dead end."""
     return Expansion(
-        tokens=mx.array([1, 2, 4, 5, 3, 8, 6, 0, 7, 1], dtype=mx.int32),
-        scores=mx.array([-1.0, -3.0, -1.5, -1.6, -5, -6, -1.7, -7, -1.8, -8]),
-        parents=mx.array([-1, -1, 0, 0, 1, 1, 2, 2, 3, 3], dtype=mx.int32),
-        beams=mx.array([6, 8], dtype=mx.int32),
+        tokens=mx.array([1, 2, 3, 4, 5, 8, 6, 7, 1], dtype=mx.int32),
+        scores=mx.array([-1.0, -3.0, -4.0, -1.5, -1.6, -5.0, -1.7, -1.8, -8.0]),
+        parents=mx.array([-1, -1, -1, 0, 0, 1, 3, 4, 3], dtype=mx.int32),
     )
 
 
@@ -55,8 +55,7 @@ def test_of_equal_scores_the_parent_comes_first() -> None:
     expansion = Expansion(
         tokens=mx.array([1, 2, 3, 4, 5, 6], dtype=mx.int32),
         scores=mx.array([-0.5, -0.5, -0.5, -0.5, -0.5, -0.5]),
-        parents=mx.array([-1, -1, 0, 0, 1, 1], dtype=mx.int32),
-        beams=mx.array([2, 3], dtype=mx.int32),
+        parents=mx.array([-1, -1, -1, 0, 0, 1], dtype=mx.int32),
     )
     for nodes in range(2, 8):
         tree = select_top_n(expansion, mx.array([9]), TreeShape(2, 3, nodes))
@@ -73,7 +72,6 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
         tokens=mx.arange(10, 10 + drafted, dtype=mx.int32),
         scores=mx.array(-np.cumsum(losses, dtype=np.float32)),
         parents=mx.arange(-1, drafted - 1, dtype=mx.int32),
-        beams=mx.array([drafted - 1], dtype=mx.int32),
     )
     root = mx.array([9])
     chain = select_top_n(expansion, root, TreeShape(1, length, length))
@@ -99,7 +97,9 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     embed = mx.array(rng.standard_normal((64, 32)), dtype=mx.float32)
     root = mx.array([5])
     shape = TreeShape(width, length, size)
-    expansion = expand(drafter, lambda tokens: embed[tokens], embed[9], root, shape)
+    expansion = expand(
+        drafter, drafter.entering(lambda tokens: embed[tokens]), embed[9], root, shape
+    )
     tree = select_top_n(expansion, root, shape)
     _assert_same(
         tree.first(smaller), select_top_n(expansion, root, TreeShape(width, length, smaller))
@@ -111,27 +111,19 @@ def _assert_same(found: TokenTree, wanted: TokenTree) -> None:
         assert np.array_equal(vars(found)[name], value), name
 
 
-def test_padding_fills_the_smallest_static_size() -> None:
-    rng = np.random.default_rng(0)
-    width = 16
-    shape = TreeShape(width, 2, select="beam")
+@pytest.mark.parametrize(("parents", "size"), [(1, 8), (3, 10), (4, 12)])
+def test_padding_fills_the_smallest_static_size(parents: int, size: int) -> None:
+    """Six beams that share some of the tokens after the root."""
+    width = 6
+    above = [beam % parents for beam in range(width)]
     expansion = Expansion(
-        tokens=mx.array(rng.permutation(width).astype(np.int32)),
-        scores=mx.array(-np.arange(width, dtype=np.float32)),
-        parents=mx.full((width,), -1, dtype=mx.int32),
-        beams=mx.array([0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6], dtype=mx.int32),
+        tokens=mx.arange(2 * width, dtype=mx.int32),
+        scores=-mx.arange(2 * width, dtype=mx.float32),
+        parents=mx.array([-1] * width + above, dtype=mx.int32),
     )
-    tree = select_beams(expansion, mx.array([99]), shape)
-    assert tree.num_nodes == 8
-    assert tree.tokens.shape == (8,)
-    expansion = expansion._replace(beams=mx.array([0] * 7 + [*range(9)], dtype=mx.int32)[:width])
-    tree = select_beams(expansion, mx.array([99]), shape)
-    assert tree.num_nodes == 10
-    assert tree.tokens.shape == (10,)
-    expansion = expansion._replace(beams=mx.array([0] * 6 + [*range(10)], dtype=mx.int32))
-    tree = select_beams(expansion, mx.array([99]), shape)
-    assert len(tree_paths(tree)) == tree.num_nodes == 11
-    tokens: list[int] = np.array(tree.tokens).tolist()
-    assert tokens[11:] == [NO_TOKEN]
-    assert np.array(tree.parents).tolist()[11:] == [0]
-    assert np.array(tree.depths).tolist()[11:] == [0]
+    tree = select_beams(expansion, mx.array([99]), TreeShape(width, 3, select="beam"))
+    count = 1 + parents + width
+    assert len(tree_paths(tree)) == tree.num_nodes == count
+    assert tree.tokens.shape == (size,)
+    for values, padding in ((tree.tokens, NO_TOKEN), (tree.parents, 0), (tree.depths, 0)):
+        assert np.array(values).tolist()[count:] == [padding] * (size - count)
