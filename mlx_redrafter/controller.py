@@ -24,10 +24,8 @@ TREE = TreeShape(2, 6, 16)
 SIZES = {CHAIN: (2, 3, 4, 6), TREE: (4, 6, 8, 12, 16)}
 CANDIDATES = tuple(replace(way, tree_nodes=size) for way in SIZES for size in SIZES[way])
 
-# Steps that a text begins with, taking turns with all ways of drafting; one that accepts nothing
-# counts for four.
-FIRST_PROBES = 8
-FRUITLESS_PROBE = 4
+# Steps that a text begins with, taking turns with all ways of drafting, while they seem worth it.
+FIRST_PROBES = 24
 # How much faster another way must seem before it replaces the current one.
 HYSTERESIS = 1.03
 # Steps between probes; in plain decoding, where they gain nothing, they become rarer.
@@ -176,8 +174,8 @@ class AutoShape:
         if shape is not None:
             way = CHAIN if shape.beam_width == CHAIN.beam_width else TREE
             self.experience.learn(way, shape, accepted, self._expected)
-            self._first_probes -= 1 if accepted else FRUITLESS_PROBE
         best = self._best()
+        self._first_probes = 0 if best is None else self._first_probes - 1
         if self._speed(best) > HYSTERESIS * self._speed(self.current):
             self.current = best
 
