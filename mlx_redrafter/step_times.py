@@ -11,6 +11,8 @@ from mlx_redrafter.config import TreeShape
 # Steps of a shape that its slowdown remembers, and that what was timed counts for.
 MEMORY = 8
 TIMED = 3
+# Steps of other trees after which a slowdown is forgotten.
+FORGET_AFTER = 32
 # One step counts as at most so many times slower or faster than the last ones: it may have waited.
 MOST_CHANGE = 2.0
 
@@ -21,7 +23,8 @@ class StepTimes(Mapping[TreeShape | None, float]):
     A longer context, a hot chip or other work slows shapes down, the larger ones by more or by
     less. What the shapes in use show is interpolated, by nodes, for the others. The smallest and
     the largest count as no slower until they are used: whoever seems faster for that is tried, and
-    then known.
+    then known. What a shape showed is forgotten when others are used instead, as other work on the
+    machine may have been the reason.
 
     Args:
         timed: What `mlx_redrafter.costs.step_costs` found.
@@ -33,11 +36,15 @@ class StepTimes(Mapping[TreeShape | None, float]):
         nodes = sorted(self._nodes.values())
         self._slowdowns = {nodes[0]: 1.0, nodes[-1]: 1.0}
         self._counts = dict.fromkeys(nodes, TIMED)
+        self._unused: dict[int, int] = {}
         self._now = self._timed
 
     def learn(self, shape: TreeShape | None, seconds: float) -> None:
         """Take in what a step of ``shape`` took."""
         nodes = self._nodes[shape]
+        if shape is not None:
+            self._forget_unused()
+        self._unused[nodes] = 0
         known = self._now[shape] / self._timed[shape]
         found = seconds / self._timed[shape]
         found = min(max(found, known / MOST_CHANGE), known * MOST_CHANGE)
@@ -49,6 +56,12 @@ class StepTimes(Mapping[TreeShape | None, float]):
             one: timed * factor
             for (one, timed), factor in zip(self._timed.items(), factors, strict=True)
         }
+
+    def _forget_unused(self) -> None:
+        self._unused = {nodes: steps + 1 for nodes, steps in self._unused.items()}
+        for nodes in [nodes for nodes, steps in self._unused.items() if steps > FORGET_AFTER]:
+            del self._unused[nodes], self._slowdowns[nodes]
+            self._counts[nodes] = TIMED
 
     def __getitem__(self, shape: TreeShape | None) -> float:
         return self._now[shape]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.step_times import MOST_CHANGE, StepTimes
+from mlx_redrafter.step_times import FORGET_AFTER, MOST_CHANGE, StepTimes
 
 CHAIN, TREE, LARGE = TreeShape(1, 4, 4), TreeShape(4, 4, 6), TreeShape(4, 6, 16)
 TIMED = {None: 1.0, CHAIN: 1.2, TREE: 1.4, LARGE: 2.0}
@@ -36,6 +36,14 @@ def test_a_shape_that_is_used_needs_no_interpolation() -> None:
     times = _learnt(*[(LARGE, 3.0), (CHAIN, 1.2)] * 50)
     assert times[CHAIN] == pytest.approx(1.2, rel=0.01)
     assert times[TREE] == pytest.approx(1.4 * (1 + 0.5 * 2 / 12), rel=0.01)
+
+
+def test_what_other_work_on_the_machine_did_to_a_shape_is_forgotten() -> None:
+    disturbed = [(LARGE, 4.0)] * 20
+    plain, chain = (None, 1.0), (CHAIN, 1.2)
+    assert _learnt(*disturbed, *[plain] * 50)[LARGE] == pytest.approx(4.0, rel=0.1)
+    assert _learnt(*disturbed, *[chain] * FORGET_AFTER)[LARGE] == pytest.approx(4.0, rel=0.1)
+    assert _learnt(*disturbed, *[chain] * (FORGET_AFTER + 1))[LARGE] == pytest.approx(2.0, rel=0.1)
 
 
 def test_one_step_that_waited_changes_little() -> None:
