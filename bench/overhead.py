@@ -23,8 +23,8 @@ from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.controller import FixedShape
-from mlx_redrafter.decoding import Decoder, Request
-from mlx_redrafter.drafter import Drafter, normalise
+from mlx_redrafter.decoding import Decoder, Request, normalise
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter, Embed, normalise
+from mlx_redrafter.drafter import Drafter, Embed
 from mlx_redrafter.topk import TopK, top_k
 
 # Stands for log-probabilities that are NaN or minus infinity, so that order stays defined.
 LEAST_LOG_PROB = -1e30
 
-# From log-probabilities of the tokens after nodes of one depth to logits that nodes are ranked by.
+# From log-probabilities of the tokens after nodes of one depth to what nodes are ranked by.
 Rank = Callable[[mx.array, int], mx.array]
 
 
@@ -58,8 +58,8 @@ def expand(
         hidden: The target's last hidden state that predicted the root, shape (H,).
         root: The newest token, integer, shape (1,).
         shape: W, L and how many nodes of a level are scored, at most V; M is all of them.
-        rank: Replaces the drafter's log-probabilities, shape (W, V), by other logits; None ranks
-            by the drafter's own.
+        rank: Replaces the drafter's log-probabilities, shape (W, V), by others of that shape; None
+            ranks by the drafter's own.
 
     Returns:
         The scored nodes. Nothing is read by the host.
@@ -73,11 +73,10 @@ def expand(
 
     def best_after(state: mx.array, before: mx.array, depth: int) -> TopK:
         """The best continuations of nodes with these states and scores, (1, K) of (W * V)."""
-        logits = drafter.scaled_logits(hidden, state, share, scale)
+        log_probs = drafter.log_probs(hidden, state, share, scale)
         if rank is not None:
-            logits = rank(normalise(logits), depth)
-        # In this order, so that no continuation gets more than what it continues.
-        scores = before[:, None] + normalise(logits)
+            log_probs = rank(log_probs, depth)
+        scores = before[:, None] + log_probs
         scores = mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
         return top_k(scores.reshape(1, -1), count)
 

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from contextlib import closing
 from statistics import mean
 
+import mlx.core as mx
+
 from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.sampling import KeyedChooser
+from mlx_redrafter.sampling import KeyedChooser, PositionNoise
 from mlx_redrafter.target import Target
 from mlx_redrafter.timings import kept
 
@@ -73,7 +75,7 @@ def time_steps(target: Target, drafter: Drafter, context: int = CONTEXT) -> Seco
         context: Tokens before the steps.
     """
     schedule = _Schedule()
-    chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+    chooser = _Contrary(SamplingParams(), target.vocab_size)
     decoder = Decoder(target, target.blank_cache(context), chooser, drafter, schedule)
     with closing(decoder.decode(Request([0]))) as tokens:  # type: ignore[type-var]
         while schedule.missing:
@@ -95,6 +97,24 @@ def _known_costs(target: Target, drafter: Drafter, context: int) -> Seconds:
 
     seconds = kept((CANDIDATES, context), (target.model, drafter), shapes, measure)
     return {shape: seconds[key] for key, shape in shapes.items()}
+
+
+class _Contrary(KeyedChooser):
+    """Chooses what no drafter proposes, so that the text grows by one token a step.
+
+    Where drafts are accepted, the shapes that come last meet hundreds of tokens more than the
+    first, which costs the largest trees most.
+    """
+
+    def choose(
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: PositionNoise | None,
+        beam_length: int,
+    ) -> mx.array:
+        """The least probable tokens."""
+        return mx.argmin(log_probs, axis=-1)
 
 
 class _Schedule:

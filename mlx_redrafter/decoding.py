@@ -23,7 +23,7 @@ from mlx_redrafter.beam import expand
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import Controller
-from mlx_redrafter.drafter import Drafter, normalise
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.host import to_floats, to_ints
@@ -352,6 +352,11 @@ class Decoder:
                     log_probs=flight.log_probs[row],
                     finish_reason=outcome.finish_reason if i == last else None,
                 )
+
+
+def normalise(logits: mx.array) -> mx.array:
+    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def find_end(tokens: list[int], num_before: int, request: Request) -> tuple[str | None, int]:

@@ -196,14 +196,14 @@ class Drafter(nn.Module):
             self._halves = halves = (first.weight, left, right)
         return halves[1:]
 
-    def scaled_logits(
+    def log_probs(
         self,
         hidden: mx.array,
         state: mx.array,
         share: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
-        """`logits` as nodes are ranked by them.
+        """Natural log-probabilities of the next token of each beam.
 
         Args:
             hidden: As in `logits`.
@@ -213,7 +213,7 @@ class Drafter(nn.Module):
 
         Returns:
             float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
-            as Apple's ``warp_logits`` does; the others are -50000 below the largest.
+            as Apple's ``warp_logits`` does; the others get the logit -50000.
         """
         logits = self.logits(hidden, state, share).astype(mx.float32)
         if scale != 1:
@@ -223,11 +223,7 @@ class Drafter(nn.Module):
             logits = logits - mx.max(logits, axis=-1, keepdims=True)
             kth = mx.sort(logits, axis=-1)[..., -top_k, None]
             logits = mx.where(logits < kth, MASKED_LOGIT, logits)
-        return logits
-
-    def log_probs(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """Natural log-probabilities of the next token of each beam, float32, shape (W, V)."""
-        return normalise(self.scaled_logits(hidden, state))
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Token ids, int32, of rows of the head; any shape."""
@@ -238,11 +234,6 @@ class Drafter(nn.Module):
     def _activate(self, x: mx.array) -> mx.array:
         is_curved = self.config.rnn and self.config.rnn_activation == "silu"
         return nn.silu(x) if is_curved else x
-
-
-def normalise(logits: mx.array) -> mx.array:
-    """Natural log-probabilities, of the shape and dtype of the logits, as mlx-lm has them."""
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def columns(

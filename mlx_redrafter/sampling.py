@@ -108,11 +108,12 @@ class PositionNoise:
             share: Of the noise; see `calibration`.
 
         Returns:
-            Logits given the noise, float32, of the same shape.
+            Natural log-probabilities given the noise, float32, of the same shape.
         """
         rows = self.values[depth]
         rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
-        return self._tempered(log_probs) + share * rows
+        scores = self._tempered(log_probs) + share * rows
+        return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
     def ranking(self, drafter: Drafter) -> Rank:
         """`rank` for the rows of a drafter's head, with its share of the noise."""

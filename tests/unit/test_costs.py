@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import costs
+from mlx_redrafter import costs, load
+from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.controller import CANDIDATES, CHAIN, TREE
 from mlx_redrafter.drafter_io import quantize_drafter
 from mlx_redrafter.target import Target
@@ -63,6 +64,24 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
         costs, "time_steps", lambda target, drafter, context: {costs.CONTEXT: short}[context]
     )
     assert costs.step_costs(target, drafter, 4000) == short
+
+
+def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, drafter = load()
+    assert drafter is not None
+    target, caches = Target(model), []
+    blank_cache = target.blank_cache
+
+    def remembered(length: int) -> TreeCache:
+        caches.append(blank_cache(length))
+        return caches[-1]
+
+    monkeypatch.setattr(target, "blank_cache", remembered)
+    costs.time_steps(target, drafter)
+    steps = costs.ROUNDS * costs.STEPS * (1 + len(CANDIDATES))
+    assert caches[0].length <= 1.1 * (costs.CONTEXT + steps)
 
 
 def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:

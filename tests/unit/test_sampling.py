@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.config import SamplingParams
-from mlx_redrafter.drafter import normalise
+from mlx_redrafter.decoding import normalise
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.sampling import KeyedChooser, StockChooser, gumbel_noise
 
