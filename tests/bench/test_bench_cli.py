@@ -46,7 +46,7 @@ def test_widen_and_overhead(folders, tmp_path):
         "--prompt",
         "abc",
     )
-    assert "verify(7)/verify(1)" in text
+    assert "verify(9)/verify(1)" in text
     result = json.loads(out.read_text())
     assert len(result["found"]["samples"]["step"]) == 3
     assert result["configuration"]["model"] == "wide"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
@@ -13,12 +11,12 @@ from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import SamplingParams, TreeShape
 from mlx_redrafter.controller import FixedShape
 from mlx_redrafter.decoding import Decoder, InFlight, Proposal
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.hooks import captured_output
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.sampling import KeyedChooser
 from mlx_redrafter.target import Forward, Target
 from mlx_redrafter.tree import TokenTree, ancestor_mask
+from tests.helpers.models import random_drafter
 from tests.parity.tiny_models import THRESHOLD, VOCAB_SIZE
 
 # The root lies before the threshold, the deepest nodes behind it.
@@ -107,7 +105,8 @@ class ScriptedDecoder(Decoder):
     def __init__(self, target: Target, cache: TreeCache, stock: list[int]):
         shape = TreeShape(beam_width=2, beam_length=DRAFT_LENGTH + 1)
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-        super().__init__(target, cache, chooser, cast(Drafter, self), FixedShape(shape))
+        unused = random_drafter(target.vocab_size, target.hidden_size)
+        super().__init__(target, cache, chooser, unused, FixedShape(shape))
         self.stock = stock
         self.num_known = 0
         self.num_drafted = 0
