@@ -25,7 +25,7 @@ from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams, TreeShape, check_int
-from mlx_redrafter.controller import AutoShape, Controller, FixedShape
+from mlx_redrafter.controller import AutoShape, Controller, Drafts, FixedShape
 from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
@@ -130,9 +130,9 @@ class Watch:
         """See `Controller.choose`."""
         return self.controller.choose()
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """See `Controller.cut`."""
-        return self.controller.cut(shape, read_scores)
+        return self.controller.cut(shape, read)
 
     def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """See `Controller.observe`."""

@@ -22,7 +22,7 @@ from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.controller import FixedShape
+from mlx_redrafter.controller import Drafts, FixedShape
 from mlx_redrafter.decoding import Decoder, Request, normalise
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.entries import entries
@@ -118,9 +118,9 @@ def measure_overhead(
 class _ReadShape(FixedShape):
     """A fixed shape for which the decoder waits as it does for `AutoShape`."""
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """All of it, once its scores are there."""
-        read_scores()
+        read()
         return shape
 
 

@@ -8,10 +8,9 @@ The text does not depend on any choice made here, only the time it takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import accumulate
 from math import exp
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.experience import Experience
@@ -19,20 +18,38 @@ from mlx_redrafter.stats import Choice
 from mlx_redrafter.step_times import StepTimes
 
 # How `AutoShape` drafts, if it does, and how many nodes of such a tree it may then verify.
-CHAIN = TreeShape(1, 6, 6)
-TREE = TreeShape(2, 6, 16)
-SIZES = {CHAIN: (2, 3, 4, 6), TREE: (4, 6, 8, 12, 16)}
-CANDIDATES = tuple(replace(way, tree_nodes=size) for way in SIZES for size in SIZES[way])
+WIDTH = 2
+LENGTHS = (3, 4, 5, 6, 7, 8)
+SIZES = (2, 4, 6, 8, 12, 16)
+# By the shape that is drafted, the largest of its length, those that may be verified, by nodes.
+TREES = {
+    TreeShape(WIDTH, length, SIZES[-1]): {size: TreeShape(WIDTH, length, size) for size in SIZES}
+    for length in LENGTHS
+}
+SHORTEST, *_, LONGEST = TREES
+CANDIDATES = tuple(shape for shapes in TREES.values() for shape in shapes.values())
 
-# Steps that a text begins with, taking turns with all ways of drafting, while they seem worth it.
-FIRST_PROBES = 24
-# How much faster another way must seem before it replaces the current one.
-HYSTERESIS = 1.03
-# Steps between probes; in plain decoding, where they gain nothing, they become rarer.
-PROBE_EVERY = 32
-LONGEST_PROBE_INTERVAL = 256
-# Every so many probes tell what a plain step takes now, rather than what another way gives.
-PLAIN_PROBE = 4
+# Steps for which the first text drafts even where plain decoding seems faster, and the share of its
+# speed that drafting must seem to have meanwhile: nothing is known yet but a few drafts.
+TRIAL = 8
+PLAUSIBLE = 0.8
+# Steps with drafts between plain ones that tell what these take now, and plain steps until a draft
+# tells what drafts are worth now, which become more.
+PLAIN_EVERY = 128
+DRAFT_EVERY = 32
+DRAFT_EVERY_AT_MOST = 256
+
+
+class Drafts(NamedTuple):
+    """What is known of the drafts of a tree, which are all its nodes but the first, in order.
+
+    Attributes:
+        scores: As in `TokenTree`.
+        depths: Edges from the root.
+    """
+
+    scores: list[float]
+    depths: list[int]
 
 
 class Controller(Protocol):
@@ -42,12 +59,12 @@ class Controller(Protocol):
         """The shape of the next step, None for plain decoding."""
         ...
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """Decide how many nodes of a tree are verified, the first ones.
 
         Args:
             shape: What `choose` returned.
-            read_scores: Waits for the draft and returns `TokenTree.scores`.
+            read: Waits for the drafts.
 
         Returns:
             ``shape`` with as many nodes or fewer.
@@ -76,7 +93,7 @@ class FixedShape:
         """See `Controller.choose`."""
         return self.shape
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """All of it."""
         return shape
 
@@ -87,31 +104,28 @@ class FixedShape:
 class AutoShape:
     """The tree with the most expected tokens per second in every step, or plain decoding.
 
-    A way of drafting is chosen by what its steps have given; then, of the drafts at hand, those are
-    verified whose probabilities are worth the time that they take. Now and then a step drafts in
-    another way. What steps take is corrected as they go.
+    How far a step drafts is chosen by what levels have given; then, of the drafts at hand, those
+    are verified whose probabilities are worth the time that they take. What steps take is corrected
+    as they go.
 
     Args:
         seconds: Duration of a step by shape, of plain decoding under None, as timed beforehand.
-        before: What the text before has `taught`; the way that was best begins, or, where that was
-            plain decoding, a small probe. Without it the text begins with all ways in turns.
+        before: What the text before has `taught`. Without it, plain decoding is only chosen in the
+            first steps where it seems much faster.
     """
 
     def __init__(self, seconds: Mapping[TreeShape | None, float], before: Experience | None = None):
         self.seconds = StepTimes(seconds)
-        smallest = {way: replace(way, tree_nodes=SIZES[way][0]) for way in SIZES}
-        self.experience = Experience(smallest, before)
+        self.experience = Experience(LONGEST.draft_length, before)
+        self._trial = 0 if before else TRIAL
         self.current = self._best()
         self._steps = dict.fromkeys(self.seconds, 0)
         self._tokens = dict.fromkeys(self.seconds, 0)
-        self._last: TreeShape | None = CHAIN
-        self._next: TreeShape | None = CHAIN
-        self._expected = 0.0
-        self._interval = PROBE_EVERY
-        self._until_probe = PROBE_EVERY
-        self._probes = 0
-        self._probe: list[TreeShape | None] = [CHAIN] if before and self.current is None else []
-        self._first_probes = 0 if before else FIRST_PROBES
+        self._last = self._next = self.current
+        self._expected = [0.0]
+        self._interval = self._until_probe = self._first_interval()
+        # What the next steps are, the last one first, before they are `current` again.
+        self._probe: list[TreeShape | None] = [] if self.current else [self._best_tree()]
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
@@ -120,12 +134,10 @@ class AutoShape:
 
     @property
     def taught(self) -> Experience | None:
-        """What this text says of the next; None before the probes that it begins with are over."""
-        return None if self._first_probes > 0 else self.experience
+        """What this text says of the next; None before its trial is over."""
+        return None if self._trial > 0 else self.experience
 
     def _choose(self) -> TreeShape | None:
-        if self._first_probes > 0:
-            return TREE if self._next == CHAIN else CHAIN
         if not self._probe:
             self._until_probe -= 1
             if self._until_probe > 0:
@@ -133,33 +145,37 @@ class AutoShape:
             self._begin_probe()
         return self._probe.pop()
 
+    def _first_interval(self) -> int:
+        return DRAFT_EVERY if self.current is None else PLAIN_EVERY
+
     def _begin_probe(self) -> None:
-        self._probes += 1
         if self.current is None:
-            self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
-            self._probe = [CHAIN]
+            self._interval = min(2 * self._interval, DRAFT_EVERY_AT_MOST)
+            self._probe = [self._best_tree()]
         else:
-            self._interval = PROBE_EVERY
-            # Of three plain steps the second is timed.
-            other = CHAIN if self.current == TREE else TREE
-            self._probe = [None] * 3 if self._probes % PLAIN_PROBE == 0 else [other]
+            # The second of three is timed.
+            self._probe = [None] * 3
         self._until_probe = self._interval
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """See `Controller.cut`."""
+        shapes = TREES[shape]
+        scores, depths = read()
+        probabilities = list(map(exp, scores))
         # At n - 2, what a tree of n nodes is expected to have accepted: a draft's probability
         # counts those above it, so the probabilities add up.
-        expected = list(accumulate(map(exp, read_scores())))
+        expected = list(accumulate(probabilities))
         trust, per_second = self.experience.trust, self._speed(self.current)
 
         def gain(size: int) -> float:
             """Tokens beyond those that the time of the step would give otherwise."""
-            seconds = self.seconds[replace(shape, tree_nodes=size)]
-            return trust * expected[size - 2] - per_second * seconds
+            return trust * expected[size - 2] - per_second * self.seconds[shapes[size]]
 
-        size = max(SIZES[shape], key=gain)
-        self._expected = expected[size - 2]
-        return replace(shape, tree_nodes=size)
+        size = max(shapes, key=gain)
+        self._expected = [0.0] * shape.draft_length
+        for depth, probability in zip(depths[: size - 1], probabilities, strict=False):
+            self._expected[depth - 1] += probability
+        return shapes[size]
 
     def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
         """See `Controller.observe`."""
@@ -172,22 +188,32 @@ class AutoShape:
             self.seconds.learn(shape, seconds)
         self._last = shape
         if shape is not None:
-            way = CHAIN if shape.beam_width == CHAIN.beam_width else TREE
-            self.experience.learn(way, shape, accepted, self._expected)
-        best = self._best()
-        self._first_probes = 0 if best is None else self._first_probes - 1
-        if self._speed(best) > HYSTERESIS * self._speed(self.current):
-            self.current = best
+            assert shape.tree_nodes is not None
+            self.experience.learn(shape.tree_nodes, accepted, self._expected)
+        before, self.current = self.current, self._best()
+        self._trial = 0 if self.current is None else self._trial - 1
+        if (before is None) != (self.current is None):
+            self._interval = self._until_probe = self._first_interval()
 
     def choices(self) -> list[Choice]:
-        """What there is to choose from, in the order of `CANDIDATES`."""
+        """What steps were, plain decoding in any case, in the order of `CANDIDATES`."""
         return [
             Choice(shape, seconds, self._steps[shape], self._tokens[shape])
             for shape, seconds in self.seconds.items()
+            if shape is None or self._steps[shape]
         ]
 
     def _best(self) -> TreeShape | None:
-        return max((None, *SIZES), key=self._speed)
+        tree = self._best_tree()
+        least = PLAUSIBLE if self._trial > 0 else 1.0
+        return tree if self._speed(tree) > least * self._speed(None) else None
 
-    def _speed(self, way: TreeShape | None) -> float:
-        return self.experience.speed(way, self.seconds)
+    def _best_tree(self) -> TreeShape:
+        return max(TREES, key=self._speed)
+
+    def _speed(self, tree: TreeShape | None) -> float:
+        """Expected tokens per second."""
+        if tree is None:
+            return 1 / self.seconds[None]
+        seconds = {size: self.seconds[shape] for size, shape in TREES[tree].items()}
+        return self.experience.speed(tree.beam_length, seconds)

@@ -17,7 +17,7 @@ from statistics import mean
 import mlx.core as mx
 
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.controller import CANDIDATES
+from mlx_redrafter.controller import LONGEST, SHORTEST, SIZES, TREES, Drafts
 from mlx_redrafter.decoding import Decoder, Request
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.sampling import KeyedChooser, PositionNoise
@@ -25,6 +25,11 @@ from mlx_redrafter.target import Target
 from mlx_redrafter.timings import kept
 
 logger = logging.getLogger(__name__)
+
+# What is timed: trees of all sizes and of the greatest length, and the smallest of the least, as a
+# level of drafting takes the same whatever is verified.
+SMALLEST = TREES[SHORTEST][SIZES[0]]
+TIMED = (None, *TREES[LONGEST].values(), SMALLEST)
 
 # Tokens in the cache while timing. A long context is only timed for a text that begins with at
 # least so many tokens; how steps take longer as a text grows shows while decoding.
@@ -51,12 +56,16 @@ def step_costs(target: Target, drafter: Drafter, length: int = CONTEXT) -> Secon
         drafter: Its drafter.
         length: Tokens that the text begins with.
     """
-    known = [_known_costs(target, drafter, context) for context in contexts(target, length)]
-    if len(known) == 1:
-        return known[0]
-    short, long = known
-    share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
-    return {shape: short[shape] + share * max(0.0, long[shape] - short[shape]) for shape in short}
+    seconds, *long = [
+        _known_costs(target, drafter, context) for context in contexts(target, length)
+    ]
+    if long:
+        share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
+        seconds = {
+            shape: timed + share * max(0.0, long[0][shape] - timed)
+            for shape, timed in seconds.items()
+        }
+    return _of_all_lengths(seconds)
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -67,7 +76,7 @@ def contexts(target: Target, length: int) -> list[int]:
 
 
 def time_steps(target: Target, drafter: Drafter, context: int = CONTEXT) -> Seconds:
-    """Time steps of every candidate shape in a text of no meaning. Waits for the device.
+    """Time steps of the shapes `TIMED` in a text of no meaning. Waits for the device.
 
     Args:
         target: The model.
@@ -84,7 +93,7 @@ def time_steps(target: Target, drafter: Drafter, context: int = CONTEXT) -> Seco
 
 
 def _known_costs(target: Target, drafter: Drafter, context: int) -> Seconds:
-    shapes = {_key(shape): shape for shape in (None, *CANDIDATES)}
+    shapes = {_key(shape): shape for shape in TIMED}
 
     def measure() -> dict[str, float]:
         logger.info(
@@ -95,8 +104,21 @@ def _known_costs(target: Target, drafter: Drafter, context: int) -> Seconds:
         seconds = time_steps(target, drafter, context)
         return {key: seconds[shape] for key, shape in shapes.items()}
 
-    seconds = kept((CANDIDATES, context), (target.model, drafter), shapes, measure)
+    seconds = kept((TIMED, context), (target.model, drafter), shapes, measure)
     return {shape: seconds[key] for key, shape in shapes.items()}
+
+
+def _of_all_lengths(timed: Seconds) -> Seconds:
+    """Seconds of all candidates, from those of `TIMED`."""
+    levels = LONGEST.beam_length - SHORTEST.beam_length
+    level = max(0.0, timed[TREES[LONGEST][SIZES[0]]] - timed[SMALLEST]) / levels
+    seconds: Seconds = {None: timed[None]}
+    for tree, shapes in TREES.items():
+        saved = (LONGEST.beam_length - tree.beam_length) * level
+        for size, shape in shapes.items():
+            # No step with drafts is shorter than one without.
+            seconds[shape] = max(timed[TREES[LONGEST][size]] - saved, timed[None])
+    return seconds
 
 
 class _Contrary(KeyedChooser):
@@ -125,18 +147,17 @@ class _Schedule:
     """
 
     def __init__(self) -> None:
-        self.shapes = (None, *CANDIDATES)
-        self.missing = ROUNDS * len(self.shapes) * STEPS
-        self._left = (s for _ in range(ROUNDS) for s in self.shapes for _ in range(STEPS))
+        self.missing = ROUNDS * len(TIMED) * STEPS
+        self._left = (s for _ in range(ROUNDS) for s in TIMED for _ in range(STEPS))
         self._times: list[float] = []
 
     def choose(self) -> TreeShape | None:
         """See `Controller.choose`."""
         return next(self._left, None)
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """See `Controller.cut`; waits for the scores as decoding does."""
-        read_scores()
+        read()
         return shape
 
     def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
@@ -149,7 +170,7 @@ class _Schedule:
         """Mean of the inner steps of a turn, of the fastest turn."""
         turns = [self._times[i : i + STEPS] for i in range(0, len(self._times), STEPS)]
         means = [mean(turn[2:-1]) for turn in turns]
-        return {s: min(means[i :: len(self.shapes)]) for i, s in enumerate(self.shapes)}
+        return {shape: min(means[i :: len(TIMED)]) for i, shape in enumerate(TIMED)}
 
 
 def _key(shape: TreeShape | None) -> str:

@@ -22,7 +22,7 @@ from mlx_redrafter.accept import accept
 from mlx_redrafter.beam import expand
 from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import Controller
+from mlx_redrafter.controller import Controller, Drafts
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import NonFiniteError
@@ -269,11 +269,11 @@ class Decoder:
             return self._advance(root)
         shape, tree, noise = proposal
 
-        def read_scores() -> list[float]:
+        def read() -> Drafts:
             assert tree.scores is not None
-            return to_floats(tree.scores)
+            return Drafts(to_floats(tree.scores), to_ints(tree.depths)[1:])
 
-        kept = self.controller.cut(shape, read_scores)
+        kept = self.controller.cut(shape, read)
         if kept != shape:
             assert kept.tree_nodes is not None
             tree = tree.first(kept.tree_nodes)

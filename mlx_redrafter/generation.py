@@ -25,7 +25,7 @@ from mlx_redrafter.config import (
     check_max_tokens,
     find_shape,
 )
-from mlx_redrafter.controller import TREE, AutoShape, Controller, FixedShape
+from mlx_redrafter.controller import SHORTEST, AutoShape, Controller, FixedShape
 from mlx_redrafter.costs import step_costs
 from mlx_redrafter.decoding import Decoder, Request, Token
 from mlx_redrafter.drafter import Drafter
@@ -109,13 +109,13 @@ def stream_generate(
         seed: 0 to 2**32 - 1, fresh by default. The text is a function of the prompt, these
             sampling options and the seed: the drafter and its options do not change it.
         beam_width: Beams kept at every level of drafting, 1 to 64. With "auto" for this and the
-            next two, and ``select="top_n"``, a chain or a tree is drafted, whichever has given
-            more, or nothing where plain decoding is faster; and every step verifies those
-            drafts whose probabilities are worth the time that they take. Step times are measured
-            once per model and machine, which takes a few seconds, and once more when a text
-            begins with a long context; they are corrected while generating. What drafts were worth
-            a text takes over from the one before with the same drafter. If one is a number the
-            others are 4, 5 and 9.
+            next two, and ``select="top_n"``, two beams are drafted, as far as levels give more
+            than their time, or nothing where plain decoding is faster; and every step verifies
+            those drafts whose probabilities are worth the time that they take. Step times are
+            measured once per model and machine, which takes a few seconds, and once more when a
+            text begins with a long context; they are corrected while generating. What drafts were
+            worth a text takes over from the one before with the same drafter. If one is a number
+            the others are 4, 5 and 9.
         beam_length: Tokens per beam, root included, 2 to 16.
         tree_nodes: Tokens per verify, root included.
         select: "top_n" verifies the most probable drafts, "beam" the merged beams.
@@ -153,7 +153,7 @@ def stream_generate(
     _check_prompt(ids, cache.length, target)
     if drafter is not None:
         check_fit(drafter, target, tokenizer.vocab_size)
-        _check_shape(shape or TREE, drafter)
+        _check_shape(shape or SHORTEST, drafter)
     chooser: Chooser = (
         StockChooser(sampler) if sampler is not None else KeyedChooser(params, target.vocab_size)
     )

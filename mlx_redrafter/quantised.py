@@ -14,7 +14,7 @@ from statistics import median
 import mlx.core as mx
 
 from mlx_redrafter.beam import expand
-from mlx_redrafter.controller import TREE
+from mlx_redrafter.controller import LONGEST
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.drafter_io import copy_drafter, quantize_drafter
 from mlx_redrafter.entries import entries
@@ -44,7 +44,7 @@ def fastest(drafter: Drafter, target: Target) -> Drafter:
         drafter: The drafter.
         target: The model it drafts for.
     """
-    if bits_of(drafter) is not None or drafter.config.head_rows < TREE.beam_width:
+    if bits_of(drafter) is not None or drafter.config.head_rows < LONGEST.beam_width:
         return drafter
 
     def measure() -> dict[str, float]:
@@ -95,6 +95,6 @@ def time_drafts(drafters: Mapping[str, Drafter], target: Target) -> dict[str, fl
         for name, drafter in drafters.items():
             hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
             start = time.perf_counter()
-            mx.eval(expand(drafter, enter[name], hidden, root, TREE))
+            mx.eval(expand(drafter, enter[name], hidden, root, LONGEST))
             times[name].append(time.perf_counter() - start)
     return {name: median(found[1:]) for name, found in times.items()}

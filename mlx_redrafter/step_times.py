@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_redrafter.config import TreeShape
 
-# Steps of a shape that its slowdown remembers, and that what was timed counts for.
+# Steps that the slowdown of shapes of as many nodes remembers, and that what was timed counts for.
 MEMORY = 8
 TIMED = 3
 # Steps of other trees after which a slowdown is forgotten.
@@ -21,10 +21,10 @@ class StepTimes(Mapping[TreeShape | None, float]):
     """Seconds of a step by shape, of plain decoding under None.
 
     A longer context, a hot chip or other work slows shapes down, the larger ones by more or by
-    less. What the shapes in use show is interpolated, by nodes, for the others. The smallest and
-    the largest count as no slower until they are used: whoever seems faster for that is tried, and
-    then known. What a shape showed is forgotten when others are used instead, as other work on the
-    machine may have been the reason.
+    less, whatever their length. What the shapes in use show is interpolated, by nodes, for the
+    others. The smallest and the largest count as no slower until they are used: whoever seems
+    faster for that is tried, and then known. What shapes of some nodes showed is forgotten when
+    others are used instead, as other work on the machine may have been the reason.
 
     Args:
         timed: What `mlx_redrafter.costs.step_costs` found.
@@ -37,7 +37,7 @@ class StepTimes(Mapping[TreeShape | None, float]):
         self._slowdowns = {nodes[0]: 1.0, nodes[-1]: 1.0}
         self._counts = dict.fromkeys(nodes, TIMED)
         self._unused: dict[int, int] = {}
-        self._now = self._timed
+        self._factors = dict.fromkeys(nodes, 1.0)
 
     def learn(self, shape: TreeShape | None, seconds: float) -> None:
         """Take in what a step of ``shape`` took."""
@@ -45,17 +45,14 @@ class StepTimes(Mapping[TreeShape | None, float]):
         if shape is not None:
             self._forget_unused()
         self._unused[nodes] = 0
-        known = self._now[shape] / self._timed[shape]
+        known = self._factors[nodes]
         found = seconds / self._timed[shape]
         found = min(max(found, known / MOST_CHANGE), known * MOST_CHANGE)
         self._counts[nodes] = min(self._counts[nodes] + 1, MEMORY)
         self._slowdowns[nodes] = known + (found - known) / self._counts[nodes]
         used, slowdowns = zip(*sorted(self._slowdowns.items()), strict=True)
-        factors = np.interp(list(self._nodes.values()), used, slowdowns).tolist()
-        self._now = {
-            one: timed * factor
-            for (one, timed), factor in zip(self._timed.items(), factors, strict=True)
-        }
+        factors = np.interp(list(self._factors), used, slowdowns).tolist()
+        self._factors = dict(zip(self._factors, factors, strict=True))
 
     def _forget_unused(self) -> None:
         self._unused = {nodes: steps + 1 for nodes, steps in self._unused.items()}
@@ -64,7 +61,7 @@ class StepTimes(Mapping[TreeShape | None, float]):
             self._counts[nodes] = TIMED
 
     def __getitem__(self, shape: TreeShape | None) -> float:
-        return self._now[shape]
+        return self._timed[shape] * self._factors[self._nodes[shape]]
 
     def __iter__(self) -> Iterator[TreeShape | None]:
         return iter(self._timed)

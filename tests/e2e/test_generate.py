@@ -18,7 +18,6 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import __version__, generation
-from mlx_redrafter.controller import CANDIDATES
 from mlx_redrafter.costs import step_costs
 from tests.conftest import Trained
 from tests.helpers.cli import run
@@ -226,8 +225,8 @@ def test_verbose_says_why_shapes_were_chosen(
     result = run(capsys, *_options(stories, drafter_folder), "--verbose", "--max-tokens", 40)
     heading = next(i for i, line in enumerate(result.err.splitlines()) if "ms/step" in line)
     rows = result.err.splitlines()[heading + 1 :]
-    assert len(rows) == 1 + len(CANDIDATES)
-    assert any(row.startswith("nothing ") for row in rows)
+    assert rows[0].startswith("nothing ")
+    assert len(rows) > 1
     assert sum(int(row[15:21]) for row in rows) == _steps(result.err)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES
+from mlx_redrafter.controller import CANDIDATES, Drafts
 from mlx_redrafter.decoding import Decoder, InFlight, Proposal
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.tree import TokenTree, ancestor_mask
@@ -112,7 +112,7 @@ class RandomShapes:
         self.seen.add(shape)
         return shape
 
-    def cut(self, shape: TreeShape, read_scores: Callable[[], list[float]]) -> TreeShape:
+    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         if shape.tree_nodes is None:
             return shape
         self.last = replace(shape, tree_nodes=self.rng.randint(2, shape.tree_nodes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from math import log
 from statistics import median
 
@@ -11,11 +12,15 @@ import pytest
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.controller import (
     CANDIDATES,
-    CHAIN,
-    FIRST_PROBES,
+    DRAFT_EVERY,
+    LENGTHS,
+    LONGEST,
+    PLAIN_EVERY,
+    SHORTEST,
     SIZES,
-    TREE,
+    TRIAL,
     AutoShape,
+    Drafts,
     FixedShape,
 )
 from mlx_redrafter.experience import Experience
@@ -23,15 +28,19 @@ from mlx_redrafter.experience import Experience
 Costs = dict[TreeShape | None, float]
 
 
-def _costs(plain: float, per_node: float) -> Costs:
+def _costs(plain: float, per_node: float, per_level: float = 0.0) -> Costs:
     return {None: plain} | {
-        shape: plain + per_node * (shape.tree_nodes or 0) for shape in CANDIDATES
+        shape: plain + per_node * (shape.tree_nodes or 0) + per_level * shape.draft_length
+        for shape in CANDIDATES
     }
 
 
-def _scores(shape: TreeShape, chance: float) -> list[float]:
-    """Of a tree whose drafts follow each other, each right with this probability."""
-    return [depth * log(chance) for depth in range(1, shape.tree_nodes or 0)]
+def _drafts(shape: TreeShape, chance: float) -> Drafts:
+    """Drafts that follow each other, each right with this probability, and some that never are."""
+    depths = [*range(1, shape.beam_length), *[1] * (shape.tree_nodes or 0)]
+    scores = [depth * log(chance) for depth in range(1, shape.beam_length)]
+    num = (shape.tree_nodes or 0) - 1
+    return Drafts([*scores, *[-20.0] * num][:num], depths[:num])
 
 
 def _run(
@@ -41,9 +50,9 @@ def _run(
     shapes = []
     for _ in range(steps):
         way = auto.choose()
-        shape = None if way is None else auto.cut(way, lambda way=way: _scores(way, chance))
+        shape = None if way is None else auto.cut(way, lambda way=way: _drafts(way, chance))
         shapes.append(shape)
-        count = 0 if shape is None else min(accepted, (shape.tree_nodes or 0) - 1)
+        count = 0 if shape is None else min(accepted, shape.draft_length, _nodes(shape) - 1)
         auto.observe(shape, count, None if costs is None else costs[shape])
     return shapes
 
@@ -52,9 +61,13 @@ def _nodes(shape: TreeShape | None) -> int:
     return 1 if shape is None else shape.tree_nodes or 0
 
 
+def _length(shape: TreeShape | None) -> int:
+    return 1 if shape is None else shape.beam_length
+
+
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     shapes = _run(AutoShape(_costs(1.0, 0.05)), 400, 0)
-    assert shapes.index(None) < 12
+    assert shapes.index(None) < 2 * TRIAL
     # Verified nodes beyond one per step are what drafting in vain costs.
     wasted = sum(_nodes(shape) * 0.05 for shape in shapes if shape is not None)
     assert wasted < 0.01 * 400
@@ -62,26 +75,47 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
 
 
 def test_a_drafter_that_is_always_right_gets_the_most_drafts() -> None:
-    shapes = _run(AutoShape(_costs(1.0, 0.02)), 100, 5, 0.99)
-    assert min(map(_nodes, shapes[50:])) >= CHAIN.beam_length
+    shapes = _run(AutoShape(_costs(1.0, 0.02)), 100, 9, 0.99)
+    assert {_length(shape) for shape in shapes[50:]} == {LENGTHS[-1]}
+    assert min(map(_nodes, shapes[50:])) >= LENGTHS[-1]
 
 
 def test_drafts_are_verified_where_their_probabilities_are_worth_the_time() -> None:
     auto = AutoShape(_costs(1.0, 0.2))
     _run(auto, 100, 2, 0.7)
     sizes = {
-        chance: _nodes(auto.cut(CHAIN, lambda chance=chance: _scores(CHAIN, chance)))
+        chance: _nodes(auto.cut(LONGEST, lambda chance=chance: _drafts(LONGEST, chance)))
         for chance in (0.1, 0.7, 0.99)
     }
-    assert sizes[0.1] == 2 < sizes[0.7] < sizes[0.99] == 6
+    assert sizes[0.1] == 2 < sizes[0.7] < sizes[0.99] == 8
+
+
+def test_levels_are_drafted_while_they_give_more_than_their_time() -> None:
+    lengths = {
+        (chance, per_level): _length(
+            _run(AutoShape(_costs(1.0, 0.05, per_level)), 100, accepted, chance)[-1]
+        )
+        for chance, accepted in ((0.5, 1), (0.95, 9))
+        for per_level in (0.001, 0.1)
+    }
+    assert lengths[0.5, 0.1] < lengths[0.5, 0.001] == LENGTHS[-1]
+    assert lengths[0.95, 0.1] == lengths[0.95, 0.001] == LENGTHS[-1]
+
+
+def test_longer_drafts_come_back_when_the_text_becomes_easy() -> None:
+    auto = AutoShape(_costs(1.0, 0.05, 0.1))
+    assert _length(_run(auto, 100, 1, 0.45)[-1]) == LENGTHS[0]
+    assert _length(_run(auto, 100, 9, 0.95)[-1]) == LENGTHS[-1]
 
 
 def test_drafts_of_a_drafter_that_boasts_are_trusted_less() -> None:
     honest, boastful = AutoShape(_costs(1.0, 0.2)), AutoShape(_costs(1.0, 0.2))
     _run(honest, 60, 2, 0.8)
     _run(boastful, 60, 1, 0.8)
-    scores = _scores(CHAIN, 0.8)
-    assert _nodes(boastful.cut(CHAIN, lambda: scores)) < _nodes(honest.cut(CHAIN, lambda: scores))
+    sizes = [
+        _nodes(auto.cut(LONGEST, lambda: _drafts(LONGEST, 0.8))) for auto in (honest, boastful)
+    ]
+    assert sizes[0] > sizes[1]
 
 
 def test_drafting_comes_back_when_the_drafter_becomes_right() -> None:
@@ -95,30 +129,35 @@ def test_after_a_text_in_which_drafting_did_not_pay_it_is_tried_with_little() ->
     assert not _run(auto, 200, 0, 0.3)[-1]
     taught = auto.taught
     shapes = _run(AutoShape(_costs(1.0, 0.05), taught), 256, 0, 0.3)
-    smallest = CANDIDATES[0]
-    assert shapes[0] == smallest
-    assert set(shapes) == {smallest, None}
-    assert shapes.count(smallest) < 5
+    assert _nodes(shapes[0]) == SIZES[0]
+    assert {_nodes(shape) for shape in shapes} == {1, SIZES[0]}
+    assert len(shapes) - shapes.count(None) < 5
     shapes = _run(AutoShape(_costs(1.0, 0.05), taught), 256, 5)
     assert _nodes(shapes[-1]) > 2
 
 
-def test_a_text_goes_on_with_the_way_that_was_best_in_the_one_before() -> None:
-    costs = {shape: one * (1 if shape is None or shape.beam_width > 1 else 3) for shape, one in
-             _costs(1.0, 0.02).items()}  # fmt: skip
+def test_probes_that_were_in_vain_become_rarer() -> None:
+    shapes = _run(AutoShape(_costs(1.0, 0.05)), 1000, 0)
+    drafted = [n for n, shape in enumerate(shapes) if shape is not None and n > 2 * TRIAL]
+    between = [after - before for before, after in pairwise(drafted)]
+    assert between[:3] == [2 * DRAFT_EVERY, 4 * DRAFT_EVERY, 8 * DRAFT_EVERY]
+    assert set(between[3:]) == {8 * DRAFT_EVERY}
+
+
+def test_a_text_goes_on_as_the_one_before_ended() -> None:
+    costs = _costs(1.0, 0.02, 0.05)
     auto = AutoShape(costs)
-    assert _run(auto, 60, 3)[-1] is not None
-    assert auto.current == TREE
-    after = AutoShape(costs, auto.taught)
-    shapes = _run(after, 60, 3)
-    assert [shape for shape in shapes if shape and shape.beam_width == 1] == [shapes[31]], "a probe"
+    ended = _length(_run(auto, 60, 2, 0.7)[-1])
+    assert LENGTHS[0] < ended < LENGTHS[-1]
+    shapes = _run(AutoShape(costs, auto.taught), 60, 2, 0.7)
+    assert {_length(shape) for shape in shapes} == {ended}
     shapes = _run(AutoShape(_costs(1.0, 0.1), auto.taught), 60, 0)
     assert shapes.count(None) > 40, "or gives drafting up"
 
 
 def test_a_text_of_a_few_steps_teaches_nothing() -> None:
     auto = AutoShape(_costs(1.0, 0.05))
-    _run(auto, FIRST_PROBES - 1, 5)
+    _run(auto, TRIAL - 1, 5)
     assert auto.taught is None
     _run(auto, 1, 5)
     assert auto.taught is not None
@@ -129,29 +168,33 @@ def test_expensive_verifies_are_not_chosen() -> None:
     assert shapes.count(None) > 80
 
 
-def test_a_text_begins_with_all_ways_of_drafting_in_turns() -> None:
-    auto = AutoShape(_costs(1.0, 0.02))
-    widths = [shape.beam_width for shape in _run(auto, FIRST_PROBES, 1) if shape is not None]
-    assert widths == [TREE.beam_width, CHAIN.beam_width] * (FIRST_PROBES // 2)
+def test_the_first_text_tries_what_seems_a_little_slower() -> None:
+    slower = _costs(1.0, 0.0) | dict.fromkeys(CANDIDATES, 1.9)
+    shapes = _run(AutoShape(slower), 100, 3, 0.45)
+    assert None not in shapes, "more is accepted than was expected"
+    shapes = _run(AutoShape(slower), 100, 0, 0.45)
+    assert shapes.index(None) < TRIAL, "and not even that"
 
 
 def test_sizes_follow_what_steps_take_now() -> None:
     timed, now = _costs(1.0, 0.02), _costs(1.0, 0.3)
     auto = AutoShape(timed)
     before = _run(auto, 100, 3, 0.8, timed)[-1]
-    assert _nodes(before) >= CHAIN.beam_length, "no draft of a chain is left out"
+    assert _nodes(before) >= 6
     after = _run(auto, 150, 3, 0.8, now)[-1]
     assert after is not None
-    scores = _scores(CHAIN, 0.6)
-    assert _nodes(auto.cut(CHAIN, lambda: scores)) < CHAIN.beam_length
-    assert _nodes(AutoShape(timed, auto.taught).cut(CHAIN, lambda: scores)) == CHAIN.beam_length
+    sizes = [
+        _nodes(one.cut(LONGEST, lambda: _drafts(LONGEST, 0.6)))
+        for one in (auto, AutoShape(timed, auto.taught))
+    ]
+    assert sizes[0] < sizes[1]
 
 
 def test_plain_decoding_is_left_when_it_is_what_became_slow() -> None:
     timed = _costs(1.0, 0.7)
     auto = AutoShape(timed)
     assert _run(auto, 100, 1, 0.5, timed)[-1] is None
-    assert _run(auto, 400, 1, 0.5, _costs(8.0, 0.1))[-1] is not None
+    assert _run(auto, 2000, 1, 0.5, _costs(8.0, 0.1))[-500:].count(None) < 250
 
 
 def test_a_machine_twice_as_slow_changes_no_choice() -> None:
@@ -180,29 +223,27 @@ def _decode(
     auto = AutoShape(timed, before)
     tokens, total = 0, 0.0
 
-    def cut(way: TreeShape | None) -> tuple[TreeShape | None, list[float]]:
-        """The shape, and the scores of its drafts, which follow each other."""
+    def cut(way: TreeShape | None) -> tuple[TreeShape | None, float]:
+        """The shape, and the chance that a draft is right; drafts follow each other."""
         if way is None:
-            return None, []
+            return None, 0.0
         chance = min(0.999, max(0.001, accepts + rng.choice((-0.2, 0.2)))) if accepts else 0.3
-        scores = [depth * log(chance) for depth in range(1, way.beam_length)]
-        scores += [log(0.001)] * ((way.tree_nodes or 0) - 1 - len(scores))
-        return auto.cut(way, lambda: scores), [chance if accepts else 0.0]
+        return auto.cut(way, lambda: _drafts(way, chance)), chance if accepts else 0.0
 
     def draw(shape: TreeShape | None) -> float:
         return (timed[shape] + slowdown * (_nodes(shape) - 1) / 10) * rng.lognormvariate(0, 0.05)
 
-    shape, chances = cut(auto.choose())
+    shape, chance = cut(auto.choose())
     seconds = draw(shape)
     while tokens < 256:
         following, ahead = auto.choose(), None
         if shape is following is None:
             seconds, ahead = seconds + draw(None), 0.0
         depth = 0 if shape is None else min(_nodes(shape), shape.beam_length) - 1
-        count = next((n for n in range(depth) if rng.random() >= chances[0]), depth)
+        count = next((n for n in range(depth) if rng.random() >= chance), depth)
         auto.observe(shape, count, seconds)
         tokens, total = tokens + count + 1, total + seconds
-        shape, chances = cut(following)
+        shape, chance = cut(following)
         seconds = draw(shape) if ahead is None else ahead
     return tokens / total, auto
 
@@ -228,51 +269,55 @@ def test_knowing_which_drafts_are_right_beats_every_fixed_chain() -> None:
     fixed = [
         0.5 * sum(sum(chance**depth for depth in range(size)) for chance in (0.4, 0.8))
         / (1 + 0.08 * size + (size - 1) / 10)
-        for size in SIZES[CHAIN]
+        for size in SIZES
     ]  # fmt: skip
     assert median(speeds) > max(1.0, *fixed)
 
 
 def test_only_steps_between_two_of_their_kind_are_timed() -> None:
     auto = AutoShape(_costs(1.0, 0.1))
-    ways: list[TreeShape | None] = [TREE, auto.choose()]
+    ways: list[TreeShape | None] = [LONGEST, auto.choose()]
     for _ in range(300):
-        shape = ways[-1] and auto.cut(ways[-1], lambda: _scores(TREE, 0.7))
+        way = ways[-1]
+        shape = way and auto.cut(way, lambda way=way: _drafts(way, 0.7))
         ways.append(auto.choose())
         before = dict(auto.seconds)
         auto.observe(shape, 1 if shape else 0, 2 * auto.seconds[shape])
         is_inner = len({way is None for way in ways[-3:]}) == 1
         assert (dict(auto.seconds) != before) == is_inner
-    assert {None, CHAIN, TREE} <= set(ways)
+    assert None in ways
 
 
 def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
     shapes = _run(AutoShape(_costs(1.0, 0.02)), 400, 5, 0.9, _costs(1.0, 0.02))
     plain = [n for n, shape in enumerate(shapes) if shape is None]
-    assert 3 <= len(plain) < 0.03 * 400
+    assert len(plain) == 3 * (400 // PLAIN_EVERY)
     assert all(shapes[n : n + 3] == [None] * 3 for n in plain[::3]), "the second of three is timed"
 
 
 def test_plain_steps_teach_nothing_of_drafts() -> None:
     auto = AutoShape(_costs(1.0, 0.1))
-    before = [auto.experience.speed(way, auto.seconds) for way in SIZES]
+    seconds = dict.fromkeys(SIZES, 1.0)
+    before = [auto.experience.speed(length, seconds) for length in LENGTHS]
     auto.observe(None, 0, None)
-    assert [auto.experience.speed(way, auto.seconds) for way in SIZES] == before
+    assert [auto.experience.speed(length, seconds) for length in LENGTHS] == before
 
 
 def test_a_fixed_shape_stays_and_waits_for_nothing() -> None:
-    fixed = FixedShape(CHAIN)
-    fixed.observe(CHAIN, 0, None)
-    assert fixed.choose() == CHAIN
-    assert fixed.cut(CHAIN, lambda: pytest.fail("scores were read")) == CHAIN
+    fixed = FixedShape(SHORTEST)
+    fixed.observe(SHORTEST, 0, None)
+    assert fixed.choose() == SHORTEST
+    assert fixed.cut(SHORTEST, lambda: pytest.fail("drafts were read")) == SHORTEST
 
 
 def test_choices_say_what_was_taken_and_what_it_gave() -> None:
     auto = AutoShape(_costs(1.0, 0.02))
     shapes = _run(auto, 100, 5, 0.9)
     choices = auto.choices()
-    assert [choice.shape for choice in choices] == [None, *CANDIDATES]
+    assert [choice.shape for choice in choices] == [
+        shape for shape in (None, *CANDIDATES) if shape is None or shape in shapes
+    ]
     assert [choice.steps for choice in choices] == [shapes.count(c.shape) for c in choices]
     assert {c.tokens / c.steps for c in choices if c.steps} == {
-        min(5, _nodes(c.shape) - 1) + 1 for c in choices if c.steps
+        min(5, _nodes(c.shape) - 1, _length(c.shape) - 1) + 1 for c in choices if c.steps
     }

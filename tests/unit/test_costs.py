@@ -11,7 +11,7 @@ import pytest
 
 from mlx_redrafter import costs, load
 from mlx_redrafter.cache import TreeCache
-from mlx_redrafter.controller import CANDIDATES, CHAIN, TREE
+from mlx_redrafter.controller import CANDIDATES, LONGEST, SHORTEST, TREES
 from mlx_redrafter.drafter_io import quantize_drafter
 from mlx_redrafter.target import Target
 from tests.helpers.models import random_drafter, tiny_llama
@@ -40,18 +40,46 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     target, drafter = Target(tiny_llama()), random_drafter(64, 32)
     target.context_length = None
     timed = {
-        costs.CONTEXT: {None: 1.0} | dict.fromkeys(CANDIDATES, 2.0),
-        costs.LONG_CONTEXT: {None: 1.5} | dict.fromkeys(CANDIDATES, 4.0) | {TREE: 1.9},
+        costs.CONTEXT: dict.fromkeys(costs.TIMED, 2.0) | {None: 1.0},
+        costs.LONG_CONTEXT: dict.fromkeys(costs.TIMED, 4.0) | {None: 1.5, LONGEST: 1.9},
     }
     monkeypatch.setattr(costs, "time_steps", lambda target, drafter, context: timed[context])
-    assert costs.step_costs(target, drafter) == timed[costs.CONTEXT]
-    assert costs.step_costs(target, drafter, costs.LEAST_LONG - 1) == timed[costs.CONTEXT]
+    short = dict.fromkeys(CANDIDATES, 2.0) | {None: 1.0}
+    assert costs.step_costs(target, drafter) == short
+    assert costs.step_costs(target, drafter, costs.LEAST_LONG - 1) == short
     assert len(list(folder.iterdir())) == 1
     seconds = costs.step_costs(target, drafter, costs.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
-    assert seconds == timed[costs.LONG_CONTEXT] | {TREE: 2.0}, "no context makes a step faster"
+    assert {shape: seconds[shape] for shape in costs.TIMED} == timed[costs.LONG_CONTEXT] | {
+        LONGEST: 2.0
+    }, "no context makes a step faster"
     twice = costs.step_costs(target, drafter, 2 * costs.LONG_CONTEXT - costs.CONTEXT)
-    assert (twice[None], twice[CHAIN], twice[TREE]) == pytest.approx((2.0, 6.0, 2.0))
+    assert [twice[shape] for shape in (None, costs.SMALLEST, LONGEST)] == pytest.approx([2, 6, 2])
+
+
+def test_a_level_takes_the_same_whatever_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = LONGEST.beam_length - SHORTEST.beam_length
+    timed = {None: 1.0, costs.SMALLEST: 2.0} | {
+        shape: 2.0 + 0.1 * levels + 0.01 * ((shape.tree_nodes or 0) - 2)
+        for shape in TREES[LONGEST].values()
+    }
+    monkeypatch.setattr(costs, "time_steps", lambda *_: timed)
+    seconds = costs.step_costs(Target(tiny_llama()), random_drafter(64, 32))
+    assert {shape: seconds[shape] for shape in timed} == pytest.approx(timed)
+    for shape in CANDIDATES:
+        nodes, length = shape.tree_nodes or 0, shape.beam_length
+        expected = 2.0 + 0.1 * (length - SHORTEST.beam_length) + 0.01 * (nodes - 2)
+        assert seconds[shape] == pytest.approx(expected)
+
+
+def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = dict.fromkeys(costs.TIMED, 1.5) | {None: 1.0}
+    for smallest, bound in ((9.0, 1.5), (0.1, 1.0)):
+        noisy = timed | {costs.SMALLEST: smallest}
+        monkeypatch.setattr(costs, "_known_costs", lambda *_, noisy=noisy: noisy)
+        seconds = costs.step_costs(Target(tiny_llama()), random_drafter(64, 32))
+        assert min(seconds.values()) == 1.0
+        assert min(seconds[shape] for shape in CANDIDATES) == bound
 
 
 def test_positions_that_a_model_need_not_know_are_not_timed(
@@ -59,11 +87,11 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
 ) -> None:
     target, drafter = Target(tiny_llama()), random_drafter(64, 32)
     target.context_length = 2 * costs.LONG_CONTEXT - 1
-    short = {None: 1.0} | dict.fromkeys(CANDIDATES, 2.0)
+    short = dict.fromkeys(costs.TIMED, 2.0) | {None: 1.0}
     monkeypatch.setattr(
         costs, "time_steps", lambda target, drafter, context: {costs.CONTEXT: short}[context]
     )
-    assert costs.step_costs(target, drafter, 4000) == short
+    assert costs.step_costs(target, drafter, 4000)[LONGEST] == 2.0
 
 
 def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
@@ -80,7 +108,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
 
     monkeypatch.setattr(target, "blank_cache", remembered)
     costs.time_steps(target, drafter)
-    steps = costs.ROUNDS * costs.STEPS * (1 + len(CANDIDATES))
+    steps = costs.ROUNDS * costs.STEPS * len(costs.TIMED)
     assert caches[0].length <= 1.1 * (costs.CONTEXT + steps)
 
 
@@ -95,7 +123,7 @@ def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:
     target = Target(model)
     model.__class__ = Watched
     costs.time_steps(target, random_drafter(64, 32), 4000)
-    assert max(tokens for tokens, _ in lengths) == TREE.tree_nodes
+    assert max(tokens for tokens, _ in lengths) == LONGEST.tree_nodes
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
 
 

@@ -121,17 +121,17 @@ def test_a_plain_step_reads_once_while_the_next_token_is_computed(
         assert step == ["dispatch", "read by tolist"]
 
 
-def test_a_step_that_chooses_its_drafts_reads_their_scores_as_well(
+def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
     stories: Trained, events: list[str]
 ) -> None:
     steps = _run(stories, events, drafter=stories.drafter)
     assert len(steps) == STEPS
     for step in steps:
-        assert sum(event.startswith("read") for event in step) <= 2
+        assert sum(event.startswith("read") for event in step) <= 3
         assert not any(event.startswith("wait") for event in step)
-    # The draft is in flight while the outcome is read; its scores are read when it is there. The
-    # others are before or after plain steps.
-    assert steps.count(["dispatch", "read by tolist", "read by tolist", "dispatch"]) > STEPS - 10
+    # The draft is in flight while the outcome is read; its scores and depths are read when it is
+    # there. The others are before or after plain steps.
+    assert steps.count(["dispatch", *["read by tolist"] * 3, "dispatch"]) > STEPS - 10
 
 
 def test_what_is_dispatched_before_the_read_is_the_next_draft(
