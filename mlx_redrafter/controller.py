@@ -196,7 +196,7 @@ class AutoShape:
             self._interval = self._until_probe = self._first_interval()
 
     def choices(self) -> list[Choice]:
-        """What steps were, plain decoding in any case, in the order of `CANDIDATES`."""
+        """See `DecodingStats.choices`; the others in the order of `CANDIDATES`."""
         return [
             Choice(shape, seconds, self._steps[shape], self._tokens[shape])
             for shape, seconds in self.seconds.items()

@@ -56,16 +56,16 @@ def step_costs(target: Target, drafter: Drafter, length: int = CONTEXT) -> Secon
         drafter: Its drafter.
         length: Tokens that the text begins with.
     """
-    seconds, *long = [
-        _known_costs(target, drafter, context) for context in contexts(target, length)
-    ]
+    short, *long = [_known_costs(target, drafter, context) for context in contexts(target, length)]
+    seconds = short
     if long:
         share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
         seconds = {
             shape: timed + share * max(0.0, long[0][shape] - timed)
-            for shape, timed in seconds.items()
+            for shape, timed in short.items()
         }
-    return _of_all_lengths(seconds)
+    # What drafting takes does not depend on the context.
+    return _of_all_lengths(seconds, _level_seconds(short))
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -108,13 +108,18 @@ def _known_costs(target: Target, drafter: Drafter, context: int) -> Seconds:
     return {shape: seconds[key] for key, shape in shapes.items()}
 
 
-def _of_all_lengths(timed: Seconds) -> Seconds:
-    """Seconds of all candidates, from those of `TIMED`."""
+def _level_seconds(timed: Seconds) -> float:
+    """What drafting a level takes."""
+    smallest = TREES[LONGEST][SIZES[0]]
     levels = LONGEST.beam_length - SHORTEST.beam_length
-    level = max(0.0, timed[TREES[LONGEST][SIZES[0]]] - timed[SMALLEST]) / levels
+    return max(0.0, timed[smallest] - timed[SMALLEST]) / levels
+
+
+def _of_all_lengths(timed: Seconds, level_seconds: float) -> Seconds:
+    """Seconds of all candidates, from those of the longest."""
     seconds: Seconds = {None: timed[None]}
     for tree, shapes in TREES.items():
-        saved = (LONGEST.beam_length - tree.beam_length) * level
+        saved = (LONGEST.beam_length - tree.beam_length) * level_seconds
         for size, shape in shapes.items():
             # No step with drafts is shorter than one without.
             seconds[shape] = max(timed[TREES[LONGEST][size]] - saved, timed[None])

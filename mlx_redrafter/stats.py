@@ -9,7 +9,7 @@ from mlx_redrafter.config import TreeShape
 
 
 class Choice(NamedTuple):
-    """A shape that steps could have, and what became of it.
+    """A shape that steps had, or plain decoding, and what became of it.
 
     Attributes:
         shape: What is drafted, and how much of it is verified; None is plain decoding.
@@ -35,8 +35,8 @@ class DecodingStats:
         accepted_counts: At index a, the steps that accepted a drafts.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: What they would have been had shared prefixes not been merged.
-        choices: What steps could be, plain decoding first, once the text has ended; empty where
-            the shape was fixed.
+        choices: What steps were, plain decoding in any case and first, once the text has ended;
+            empty where the shape was fixed.
     """
 
     num_tokens: int = 0

@@ -40,21 +40,20 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     target, drafter = Target(tiny_llama()), random_drafter(64, 32)
     target.context_length = None
     timed = {
-        costs.CONTEXT: dict.fromkeys(costs.TIMED, 2.0) | {None: 1.0},
+        costs.CONTEXT: dict.fromkeys(costs.TIMED, 2.0) | {None: 1.0, costs.SMALLEST: 1.5},
         costs.LONG_CONTEXT: dict.fromkeys(costs.TIMED, 4.0) | {None: 1.5, LONGEST: 1.9},
     }
     monkeypatch.setattr(costs, "time_steps", lambda target, drafter, context: timed[context])
-    short = dict.fromkeys(CANDIDATES, 2.0) | {None: 1.0}
-    assert costs.step_costs(target, drafter) == short
-    assert costs.step_costs(target, drafter, costs.LEAST_LONG - 1) == short
+    short = {shape: 2.0 - 0.1 * (8 - shape.beam_length) for shape in CANDIDATES} | {None: 1.0}
+    assert costs.step_costs(target, drafter) == pytest.approx(short)
+    assert costs.step_costs(target, drafter, costs.LEAST_LONG - 1) == pytest.approx(short)
     assert len(list(folder.iterdir())) == 1
     seconds = costs.step_costs(target, drafter, costs.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
-    assert {shape: seconds[shape] for shape in costs.TIMED} == timed[costs.LONG_CONTEXT] | {
-        LONGEST: 2.0
-    }, "no context makes a step faster"
+    assert (seconds[None], seconds[LONGEST]) == (1.5, 2.0), "no context makes a step faster"
+    assert seconds[costs.SMALLEST] == pytest.approx(3.5), "or a level slower"
     twice = costs.step_costs(target, drafter, 2 * costs.LONG_CONTEXT - costs.CONTEXT)
-    assert [twice[shape] for shape in (None, costs.SMALLEST, LONGEST)] == pytest.approx([2, 6, 2])
+    assert [twice[shape] for shape in (None, costs.SMALLEST, LONGEST)] == pytest.approx([2, 5.5, 2])
 
 
 def test_a_level_takes_the_same_whatever_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
