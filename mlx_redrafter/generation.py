@@ -153,6 +153,7 @@ def stream_generate(
     _check_prompt(ids, cache.length, target)
     if drafter is not None:
         check_fit(drafter, target, tokenizer.vocab_size)
+        # Of the trees that "auto" drafts, the shortest has the fewest nodes to choose from.
         _check_shape(shape or SHORTEST, drafter)
     chooser: Chooser = (
         StockChooser(sampler) if sampler is not None else KeyedChooser(params, target.vocab_size)

@@ -51,7 +51,7 @@ def fastest(drafter: Drafter, target: Target) -> Drafter:
         return time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target)
 
     try:
-        seconds = kept("drafts", [drafter], (GIVEN, QUANTISED), measure)
+        seconds = kept(("drafts", LONGEST), [drafter], (GIVEN, QUANTISED), measure)
     except ConfigError:
         return drafter
     if seconds[QUANTISED] * GAIN > seconds[GIVEN]:
