@@ -4,10 +4,11 @@ Axes: N nodes of the tree, S committed tokens, L beam length.
 
 A gather from a large buffer in the graph that also attends to it makes MLX copy the buffer. So the
 rows of a tree are kept aside, and the rows of its accepted path are written together with the next
-tree's rows, with one update per buffer; unless the path is the tree's first nodes in order, whose
-rows are where they belong. Invariants, per layer: the buffer holds the first ``stock.offset``
-tokens; ``TreeCache.length`` counts the committed tokens; where the two differ, the missing rows are
-``fresh[path]``, and follow in the buffer if ``is_in_place``.
+tree's rows, with one update per buffer; but for those at the beginning of the path that are the
+tree's first nodes in order, whose rows are where they belong. Invariants, per layer: the buffer
+holds the first ``stock.offset`` tokens; ``TreeCache.length`` counts the committed tokens; where the
+two differ, the buffer holds the first ``TreeCache.num_in_place`` of them, and ``fresh`` has the
+rows of the others, those of the nodes ``TreeCache.aside``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class TreeCache:
         # A cycle would keep the buffers of a finished request until Python looks for cycles.
         self.layers = [LayerCache(cache, weakref.proxy(self)) for cache in self.stock]
         self.length = max(cache.offset for cache in self.stock)
-        self.path = mx.zeros((0,), dtype=mx.int32)
-        self.is_in_place = True
+        self.num_in_place = self.length
+        self.aside: list[slice] = []
         self.mask: mx.array | None = None
 
     def expect_token(self) -> None:
@@ -48,8 +49,9 @@ class TreeCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows of ``path``, node indices from the root on, of the tree just verified."""
-        self.is_in_place = list(path) == list(range(len(path)))
-        self.path = mx.array(list(path), dtype=mx.int32)
+        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
+        self.num_in_place = self.length + in_place
+        self.aside = runs(path[in_place:])
         self.length += len(path)
 
     def settle(self, length: int) -> None:
@@ -110,13 +112,11 @@ class LayerCache:
         Returns:
             Keys and values of the S committed tokens and of these N.
         """
-        rows = (keys, values)
-        if kept := self._kept_rows():
-            rows = (
-                mx.concatenate([kept[0], keys], axis=2),
-                mx.concatenate([kept[1], values], axis=2),
-            )
-        everything = self.stock.update_and_fetch(*rows)
+        aside = self._rows_aside()
+        everything = self.stock.update_and_fetch(
+            mx.concatenate([*aside[0], keys], axis=2),
+            mx.concatenate([*aside[1], values], axis=2),
+        )
         if self.shared.mask is not None:
             self.stock.offset -= keys.shape[2]
             self.fresh = (keys, values)
@@ -131,15 +131,27 @@ class LayerCache:
 
     def write_committed(self) -> None:
         """Write the committed rows that are still aside into the buffer."""
-        if kept := self._kept_rows():
-            self.stock.update_and_fetch(*kept)
+        aside = self._rows_aside()
+        if aside[0]:
+            keys, values = (mx.concatenate(rows, axis=2) for rows in aside)
+            self.stock.update_and_fetch(keys, values)
 
-    def _kept_rows(self) -> tuple[mx.array, mx.array] | None:
-        """Committed rows to write; None where there are none, or they are in the buffer already."""
+    def _rows_aside(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Committed keys and values that the buffer lacks; what it has counts from now on."""
         if self.fresh is None or self.stock.offset >= self.shared.length:
-            return None
-        if self.shared.is_in_place:
-            self.stock.offset = self.shared.length
-            return None
-        path = self.shared.path
-        return mx.take(self.fresh[0], path, axis=2), mx.take(self.fresh[1], path, axis=2)
+            return [], []
+        self.stock.offset = self.shared.num_in_place
+        keys, values = self.fresh
+        aside = self.shared.aside
+        return [keys[..., run, :] for run in aside], [values[..., run, :] for run in aside]
+
+
+def runs(numbers: Sequence[int]) -> list[slice]:
+    """Numbers as runs of consecutive ones."""
+    found: list[slice] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = slice(found[-1].start, number + 1)
+        else:
+            found.append(slice(number, number + 1))
+    return found

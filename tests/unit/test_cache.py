@@ -9,6 +9,7 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.cache import TreeCache
+from mlx_redrafter.cache import TreeCache, runs
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target import Target
@@ -212,9 +213,17 @@ def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
     target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
     tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
     _decode_tree(target, cache, tree, parents, [0, 1, 2])
-    assert cache.is_in_place
+    assert (cache.num_in_place, cache.aside) == (6, [])
     _decode_tree(target, cache, tree, parents, [0, 3])
-    assert not cache.is_in_place
+    assert (cache.num_in_place, cache.aside) == (7, [slice(3, 4)])
     _decode_tree(target, cache, tree, parents, [0, 1])
+    assert (cache.num_in_place, cache.aside) == (10, [])
     cache.settle(cache.length)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
+
+
+@given(st.lists(st.integers(0, 9)))
+def test_runs(numbers: list[int]) -> None:
+    found = runs(numbers)
+    assert [number for run in found for number in range(run.start, run.stop)] == numbers
+    assert all(one.stop != other.start for one, other in pairwise(found))
