@@ -29,6 +29,7 @@ from mlx_redrafter.entries import entries
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.sampling import KeyedChooser
+from mlx_redrafter.stats import DecodingStats
 from mlx_redrafter.target import Target
 from mlx_redrafter.tree import TokenTree, select_top_n
 
@@ -43,7 +44,7 @@ class Overhead:
         overhead: Median of the differences of each triple.
         unhidden: The same, but with building a graph counted as overhead, not as verify or draft.
         parts: Everything that was timed, by name.
-        tokens_per_step: Of the decoder that was timed.
+        tokens_per_step: Of the texts that were timed.
         samples: Raw seconds by name, one per round.
     """
 
@@ -66,6 +67,7 @@ def measure_overhead(
     shape: TreeShape,
     rounds: int = 100,
     temp: float = 0.0,
+    max_tokens: int = 1000,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Overhead:
     """Measure in turns until every round has a triple.
@@ -77,13 +79,15 @@ def measure_overhead(
         shape: What is drafted; ``select`` is "top_n", whose trees all have N nodes.
         rounds: Triples that count.
         temp: Temperature of the decoder; noise is part of the overhead.
+        max_tokens: After so many tokens the text begins again: over a longer one attention takes
+            more time, and scatters by more.
         on_progress: Called with rounds done and their number.
     """
     if shape.select != "top_n":
         raise ConfigError(
             "the overhead is measured with select='top_n', whose trees are all of one size"
         )
-    bench = _Bench(model, drafter, prompt, shape, rounds, temp)
+    bench = _Bench(model, drafter, prompt, shape, temp, max_tokens)
     samples = take_turns(
         {
             "stock step": bench.stock_step,
@@ -110,7 +114,7 @@ def measure_overhead(
         overhead=estimate(overhead),
         unhidden=estimate(unhidden),
         parts={name: estimate(values) for name, values in samples.items()},
-        tokens_per_step=bench.decoder.stats.tokens_per_step or 0.0,
+        tokens_per_step=bench.tokens_per_step,
         samples=samples,
     )
 
@@ -137,24 +141,16 @@ class _Bench:
         drafter: Drafter,
         prompt: Sequence[int],
         shape: TreeShape,
-        rounds: int,
         temp: float,
+        max_tokens: int,
     ):
-        self.shape, self.drafter = shape, drafter
+        self.prompt, self.shape, self.drafter, self.max_tokens = prompt, shape, drafter, max_tokens
         self.target = Target(model)
         self.enter = entries(drafter, self.target)
         self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
-        self.decoder = Decoder(
-            self.target, self.target.new_cache(), self.chooser, drafter, _ReadShape(shape)
-        )
-        request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
-        self.tokens: Iterator[object] = self.decoder.decode(request)
-        self.stock = generate_step(
-            mx.array(list(prompt)), model, max_tokens=-1, prefill_step_size=PREFILL_STEP
-        )
-        # Two steps per round, each of at most L tokens, and what is in flight.
-        longest = len(prompt) + (2 * (rounds + WARM_UP) + 4) * shape.beam_length
-        self.cache = filled_cache(self.target, longest)
+        self.texts: list[DecodingStats] = []
+        # Beyond the tokens after which a text ends, those of two steps and of what is in flight.
+        self.cache = filled_cache(self.target, len(prompt) + max_tokens + 4 * shape.beam_length)
         self.hidden = mx.zeros((self.target.hidden_size,))
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
         self.tree = self._draft()
@@ -163,15 +159,22 @@ class _Bench:
         self.details: dict[str, list[float]] = {
             name: [] for name in ("draft", "draft: host", "verify", "verify: host", "commit")
         }
-        self._next_step()
-        next(self.stock)
+        self._begin()
         self.draft_and_verify()
         for values in self.details.values():
             values.clear()
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Over all texts, without the first token of each."""
+        tokens = sum(text.num_tokens - 1 for text in self.texts)
+        return tokens / sum(text.steps for text in self.texts)
+
     def step(self) -> float:
         """One step of the running decoder, after one that only gets it going again."""
         mx.synchronize(generation_stream)
+        if self.decoder.stats.num_tokens >= self.max_tokens:
+            self._begin()
         self._next_step()
         seconds = timed(self._next_step)
         mx.synchronize(generation_stream)
@@ -231,6 +234,27 @@ class _Bench:
 
         with mx.stream(generation_stream):
             return timed(work)
+
+    def _begin(self) -> None:
+        """Begin the text, in both ways."""
+        self.decoder = Decoder(
+            self.target,
+            self.target.new_cache(),
+            self.chooser,
+            self.drafter,
+            _ReadShape(self.shape),
+        )
+        self.texts.append(self.decoder.stats)
+        request = Request(list(self.prompt), prefill_step_size=PREFILL_STEP)
+        self.tokens: Iterator[object] = self.decoder.decode(request)
+        self.stock = generate_step(
+            mx.array(list(self.prompt)),
+            self.target.model,
+            max_tokens=-1,
+            prefill_step_size=PREFILL_STEP,
+        )
+        self._next_step()
+        next(self.stock)
 
     def _draft(self) -> TokenTree:
         expansion = expand(self.drafter, self.enter, self.hidden, self.root, self.shape)

@@ -40,6 +40,9 @@ def overhead(
     tree_nodes: TreeNodes = None,
     temp: options.Temp = 0.0,
     rounds: Annotated[int, typer.Option(help="Triples of step, verify and draft.")] = 100,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", help="Begin the text again after so many.")
+    ] = 1000,
     goal: Annotated[float, typer.Option(help="Largest share of a plain step.")] = 0.08,
     out: Out = None,
 ) -> None:
@@ -48,6 +51,7 @@ def overhead(
     The exit code is 1 where the upper end of the 95% interval is above the goal.
     """
     check_int("rounds", rounds, 2)
+    check_int("max_tokens", max_tokens, 2)
     shape = TreeShape(beam_width, beam_length, tree_nodes)
     target, tokenizer, loaded = load_pair(model, drafter)
     from mlx_redrafter.bench.overhead import measure_overhead
@@ -55,7 +59,7 @@ def overhead(
 
     ids = list(tokenizer.encode(prompt))
     with progress("Triples") as on_progress:
-        found = measure_overhead(target, loaded, ids, shape, rounds, temp, on_progress)
+        found = measure_overhead(target, loaded, ids, shape, rounds, temp, max_tokens, on_progress)
     plain = found.parts["stock step"].median
     table = Table("part", "ms", "95% interval", "of a plain step")
     for name, part in [
@@ -80,6 +84,7 @@ def overhead(
             **vars(shape),
             "temp": temp,
             "rounds": rounds,
+            "max_tokens": max_tokens,
             "prompt_tokens": len(ids),
         }
         write_result(out, new_result("overhead", configuration, share=found.share, found=found))

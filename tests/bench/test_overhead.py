@@ -7,11 +7,18 @@ from mlx_redrafter.config import TreeShape
 from mlx_redrafter.errors import ConfigError
 
 
-def test_parts(pair):
+@pytest.mark.parametrize("max_tokens", [1000, 2])
+def test_parts(pair, max_tokens):
     model, drafter = pair
     calls = []
     found = measure_overhead(
-        model, drafter, [5, 6, 7], TreeShape(3, 4, 7), 4, on_progress=lambda *c: calls.append(c)
+        model,
+        drafter,
+        [5, 6, 7],
+        TreeShape(3, 4, 7),
+        rounds=4,
+        max_tokens=max_tokens,
+        on_progress=lambda *c: calls.append(c),
     )
     samples = found.samples
     assert {len(values) for values in samples.values()} == {4}
