@@ -144,7 +144,8 @@ class _Bench:
         temp: float,
         max_tokens: int,
     ):
-        self.prompt, self.shape, self.drafter, self.max_tokens = prompt, shape, drafter, max_tokens
+        self.prompt, self.max_tokens = list(prompt), max_tokens
+        self.shape, self.drafter = shape, drafter
         self.target = Target(model)
         self.enter = entries(drafter, self.target)
         self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
@@ -237,21 +238,16 @@ class _Bench:
 
     def _begin(self) -> None:
         """Begin the text, in both ways."""
+        controller = _ReadShape(self.shape)
         self.decoder = Decoder(
-            self.target,
-            self.target.new_cache(),
-            self.chooser,
-            self.drafter,
-            _ReadShape(self.shape),
+            self.target, self.target.new_cache(), self.chooser, self.drafter, controller
         )
         self.texts.append(self.decoder.stats)
-        request = Request(list(self.prompt), prefill_step_size=PREFILL_STEP)
+        request = Request(self.prompt, prefill_step_size=PREFILL_STEP)
         self.tokens: Iterator[object] = self.decoder.decode(request)
+        prompt = mx.array(self.prompt)
         self.stock = generate_step(
-            mx.array(list(self.prompt)),
-            self.target.model,
-            max_tokens=-1,
-            prefill_step_size=PREFILL_STEP,
+            prompt, self.target.model, max_tokens=-1, prefill_step_size=PREFILL_STEP
         )
         self._next_step()
         next(self.stock)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from mlx_redrafter.bench import overhead
 from mlx_redrafter.bench.overhead import measure_overhead
 from mlx_redrafter.config import TreeShape
+from mlx_redrafter.decoding import Decoder
 from mlx_redrafter.errors import ConfigError
 
 
@@ -33,6 +35,21 @@ def test_parts(pair, max_tokens):
     assert found.unhidden.median > found.overhead.median
     assert found.tokens_per_step >= 1
     assert calls[-1][0] == calls[-1][1]
+
+
+@pytest.mark.parametrize(("max_tokens", "begins"), [(1000, 1), (2, 10)])
+def test_a_text_begins_again(pair, monkeypatch, max_tokens, begins):
+    made = []
+
+    class Counted(Decoder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(overhead, "Decoder", Counted)
+    measure_overhead(*pair, [5, 6, 7], TreeShape(3, 4, 7), rounds=4, max_tokens=max_tokens)
+    # The first text, and one before each of five rounds that warm up and four that count.
+    assert len(made) == begins
 
 
 def test_trees_of_changing_size_are_refused(pair):
