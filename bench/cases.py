@@ -17,8 +17,8 @@ import numpy as np
 
 from mlx_redrafter.bench.prompts import Prompt, encode
 from mlx_redrafter.bench.runs import EncodedPrompt
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 RANDOM_TOKENS = "random tokens"
 LANGUAGE = "another language"
@@ -193,7 +193,7 @@ def random_twin(drafter: Drafter, seed: int) -> Drafter:
         if isinstance(module, nn.QuantizedLinear)
     }
     nn.quantize(twin, class_predicate=lambda name, _: quantised.get(name, False))
-    if drafter.is_partial:
+    if drafter.has_draft_vocab:
         twin.token_ids = drafter.token_ids
     mx.eval(twin.parameters())
     twin.eval()

@@ -28,8 +28,8 @@ from mlx_redrafter.bench.runs import (
 )
 from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.costs import contexts, step_costs, time_steps
-from mlx_redrafter.target import Target
+from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
+from mlx_redrafter.target.target import Target
 
 
 @dataclass(frozen=True)

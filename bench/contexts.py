@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.cache import TreeCache
-from mlx_redrafter.target import Target
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 # Prompt tokens per forward pass. Below mlx-lm's 2,048, so that memory for attention scores, which

@@ -17,29 +17,29 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.compare import arm_name
 from mlx_redrafter.bench.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.memory import Finding, allocated_rows, num_bytes
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
-from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams, TreeShape, check_int
-from mlx_redrafter.controller import AutoShape, Controller, Drafts, FixedShape
-from mlx_redrafter.costs import step_costs
-from mlx_redrafter.decoding import Decoder, Request
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.entries import entries
+from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.text import Decoder, Request
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.sampling import KeyedChooser
-from mlx_redrafter.target import Target
-from mlx_redrafter.tree import TokenTree, select_top_n
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, DraftPolicy, Drafts, FixedPolicy
+from mlx_redrafter.policy.profiling import step_costs
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree, best_nodes
 
 # The first window has the drafter's first steps in it; the next four are what the end is judged by.
 EARLY = slice(1, 5)
 # So that the last quarter begins after them.
 LEAST_WINDOWS = 8
-# Forward passes alone are timed so many times per window, so that steps and they see the same
+# TargetOutputs passes alone are timed so many times per window, so that steps and they see the same
 # machine, however busy it is.
 PARTS = 4
 # Every part has two steps, however many drafts are accepted.
@@ -118,7 +118,7 @@ class Watch:
         seconds: By shape, since `begin`.
     """
 
-    def __init__(self, controller: Controller):
+    def __init__(self, controller: DraftPolicy):
         self.controller = controller
         self.begin()
 
@@ -127,15 +127,15 @@ class Watch:
         self.seconds: dict[TreeShape | None, list[float]] = {}
 
     def choose(self) -> TreeShape | None:
-        """See `Controller.choose`."""
+        """See `DraftPolicy.choose`."""
         return self.controller.choose()
 
     def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
-        """See `Controller.cut`."""
+        """See `DraftPolicy.cut`."""
         return self.controller.cut(shape, read)
 
     def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
-        """See `Controller.observe`."""
+        """See `DraftPolicy.observe`."""
         if seconds is not None:
             self.seconds.setdefault(shape, []).append(seconds)
         self.controller.observe(shape, accepted, seconds)
@@ -241,9 +241,9 @@ class _Bench:
     ):
         self.target, self.drafter = target, drafter
         chosen = (
-            AutoShape(step_costs(target, drafter, len(prompt)))
+            AdaptivePolicy(step_costs(target, drafter, len(prompt)))
             if shape is None
-            else FixedShape(shape)
+            else FixedPolicy(shape)
         )
         self.watch = Watch(chosen)
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
@@ -334,9 +334,9 @@ class _Bench:
         """Some tree of this shape; which tokens it has does not change what it costs."""
         if shape not in self.trees:
             hidden = mx.zeros((self.target.hidden_size,))
-            enter = entries(self.drafter, self.target)
+            enter = input_lookup(self.drafter, self.target)
             expansion = expand(self.drafter, enter, hidden, self.root, shape)
-            self.trees[shape] = select_top_n(expansion, self.root, shape)
+            self.trees[shape] = best_nodes(expansion, self.root, shape)
             mx.eval(self.trees[shape].arrays)
         return self.trees[shape]
 

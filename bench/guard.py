@@ -29,7 +29,7 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
-from mlx_redrafter.costs import CONTEXT
+from mlx_redrafter.policy.profiling import CONTEXT
 
 # Least median of stock's time by ours.
 LEAST_RATIO = 0.97

@@ -22,13 +22,13 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
-from mlx_redrafter.cache import reserve_rows
 from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
-from mlx_redrafter.controller import FixedShape
-from mlx_redrafter.decoding import Decoder, Request
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.sampling import KeyedChooser
-from mlx_redrafter.target import Target
+from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.text import Decoder, Request
+from mlx_redrafter.policy.adaptive import FixedPolicy
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.caches.tree_cache import reserve_rows
+from mlx_redrafter.target.target import Target
 
 NUM_TOKENS = 64
 # Buffers of the largest capacity hold this many times the tokens there are.
@@ -217,7 +217,7 @@ def _drafted_tokens(
 ) -> tuple[Sequence[KVCache], Iterator[object]]:
     caches = make_prompt_cache(target.model) if caches is None else caches
     chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-    decoder = Decoder(target, target.new_cache(caches), chooser, drafter, FixedShape(shape))
+    decoder = Decoder(target, target.new_cache(caches), chooser, drafter, FixedPolicy(shape))
     return caches, decoder.decode(Request(list(prompt), prefill_step_size=PREFILL_STEP))
 
 

@@ -17,21 +17,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
 
-from mlx_redrafter.accept import accept
-from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.controller import Drafts, FixedShape
-from mlx_redrafter.decoding import Decoder, Request, normalise
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.entries import entries
+from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.text import Decoder, Request, normalise
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.sampling import KeyedChooser
-from mlx_redrafter.stats import DecodingStats
-from mlx_redrafter.target import Target
-from mlx_redrafter.tree import TokenTree, select_top_n
+from mlx_redrafter.policy.adaptive import Drafts, FixedPolicy
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree, best_nodes
 
 WARM_UP = 5
 
@@ -119,8 +119,8 @@ def measure_overhead(
     )
 
 
-class _ReadShape(FixedShape):
-    """A fixed shape for which the decoder waits as it does for `AutoShape`."""
+class _ReadShape(FixedPolicy):
+    """A fixed shape for which the decoder waits as it does for `AdaptivePolicy`."""
 
     def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
         """All of it, once its scores are there."""
@@ -147,7 +147,7 @@ class _Bench:
         self.prompt, self.max_tokens = list(prompt), max_tokens
         self.shape, self.drafter = shape, drafter
         self.target = Target(model)
-        self.enter = entries(drafter, self.target)
+        self.enter = input_lookup(drafter, self.target)
         self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
         self.texts: list[DecodingStats] = []
         # Beyond the tokens after which a text ends, those of two steps and of what is in flight.
@@ -254,7 +254,7 @@ class _Bench:
 
     def _draft(self) -> TokenTree:
         expansion = expand(self.drafter, self.enter, self.hidden, self.root, self.shape)
-        return select_top_n(expansion, self.root, self.shape)
+        return best_nodes(expansion, self.root, self.shape)
 
     def _next_step(self) -> None:
         steps = self.decoder.stats.steps

@@ -14,16 +14,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.contexts import bushy_tree, filled_cache
 from mlx_redrafter.bench.overhead import Overhead, measure_overhead
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
-from mlx_redrafter.cache import TreeCache
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.entries import entries
-from mlx_redrafter.target import Target
-from mlx_redrafter.tree import TokenTree, select_top_n
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree, best_nodes
 
 WARM_UP = 2
 
@@ -141,12 +141,12 @@ def _draft_costs(
 ) -> list[DraftCost]:
     hidden, root = mx.zeros((target.hidden_size,)), mx.zeros((1,), dtype=mx.int32)
     shapes = {str(size): TreeShape(width, size) for size in range(2, length + 1)}
-    enter = entries(drafter, target)
+    enter = input_lookup(drafter, target)
 
     def draft(shape: TreeShape) -> float:
         def work() -> Any:
             expansion = expand(drafter, enter, hidden, root, shape)
-            mx.eval(select_top_n(expansion, root, shape).arrays)
+            mx.eval(best_nodes(expansion, root, shape).arrays)
 
         with mx.stream(generation_stream):
             return timed(work)

@@ -13,9 +13,9 @@ from typing import Any
 
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint import shared_name, write_atomically
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.quantised import bits_of
+from mlx_redrafter.policy.precision import bits_of
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 FORMAT = 1
 # A list of numbers as `json` indents it. Put on one line, it takes a fifth of the room.

@@ -16,8 +16,8 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import GenerationResponse, stream_generate
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 STOCK = "mlx-lm"
 PLAIN = "plain"

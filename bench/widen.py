@@ -36,9 +36,9 @@ from mlx_redrafter.checkpoint import (
     write_checkpoint,
 )
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import load_drafter, save_drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 # New sizes are multiples of it, and heads smaller than it are widened towards it.
 ALIGNMENT = 64

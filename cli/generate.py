@@ -14,8 +14,8 @@ from mlx_redrafter.config import SamplingParams, check_max_tokens
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mlx_redrafter.decoding.stats import ShapeStats
     from mlx_redrafter.generation import GenerationResponse
-    from mlx_redrafter.stats import Choice
 
 
 def generate(
@@ -188,7 +188,7 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
     typer.echo("\n".join(lines), err=True)
 
 
-def _print_choices(choices: Sequence[Choice]) -> None:
+def _print_choices(choices: Sequence[ShapeStats]) -> None:
     """What was drafted and verified, what a step of it takes, and what steps gave."""
     lines = ["Drafted         steps  ms/step  tokens/step"]
     for choice in choices:

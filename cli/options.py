@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_redrafter.drafter import Drafter
+    from mlx_redrafter.proposers.redrafter.network import Drafter
 
 MODEL, DRAFT, SAMPLE, PROMPT = "Model", "Drafting", "Sampling", "Prompt"
 
@@ -289,7 +289,7 @@ class Prompting:
 
 
 def _say_bundled(model: nn.Module) -> None:
-    from mlx_redrafter.drafter_io import named_parameters
+    from mlx_redrafter.checkpoint import named_parameters
 
     size = sum(tensor.size for tensor in named_parameters(model).values())
     typer.echo(

@@ -21,17 +21,17 @@ from mlx_redrafter.convert.shapes import drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import DTYPES, read_weights
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import (
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.generation import check_fit
+from mlx_redrafter.loading import load
+from mlx_redrafter.proposers.redrafter.checkpoint import (
     check_quantization,
     check_token_ids,
     quantize_drafter,
     save_drafter,
 )
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.generation import check_fit
-from mlx_redrafter.loading import load
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.version import __version__
 
 # Heads are padded to multiples of 64 or 128 rows; more than that is another vocabulary.

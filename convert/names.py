@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_redrafter.convert.wording import listed, quoted
-from mlx_redrafter.drafter_io import UNUSED_TENSORS
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.redrafter.checkpoint import UNUSED_TENSORS
 
 NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm"]
 

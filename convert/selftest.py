@@ -16,7 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.calibration import (
+from mlx_redrafter.config import Activation
+from mlx_redrafter.generation import encode_prompt
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.redrafter.calibration import (
     TOP_TOKENS,
     Calibration,
     Prediction,
@@ -24,11 +27,8 @@ from mlx_redrafter.calibration import (
     calibrate,
     predict,
 )
-from mlx_redrafter.config import Activation
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.generation import encode_prompt
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.topk import top_k
 
 # Drafters that fit their target are right about half of the time; chance is one in thousands.

@@ -11,8 +11,8 @@ from mlx_redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.wording import listed, quoted
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -16,23 +16,23 @@ prepare()
 
 if TYPE_CHECKING:
     from mlx_redrafter.config import DrafterConfig
-    from mlx_redrafter.drafter import Drafter
-    from mlx_redrafter.drafter_io import load_drafter, save_drafter
     from mlx_redrafter.errors import RedrafterError
     from mlx_redrafter.generation import GenerationResponse, generate, stream_generate
     from mlx_redrafter.loading import load
+    from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
+    from mlx_redrafter.proposers.redrafter.network import Drafter
 
 # Where each public name lives. Imported on first use: mlx-lm alone takes seconds to import, which
 # `redrafter-mlx --help` should not have to wait for.
 _HOMES = {
-    "Drafter": "drafter",
+    "Drafter": "proposers.redrafter.network",
     "DrafterConfig": "config",
     "GenerationResponse": "generation",
     "RedrafterError": "errors",
     "generate": "generation",
     "load": "loading",
-    "load_drafter": "drafter_io",
-    "save_drafter": "drafter_io",
+    "load_drafter": "proposers.redrafter.checkpoint",
+    "save_drafter": "proposers.redrafter.checkpoint",
     "stream_generate": "generation",
 }
 

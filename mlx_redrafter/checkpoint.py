@@ -11,11 +11,13 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError
@@ -159,6 +161,11 @@ def write_checkpoint(
     )
     text = json.dumps(config, indent=2) + "\n"
     write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def named_parameters(module: nn.Module) -> dict[str, mx.array]:
+    """All arrays of a module by their dotted names."""
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

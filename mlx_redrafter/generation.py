@@ -25,16 +25,16 @@ from mlx_redrafter.config import (
     check_max_tokens,
     find_shape,
 )
-from mlx_redrafter.controller import SHORTEST, AutoShape, Controller, FixedShape
-from mlx_redrafter.costs import step_costs
-from mlx_redrafter.decoding import Decoder, Request, Token
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
+from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
+from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.text import Decoder, Request, Token
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.processors import LogitsProcessor, ProcessorChain
-from mlx_redrafter.sampling import Chooser, KeyedChooser, Sampler, StockChooser
-from mlx_redrafter.stats import DecodingStats
-from mlx_redrafter.target import ProgressCallback, Target
+from mlx_redrafter.policy.adaptive import SHORTEST, AdaptivePolicy, DraftPolicy, FixedPolicy
+from mlx_redrafter.policy.profiling import step_costs
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import ProgressCallback, Target
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def stream_generate(
         check_fit(drafter, target, tokenizer.vocab_size)
         # Of the trees that "auto" drafts, the shortest has the fewest nodes to choose from.
         _check_shape(shape or SHORTEST, drafter)
-    chooser: Chooser = (
+    chooser: TokenChooser = (
         StockChooser(sampler) if sampler is not None else KeyedChooser(params, target.vocab_size)
     )
     processors = ProcessorChain(logits_processors, ids) if logits_processors else None
@@ -202,13 +202,15 @@ def check_fit(drafter: Drafter, target: Target, tokenizer_size: int) -> None:
 
 def _controller(
     target: Target, drafter: Drafter | None, shape: TreeShape | None, couple: bool, length: int
-) -> Controller:
+) -> DraftPolicy:
     if drafter is None:
-        return FixedShape(None)
+        return FixedPolicy(None)
     if shape is not None:
-        return FixedShape(shape)
+        return FixedPolicy(shape)
     # What uncoupled drafts are worth is not what coupled ones are.
-    return AutoShape(step_costs(target, drafter, length), drafter.taught if couple else None)
+    return AdaptivePolicy(
+        step_costs(target, drafter, length), drafter.carried_over if couple else None
+    )
 
 
 def _check_shape(shape: TreeShape, drafter: Drafter) -> None:
@@ -287,10 +289,12 @@ def _concluding(decoder: Decoder) -> Iterator[None]:
     try:
         yield
     finally:
-        if isinstance(decoder.controller, AutoShape):
+        if isinstance(decoder.controller, AdaptivePolicy):
             decoder.stats.choices = decoder.controller.choices()
             if decoder.drafter is not None and decoder.couples:
-                decoder.drafter.taught = decoder.controller.taught or decoder.drafter.taught
+                decoder.drafter.carried_over = (
+                    decoder.controller.carried_over or decoder.drafter.carried_over
+                )
 
 
 def _response(

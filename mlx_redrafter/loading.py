@@ -13,16 +13,16 @@ from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from mlx_redrafter.architectures import check_config
 from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import load_drafter
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation import check_fit
-from mlx_redrafter.quantised import fastest
-from mlx_redrafter.target import Target
+from mlx_redrafter.policy.precision import choose_precision
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.architectures import check_config
+from mlx_redrafter.target.target import Target
 
 CONFIG_ONLY = ["config.json"]
 
@@ -98,7 +98,7 @@ def load(
     target = Target(model)
     if loaded_drafter is not None:
         check_fit(loaded_drafter, target, tokenizer.vocab_size)
-        loaded_drafter = fastest(loaded_drafter, target)
+        loaded_drafter = choose_precision(loaded_drafter, target)
     return model, tokenizer, loaded_drafter
 
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.host import to_floats
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 
 @dataclass(frozen=True)

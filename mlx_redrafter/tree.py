@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlx_redrafter.beam import Expansion
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.redrafter.beam import Expansion
 
 # Trees of data-dependent size are padded to one of these, or to their bound.
 STATIC_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -65,7 +65,7 @@ class TokenTree:
         )
 
 
-def select_top_n(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
+def best_nodes(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
     """The tree of the N - 1 most probable nodes of an expansion, the root and then by probability.
 
     Accepted paths then often are the first nodes in order, whose K/V rows stay where they are. A
@@ -102,7 +102,7 @@ def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
     )
 
 
-def select_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
+def merge_beams(expansion: Expansion, root: mx.array, shape: TreeShape) -> TokenTree:
     """The paper's dynamic tree attention: the W beams with shared prefixes merged.
 
     Node for node what deduplicating and packing the W x L beams gives (``dedup_prefix`` and

@@ -19,9 +19,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import generation, load, loading
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import save_drafter
+from mlx_redrafter.policy.adaptive import CANDIDATES
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter, shared_model
 
 # Step times of tiny models are of no use to the user who runs the tests.
@@ -78,4 +78,4 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: dict[TreeShape | None, float] = {None: 99.0}
     seconds.update({shape: 1 + 0.01 * shape.max_nodes for shape in CANDIDATES})
     monkeypatch.setattr(generation, "step_costs", lambda *_: seconds)
-    monkeypatch.setattr(loading, "fastest", lambda drafter, embed: drafter)
+    monkeypatch.setattr(loading, "choose_precision", lambda drafter, embed: drafter)

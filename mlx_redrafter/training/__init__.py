@@ -13,7 +13,6 @@
 """
 
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
-from mlx_redrafter.training.cache import Shard, TeacherCache
 from mlx_redrafter.training.card import write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, divide
 from mlx_redrafter.training.curves import write_csv, write_picture
@@ -35,9 +34,10 @@ from mlx_redrafter.training.options import (
 )
 from mlx_redrafter.training.resources import Estimate, check_resources, estimate
 from mlx_redrafter.training.run import Reporter, Request, Result, train_drafter
-from mlx_redrafter.training.selfgen import Writer
+from mlx_redrafter.training.self_generated import Writer
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from mlx_redrafter.training.trainer import Lesson, Optimiser, Trainer
 
 __all__ = [

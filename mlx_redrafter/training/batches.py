@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
-from mlx_redrafter.training.cache import Part, Shard, TeacherCache, windows
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch
 from mlx_redrafter.training.options import Recipe
+from mlx_redrafter.training.teacher_cache import Part, Shard, TeacherCache, windows
 
 # Cached arrays in memory at one time; shards that fit are shuffled together.
 GROUP_BYTES = 2**29

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.stats import DecodingStats
+from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import (
@@ -41,7 +41,7 @@ class Training:
         files: Names of the files it was trained on.
         corpus: Their tokens.
         config: The drafter's shape.
-        loss: What it was taught.
+        loss: What it was carried_over.
         options: How.
         progress: What came out.
         measured: Simulated decoding of held-out texts, by what was drafted.
@@ -76,7 +76,7 @@ def render(training: Training) -> str:
         "head": f"{config.exit_dim} wide, {config.num_draft_layers} residual blocks, "
         f"{config.head_rows} tokens",
         "calibration": f"score scale {config.score_scale:.2f}, noise share {config.noise_share:g}",
-        "taught": RECIPES[recipe],
+        "carried_over": RECIPES[recipe],
         "files": ", ".join(f"`{name}`" for name in training.files),
         "tokens": f"{_trained(training.corpus.given):,} given, "
         f"{_trained(training.corpus.written):,} written by the target",

@@ -25,7 +25,7 @@ from mlx_redrafter.training.data import (
     split_text,
 )
 from mlx_redrafter.training.options import DataOptions
-from mlx_redrafter.training.selfgen import AnswerLimits, PromptSource, Writer, plan_jobs
+from mlx_redrafter.training.self_generated import AnswerLimits, PromptSource, Writer, plan_jobs
 
 # How often a prompt may be used: often for beginnings of texts, which differ in length each time.
 MAX_PASSES = 64

@@ -43,8 +43,8 @@ def write_picture(folder: Path, curve: Sequence[Curve]) -> bool:
     figure: Any = Figure(figsize=(8, 4.5), layout="constrained")
     left = figure.add_subplot()
     right = left.twinx()
-    taught = [point for point in curve if point.step > 0]
-    left.plot([p.step for p in taught], [p.loss for p in taught], color="tab:orange")
+    carried_over = [point for point in curve if point.step > 0]
+    left.plot([p.step for p in carried_over], [p.loss for p in carried_over], color="tab:orange")
     right.plot([p.step for p in curve], [p.tokens_per_step for p in curve], color="tab:blue")
     left.set_xlabel("step")
     left.set_ylabel("training loss (nats)", color="tab:orange")

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import load_drafter
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation import check_fit
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
 

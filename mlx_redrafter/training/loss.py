@@ -1,4 +1,4 @@
-"""What a drafter is taught: the target's distributions along its own unrolled states.
+"""What a drafter is carried_over: the target's distributions along its own unrolled states.
 
 Axes: B positions, S = L - 1 unroll steps, H hidden size, V rows of the head, k kept tokens.
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.drafter import Drafter, Embed
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.options import DISTILLING, LossOptions
 
 # The log-probability of what is impossible; its exponential is zero in float32.
@@ -88,14 +88,14 @@ def unrolled_loss(
         weights = batch.weights * decay * confidence(logits, batch.labels, options.confidence_floor)
     else:
         losses = cross_entropy(logits, batch.labels)
-        weights = batch.weights * (batch.labels >= 0)  # what cannot be drafted is not taught
+        weights = batch.weights * (batch.labels >= 0)  # what cannot be drafted is not carried_over
     return mx.sum(mx.sum(weights * losses, axis=0) / mx.maximum(counts, 1.0))
 
 
 def unrolled_logits(drafter: Drafter, embed: Embed, batch: Batch) -> mx.array:
     """The drafter's logits after the root and after each draft, float32, shape (B, S, V)."""
     num_steps = batch.tokens.shape[1] - 1
-    entered = drafter.enter(embed(batch.tokens[:, :num_steps]))  # (B, S, H)
+    entered = drafter.project_input(embed(batch.tokens[:, :num_steps]))  # (B, S, H)
     states = [drafter.start(entered[:, 0])]
     for step in range(1, num_steps):
         states.append(drafter.advance(states[-1], entered[:, step]))

@@ -77,7 +77,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the drafter is taught.
+    """What the drafter is carried_over.
 
     Attributes:
         recipe: "soft": the target's own distributions, from one pass over the text. "coupled":

@@ -13,7 +13,7 @@ from mlx.utils import tree_reduce
 
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import ResourceError
-from mlx_redrafter.target import Target
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
 from mlx_redrafter.training.data import CHARS_PER_TOKEN, Conversation, Document, Item
@@ -90,7 +90,7 @@ def estimate(
         num_held_out: Of these, in held-out texts.
         k: Next tokens whose log-probabilities are kept.
         held_out_k: The same for held-out texts, at least k.
-        loss: What is taught.
+        loss: What is carried_over.
         beam_length: L, root included.
         target: The teacher.
         config: The drafter's shape.

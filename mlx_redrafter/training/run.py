@@ -12,17 +12,16 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.calibration import TOP_TOKENS, calibrate
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import DrafterConfig, TreeShape
-from mlx_redrafter.drafter import Drafter, Embed
-from mlx_redrafter.drafter_io import copy_drafter, save_drafter
+from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.loading import load
-from mlx_redrafter.stats import DecodingStats
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.calibration import TOP_TOKENS, calibrate
+from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
-from mlx_redrafter.training.cache import TeacherCache
 from mlx_redrafter.training.card import Training, write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, describe, divide
 from mlx_redrafter.training.curves import write_csv, write_picture
@@ -44,10 +43,11 @@ from mlx_redrafter.training.options import (
     check_dtype,
 )
 from mlx_redrafter.training.resources import check_resources, estimate, estimate_tokens
-from mlx_redrafter.training.selfgen import Writer
+from mlx_redrafter.training.self_generated import Writer
 from mlx_redrafter.training.simulation import simulate, written_texts
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Lesson, Trainer
 
 STATE_FOLDER, CACHE_FOLDER = "state", "cache"
@@ -86,7 +86,7 @@ class Request:
         resume: Go on with the run that was begun in ``out``, if there is one.
         data_options: Which texts.
         network: The drafter's shape.
-        loss: What is taught.
+        loss: What is carried_over.
         training: How.
     """
 
@@ -304,7 +304,9 @@ def _fill(
 def _student(target: Target, drafter: Drafter, name: str, start: str | None) -> Student:
     embedding = target.embed(mx.arange(target.vocab_size))
     mx.eval(embedding)
-    rows = HeadRows(np.array(drafter.token_ids) if drafter.is_partial else None, target.vocab_size)
+    rows = HeadRows(
+        np.array(drafter.token_ids) if drafter.has_draft_vocab else None, target.vocab_size
+    )
     return Student(embedding, drafter, rows, name, start)
 
 

@@ -17,15 +17,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.beam import expand
-from mlx_redrafter.calibration import Text
 from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.drafter import Drafter, Embed
-from mlx_redrafter.sampling import PositionNoise
-from mlx_redrafter.stats import DecodingStats
-from mlx_redrafter.training.cache import Shard
-from mlx_redrafter.training.hindsight import noise_of_choices
-from mlx_redrafter.tree import NO_TOKEN, select_top_n
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.calibration import Text
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.training.posterior_noise import noise_of_choices
+from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.tree import NO_TOKEN, best_nodes
 
 # Positions that are drafted for at once, and the bytes of their float32 logits.
 MAX_POSITIONS = 512
@@ -153,13 +153,13 @@ def _drafting(
     drafter: Drafter, embed: Embed, shape: TreeShape, temp: float
 ) -> Callable[..., tuple[mx.array, ...]]:
     """Of a hidden state (H,), a root (1,) and, at a temperature, noise (L - 1, V), the tree."""
-    params, enter = SamplingParams(temp=temp), drafter.entering(embed)
+    params, enter = SamplingParams(temp=temp), drafter.input_of(embed)
 
     def draft(
         hidden: mx.array, root: mx.array, noise: mx.array | None = None
     ) -> tuple[mx.array, ...]:
-        rank = None if noise is None else PositionNoise(params, noise).ranking(drafter)
-        tree = select_top_n(expand(drafter, enter, hidden, root, shape, rank), root, shape)
+        rank = None if noise is None else GumbelNoise(params, noise).ranking(drafter)
+        tree = best_nodes(expand(drafter, enter, hidden, root, shape, rank), root, shape)
         return tree.tokens, tree.parents, tree.depths
 
     return draft
@@ -191,7 +191,7 @@ def _accept(
     depths: NDArray[np.int32],
     following: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """`mlx_redrafter.accept.accept` for many trees, each of shape (N,) in an array of (p, N).
+    """`mlx_redrafter.decoding.accept.accept` for many trees, each of shape (N,) in an array of (p, N).
 
     On the host, and node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of MLX 0.32 read
     past the end of an operand that is not mapped.

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.config import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.hooks import captured_output
-from mlx_redrafter.target import Target
+from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.topk import top_k
-from mlx_redrafter.training.cache import Part, Shard, TeacherCache
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import save_arrays
 from mlx_redrafter.training.loss import IMPOSSIBLE
-from mlx_redrafter.training.selfgen import pack
+from mlx_redrafter.training.self_generated import pack
+from mlx_redrafter.training.teacher_cache import Part, Shard, TeacherCache
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 SHARD_TOKENS = 16384
@@ -112,7 +112,7 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
     if not np.isfinite(outputs.hidden).all() or not np.isfinite(outputs.tail).all():
         raise NonFiniteError(
             "expected finite hidden states and logits within float16 from the target, found NaN, "
-            "infinity or larger ones; this target cannot be taught from"
+            "infinity or larger ones; this target cannot be carried_over from"
         )
     return Shard(**pack(sequences), **{n: mx.array(v) for n, v in outputs._asdict().items()})
 

@@ -13,12 +13,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter, Embed
-from mlx_redrafter.drafter_io import copy_drafter, named_parameters
 from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.batches import BatchOrder
-from mlx_redrafter.training.cache import Shard
 from mlx_redrafter.training.files import Arrays
 from mlx_redrafter.training.loss import Batch, unrolled_loss
 from mlx_redrafter.training.options import (
@@ -28,6 +28,7 @@ from mlx_redrafter.training.options import (
 )
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.state import Curve, Progress, has_state, load_state, save_state
+from mlx_redrafter.training.teacher_cache import Shard
 
 # Float32 logits of one unroll step that exist at one time.
 LOGITS_BYTES = 2**28
@@ -58,7 +59,7 @@ class Optimiser:
     Args:
         drafter: Trained in place; float32.
         embed: The target's input embedding.
-        loss: What it is taught.
+        loss: What it is carried_over.
         options: How.
         total_steps: Length of the schedule.
     """
@@ -172,7 +173,7 @@ class Lesson(NamedTuple):
         order: Batches to train on.
         held_out: Texts to measure on.
         temp: At which the sampled ones of these were.
-        loss: What is taught.
+        loss: What is carried_over.
         options: How.
     """
 

@@ -9,8 +9,8 @@ from mlx_lm.models import llama
 
 from mlx_redrafter.checkpoint import write_checkpoint
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import save_drafter
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 CONFIG = {
     "model_type": "llama",

@@ -6,15 +6,15 @@ import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
-from mlx_redrafter import step_clock
 from mlx_redrafter.bench import endurance
 from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES, FixedShape
+from mlx_redrafter.decoding import clock as step_clock
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.target import Target
+from mlx_redrafter.policy.adaptive import CANDIDATES, FixedPolicy
+from mlx_redrafter.target.target import Target
 
 TREE = "top_n w4 l5 n8"
 STEP_SECONDS = {None: 99.0} | {shape: 1 + 0.01 * shape.tree_nodes for shape in CANDIDATES}
@@ -61,12 +61,12 @@ def test_windows(pair):
 
 
 def test_plain_steps_are_compared_with_stock(pair):
-    class Plain(FixedShape):
+    class Plain(FixedPolicy):
         def __init__(self, seconds):
             super().__init__(None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endurance, "AutoShape", Plain)
+        patch.setattr(endurance, "AdaptivePolicy", Plain)
         window = next(endure(*pair, [5], None, 8 * 128, 128))
     assert window.steps.keys() == {PLAIN}
     assert window.steps[PLAIN].alone == window.forwards[STOCK]
@@ -118,7 +118,7 @@ def test_like_is_compared_with_like():
 
 
 def test_steps_that_waited_for_the_caller_are_left_out():
-    watch = Watch(FixedShape(None))
+    watch = Watch(FixedPolicy(None))
     shape = CANDIDATES[0]
     for observed, seconds in ((None, None), (shape, 0.5), (shape, 2.0), (None, 0.25)):
         watch.observe(observed, 0, seconds)

@@ -28,9 +28,9 @@ from mlx_redrafter.bench.runs import (
 )
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.config import DrafterConfig, TreeShape
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import quantize_drafter
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter
 
 NAMES = ["random tokens", "another language", "source code", "random drafter"]

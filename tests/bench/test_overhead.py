@@ -5,7 +5,7 @@ import pytest
 from mlx_redrafter.bench import overhead
 from mlx_redrafter.bench.overhead import measure_overhead
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.decoding import Decoder
+from mlx_redrafter.decoding.text import Decoder
 from mlx_redrafter.errors import ConfigError
 
 

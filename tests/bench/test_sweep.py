@@ -8,8 +8,8 @@ from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import Run
 from mlx_redrafter.bench.sweep import Grid, _Cast
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 
 def test_grid_leaves_out_what_cannot_be():

@@ -10,7 +10,6 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
-from mlx_redrafter.beam import expand
 from mlx_redrafter.bench.widen import (
     LlamaShape,
     widen_drafter,
@@ -20,9 +19,10 @@ from mlx_redrafter.bench.widen import (
 )
 from mlx_redrafter.checkpoint import write_checkpoint
 from mlx_redrafter.config import DrafterConfig, TreeShape
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import save_drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 CONFIG = {
     "model_type": "llama",
@@ -149,9 +149,9 @@ def test_drafts_stay(tmp_path, values):
     wide_table = mx.pad(table, [(0, 0), (0, 272)])
     hidden, root = mx.random.normal((48,)), mx.array([11])
     shape = TreeShape(3, 4)
-    expected = expand(small, small.entering(lambda t: table[t]), hidden, root, shape)
+    expected = expand(small, small.input_of(lambda t: table[t]), hidden, root, shape)
     found = expand(
-        wide, wide.entering(lambda t: wide_table[t]), mx.pad(hidden, (0, 272)), root, shape
+        wide, wide.input_of(lambda t: wide_table[t]), mx.pad(hidden, (0, 272)), root, shape
     )
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.parents.tolist() == expected.parents.tolist()

@@ -15,10 +15,10 @@ import numpy as np
 
 from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.convert.export import export_drafter
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import save_drafter
-from mlx_redrafter.hooks import captured_output
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.target import Target
 
 NUM_WINDOWS, WINDOW, NUM_STEPS, BATCH = 96, 128, 250, 256
 
@@ -42,9 +42,9 @@ def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> N
     optimizer = optim.Adam(3e-3)
 
     def loss(batch: Examples) -> mx.array:
-        state = drafter.start(drafter.enter(target.embed(batch.roots)))
+        state = drafter.start(drafter.project_input(target.embed(batch.roots)))
         total = nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.firsts)
-        state = drafter.advance(state, drafter.enter(target.embed(batch.firsts)))
+        state = drafter.advance(state, drafter.project_input(target.embed(batch.firsts)))
         total += nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.seconds)
         return total.mean()
 

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
-from mlx_redrafter.drafter_io import load_drafter
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from tests.convert import handmade
 from tests.convert.handmade import state_dict, text
 

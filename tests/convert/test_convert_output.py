@@ -21,8 +21,8 @@ from mlx_redrafter.convert.conversion import (
 )
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.convert.vocabulary import choose_rows
-from mlx_redrafter.drafter_io import load_drafter, save_drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
 from mlx_redrafter.version import __version__
 from tests.convert import handmade
 from tests.helpers.models import random_drafter

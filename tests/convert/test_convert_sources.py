@@ -12,8 +12,8 @@ import pytest
 
 from mlx_redrafter.convert.conversion import Conversion, ConversionOptions, convert_drafter
 from mlx_redrafter.convert.inspection import inspect_checkpoint
-from mlx_redrafter.drafter_io import load_drafter
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from tests.convert import handmade
 from tests.convert.handmade import CONFIG
 

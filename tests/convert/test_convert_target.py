@@ -15,7 +15,6 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.beam import expand
 from mlx_redrafter.config import TreeShape
 from mlx_redrafter.convert.conversion import (
     Conversion,
@@ -26,10 +25,11 @@ from mlx_redrafter.convert.conversion import (
 )
 from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import save_drafter
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_drafter
@@ -135,7 +135,7 @@ def test_the_self_test_measures_what_drafting_does(
     convert(dtype="float32", rnn_activation="identity" if is_linear else "silu")
     drafter = load_drafter(tmp_path / "out")
     target, shape = Target(stories.model), TreeShape(beam_width=1, beam_length=2)
-    enter = drafter.entering(target.embed)
+    enter = drafter.input_of(target.embed)
     matches = []
     for prompt in PROMPTS_OF_SELF_TEST:
         cache = target.new_cache()

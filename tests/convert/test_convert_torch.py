@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from mlx_redrafter.beam import expand  # noqa: E402
 from mlx_redrafter.config import TreeShape  # noqa: E402
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
-from mlx_redrafter.drafter import Drafter  # noqa: E402
-from mlx_redrafter.drafter_io import load_drafter  # noqa: E402
+from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter  # noqa: E402
+from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402
 from tests.convert import handmade  # noqa: E402
 from tests.convert.published import PublishedDrafter  # noqa: E402
 
@@ -158,7 +158,7 @@ def check_logits(drafter: Drafter, published: PublishedDrafter) -> None:
     for _ in range(3):
         embedding = torch.randn(3, hidden_size, generator=generator)
         expected_state = published.advance(expected_state, embedding)
-        own = drafter.enter(mx.array(embedding.numpy()))
+        own = drafter.project_input(mx.array(embedding.numpy()))
         state = drafter.start(own) if state is None else drafter.advance(state, own)
         expected = published.logits(hidden, expected_state).numpy()
         found = np.array(drafter.logits(mx.array(hidden.numpy()), state))
@@ -175,7 +175,11 @@ def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
         hidden = torch.randn(config.hidden_size, generator=generator)
         own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
         expansion = expand(
-            drafter, drafter.entering(lambda ids: embedding[ids]), own_hidden, own_root, shape
+            drafter,
+            drafter.input_of(lambda ids: embedding[ids]),
+            own_hidden,
+            own_root,
+            shape,
         )
         tokens, parents, scores = (
             array.tolist() for array in (expansion.tokens, expansion.parents, expansion.scores)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import generation
-from mlx_redrafter.decoding import Decoder, Outcome
+from mlx_redrafter.decoding.text import Decoder, Outcome
 from tests.conftest import Trained
 from tests.helpers.cli import run
 

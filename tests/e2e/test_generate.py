@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import __version__, generation
-from mlx_redrafter.costs import step_costs
+from mlx_redrafter.policy.profiling import step_costs
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.controller import CANDIDATES, Drafts
-from mlx_redrafter.decoding import Decoder, InFlight, Proposal
+from mlx_redrafter.decoding.text import Decoder, InFlight, Proposal
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.policy.adaptive import CANDIDATES, Drafts
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 

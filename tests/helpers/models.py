@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

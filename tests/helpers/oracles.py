@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.tree import NO_TOKEN, TokenTree
 
 Path = tuple[int, ...]

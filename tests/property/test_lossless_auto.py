@@ -10,8 +10,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import generation, stream_generate
-from mlx_redrafter.controller import CANDIDATES
-from mlx_redrafter.costs import step_costs
+from mlx_redrafter.policy.adaptive import CANDIDATES
+from mlx_redrafter.policy.profiling import step_costs
 from tests.helpers.drafts import RandomShapes, scripted
 from tests.helpers.equality import assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -86,10 +86,10 @@ def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
         texts.append([response.token for response in responses])
         choices = responses[-1].stats.choices
         draft_steps.append(sum(choice.steps for choice in choices if choice.shape))
-    taught = drafter.taught
-    assert taught is not None
+    carried_over = drafter.carried_over
+    assert carried_over is not None
     list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120, couple=False))
-    assert drafter.taught is taught, "uncoupled drafts say nothing of coupled ones"
+    assert drafter.carried_over is carried_over, "uncoupled drafts say nothing of coupled ones"
     plain = stream_generate(model, tokenizer, PROMPT, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
     assert draft_steps[0] > draft_steps[1] > 0
@@ -100,6 +100,6 @@ def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
     responses = stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120)
     with closing(responses):  # type: ignore[type-var]
         *_, last = islice(responses, 60)
-        assert drafter.taught is None
-    assert drafter.taught is not None
+        assert drafter.carried_over is None
+    assert drafter.carried_over is not None
     assert last.stats.choices

@@ -21,8 +21,8 @@ import pytest
 
 from mlx_redrafter import generation, load, stream_generate
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.decoding import Decoder
-from mlx_redrafter.target import Target
+from mlx_redrafter.decoding.text import Decoder
+from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers.drafts import grow, make_tree, scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens

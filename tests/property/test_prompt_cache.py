@@ -16,7 +16,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter import GenerationResponse, generation, stream_generate
-from mlx_redrafter.target import Target
+from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer

@@ -14,11 +14,11 @@ from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.host import to_floats
 from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
-from mlx_redrafter.training.cache import Shard, TeacherCache, windows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import frequent_tokens
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, divergence
-from mlx_redrafter.training.selfgen import pack
+from mlx_redrafter.training.self_generated import pack
+from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, windows
 
 H, K, L = 2, 2, 3
 

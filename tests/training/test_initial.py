@@ -7,8 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_redrafter.hooks import captured_output
-from mlx_redrafter.target import Target
+from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
 from mlx_redrafter.training.options import NetworkOptions
 from tests.helpers.models import tiny_llama, tiny_qwen3

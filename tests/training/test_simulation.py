@@ -12,15 +12,15 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.accept import accept
-from mlx_redrafter.beam import expand
 from mlx_redrafter.config import TreeShape
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.target import Target
+from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.simulation import count_accepted, simulate
 from mlx_redrafter.training.teacher import read_sequences
-from mlx_redrafter.tree import select_top_n
+from mlx_redrafter.tree import best_nodes
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama
 from tests.training.conftest import Run
@@ -98,7 +98,7 @@ def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
     shard = read_sequences(target, sequences, 4)
     roots = np.array([*range(1, 60), *range(61, 69)])
     found = count_accepted(drafter, target.embed, shard, roots, shape)
-    enter = drafter.entering(target.embed)
+    enter = drafter.input_of(target.embed)
     tokens = np.array(shard.tokens)
     for root, count in zip(roots, found, strict=True):
         end = 60 if root < 60 else 69
@@ -107,7 +107,7 @@ def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
         node = mx.array([int(tokens[root])])
         hidden = shard.hidden[int(root) - 1]
         expansion = expand(drafter, enter, hidden, node, shape)
-        tree = select_top_n(expansion, node, shape)
+        tree = best_nodes(expansion, node, shape)
         walk = accept(tree, mx.array(following)[tree.depths], shape.beam_length)
         assert walk.num_accepted.item() == count
     assert found.max() > 0

@@ -10,14 +10,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.hooks import captured_output
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.target import Target
+from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher
-from mlx_redrafter.training.cache import Shard, TeacherCache
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
+from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import tiny_llama, tiny_qwen3
 
 K = 8

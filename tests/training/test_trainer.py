@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.drafter_io import named_parameters
+from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.target import Target
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
-from mlx_redrafter.training.cache import TeacherCache
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays_and_metadata
 from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
@@ -28,6 +27,7 @@ from mlx_redrafter.training.options import (
 )
 from mlx_redrafter.training.state import STATE_FILE, Progress
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Lesson, Trainer
 from tests.helpers.models import tiny_llama
 

@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import decoding, stream_generate
+from mlx_redrafter import stream_generate
+from mlx_redrafter.decoding import text as decoding
 from mlx_redrafter.host import to_ints
 from tests.conftest import Trained
 from tests.helpers.models import ROOT

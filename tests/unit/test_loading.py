@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Drafter, generate, load, loading, save_drafter
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.quantised import bits_of, quantised_copy
+from mlx_redrafter.policy.precision import bits_of, quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
 
@@ -30,7 +30,7 @@ def test_loads_all_three(stories: Trained, drafter_folder: Path) -> None:
 def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
     stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "fastest", lambda drafter, embed: quantised_copy(drafter))
+    monkeypatch.setattr(loading, "choose_precision", lambda drafter, embed: quantised_copy(drafter))
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
     assert drafter is not None
     assert bits_of(drafter) == 8

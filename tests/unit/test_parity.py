@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import generation, parity
-from mlx_redrafter.decoding import Decoder, Outcome
+from mlx_redrafter.decoding.text import Decoder, Outcome
 from mlx_redrafter.parity import compare_decoding
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer

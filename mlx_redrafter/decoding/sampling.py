@@ -1,0 +1,236 @@
+"""How the target chooses its tokens: greedily, with noise keyed by position, or by a stock sampler.
+
+Axes: N nodes, V vocabulary, L beam length.
+
+A chooser is asked for the target's token after every node of a tree. The same chooser, asked for
+one node at a time, is plain decoding, and the answers agree: a choice depends on the logits at the
+node and on the node's position, never on the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+from mlx_redrafter.config import SamplingParams
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.redrafter.beam import Rank
+from mlx_redrafter.proposers.redrafter.network import Drafter
+
+Sampler = Callable[[mx.array], mx.array]
+
+# The width of the noise is a multiple of this, so that vector units treat every token alike.
+NOISE_ALIGNMENT = 64
+
+
+class TokenChooser(Protocol):
+    """Chooses the target's token after every node of a tree."""
+
+    def noise(self, position: mx.array, beam_length: int) -> GumbelNoise | None:
+        """What the choices after a tree's nodes depend on besides the logits.
+
+        Args:
+            position: Position of the root, the number of tokens before it, integer, shape (1,).
+            beam_length: L.
+
+        Returns:
+            Noise for the choice after a node of each depth; None if there is none, or none that
+            can be known beforehand.
+        """
+        ...
+
+    def choose(
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: GumbelNoise | None,
+        beam_length: int,
+    ) -> mx.array:
+        """The target's token after each node.
+
+        Args:
+            log_probs: Natural log-probabilities after logits processors, shape (N, V).
+            depths: Depth of each node, int32, shape (N,).
+            noise: From `noise`.
+            beam_length: L; depths are below it.
+
+        Returns:
+            Token ids, integer, shape (N,).
+        """
+        ...
+
+    def keep(self, num_choices: mx.array | int) -> None:
+        """Say that only the first choices along the path counted.
+
+        Args:
+            num_choices: How many tokens of the last `choose` were used, from depth 0 on: int32 of
+                shape (1,), or a number.
+        """
+        ...
+
+
+class GumbelNoise:
+    """Gumbel noise keyed by (seed, absolute position), for the choices after a tree's nodes.
+
+    The token at position t is ``argmax(filtered log_probs / temp + G_t)``: a sample from the
+    tempered distribution (Gumbel-max), and a function of the seed and the text before it alone.
+
+    Args:
+        params: Temperature and filters.
+        values: Noise of the choice after a node of each depth, float32, shape (L, V).
+    """
+
+    def __init__(self, params: SamplingParams, values: mx.array):
+        self.params = params
+        self.values = values
+
+    def choose(self, log_probs: mx.array, depths: mx.array) -> mx.array:
+        """The token after each node: log_probs (N, V), depths (N,), to ids of shape (N,)."""
+        return mx.argmax(self._tempered(log_probs) + self.values[depths], axis=-1)
+
+    def rank(
+        self, log_probs: mx.array, depth: int, token_ids: mx.array | None, share: float
+    ) -> mx.array:
+        """The drafter's guess at what `choose` will choose after nodes of one depth.
+
+        A drafter that ranks with the noise that the target will use proposes what the target
+        would sample, rather than what is most probable (drafter-invariant coupling, arXiv
+        2408.07978). The text does not depend on it.
+
+        Args:
+            log_probs: The drafter's, shape (W, rows of its head).
+            depth: Of the nodes.
+            token_ids: Token ids of those rows if they are not the first tokens in order.
+            share: Of the noise; see `calibration`.
+
+        Returns:
+            Natural log-probabilities given the noise, float32, of the same shape.
+        """
+        rows = self.values[depth]
+        rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
+        scores = self._tempered(log_probs) + share * rows
+        return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+    def ranking(self, drafter: Drafter) -> Rank:
+        """`rank` for the rows of a drafter's head, with its share of the noise."""
+        token_ids = drafter.token_ids if drafter.has_draft_vocab else None
+        return partial(self.rank, token_ids=token_ids, share=drafter.config.noise_share)
+
+    def _tempered(self, log_probs: mx.array) -> mx.array:
+        # mlx-lm's order: all filters look at the distribution at temperature 1.
+        params, log_probs = self.params, log_probs.astype(mx.float32)
+        if 0 < params.top_p < 1:
+            log_probs = apply_top_p(log_probs, params.top_p)
+        if params.min_p > 0:
+            log_probs = apply_min_p(log_probs, params.min_p)
+        if 0 < params.top_k < log_probs.shape[-1]:
+            log_probs = apply_top_k(log_probs, params.top_k)
+        return log_probs / params.temp
+
+
+class KeyedChooser:
+    """Greedy choice, or sampling with `GumbelNoise`."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int):
+        if params.top_k >= vocab_size:
+            raise ConfigError(
+                f"top_k must be below the vocabulary size {vocab_size}, got {params.top_k}; "
+                "use 0 to keep every token"
+            )
+        self.params = params
+        self.vocab_size = vocab_size
+
+    def noise(self, position: mx.array, beam_length: int) -> GumbelNoise | None:
+        """See `TokenChooser.noise`."""
+        if self.params.temp == 0:
+            return None
+        # The token after a node of depth d stands d + 1 after the root.
+        positions = position + 1 + mx.arange(beam_length)
+        values = gumbel_noise(self.params.seed, positions, self.vocab_size)
+        return GumbelNoise(self.params, values)
+
+    def choose(
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: GumbelNoise | None,
+        beam_length: int,
+    ) -> mx.array:
+        """See `TokenChooser.choose`."""
+        return mx.argmax(log_probs, axis=-1) if noise is None else noise.choose(log_probs, depths)
+
+    def keep(self, num_choices: mx.array | int) -> None:
+        """Nothing to do: the noise belongs to positions, not to choices made."""
+
+
+def gumbel_noise(seed: int, positions: mx.array, vocab_size: int) -> mx.array:
+    """Standard Gumbel noise of some positions, integer, shape (n,).
+
+    Returns:
+        float32, shape (n, V). A row depends on (seed, its position) alone.
+    """
+    width = -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
+    positions = positions.astype(mx.uint32)
+    keys = mx.stack([mx.full(positions.shape, seed, dtype=mx.uint32), positions], axis=1)
+    draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
+    return draw(keys)[:, :vocab_size]
+
+
+class StockChooser:
+    """A sampler in mlx-lm's form, exact with the same ``mx.random.seed``.
+
+    All nodes of one depth sample from the same random state, the one that plain decoding would
+    have there, and the state after a step is the one after the last choice that counted. The
+    sampler must depend on its argument and on ``mx.random.state`` only.
+    """
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+        self._keys = mx.zeros((0, 2), dtype=mx.uint32)
+
+    def noise(self, position: mx.array, beam_length: int) -> GumbelNoise | None:
+        """None: a sampler draws as it chooses."""
+        return None
+
+    def choose(
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: GumbelNoise | None,
+        beam_length: int,
+    ) -> mx.array:
+        """See `TokenChooser.choose`. Leaves the random state after the first choice."""
+        keys = [random_state()]
+        chosen = [self._sample(log_probs[:1], keys[0])]
+        for _ in range(1, beam_length):
+            keys.append(random_state())
+            self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
+        keys.append(random_state())
+        self._keys = mx.stack(keys)
+        for node in range(1, log_probs.shape[0]):
+            key = self._keys[depths[node]]
+            chosen.append(self._sample(log_probs[node : node + 1], key))
+        self.keep(1)
+        return mx.concatenate(chosen)
+
+    def keep(self, num_choices: mx.array | int) -> None:
+        """See `TokenChooser.keep`."""
+        _set_random_state(self._keys[num_choices].reshape(2))
+
+    def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
+        _set_random_state(key)
+        return self.sampler(log_probs).reshape(1)
+
+
+def random_state() -> mx.array:
+    """A copy of MLX's global random state, uint32, shape (2,)."""
+    return mx.array(mx.random.state[0])  # type: ignore[index]
+
+
+def _set_random_state(key: mx.array) -> None:
+    # In place: MLX refuses item assignment, and rebinding the attribute has no effect.
+    mx.random.state[0][:] = key  # type: ignore[index]

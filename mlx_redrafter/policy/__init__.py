@@ -1,0 +1,1 @@
+"""How much to draft, step by step; no text depends on it."""

@@ -1,0 +1,66 @@
+"""What was timed on this machine, kept in the user's cache folder until something changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.checkpoint import named_parameters, write_atomically
+from mlx_redrafter.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+def load_or_measure(
+    what: object,
+    modules: Collection[nn.Module],
+    keys: Collection[str],
+    measure: Callable[[], Mapping[str, float]],
+) -> dict[str, float]:
+    """Seconds by key: from a file if they were measured before, else measured and written to it.
+
+    Args:
+        what: Says what is timed; its ``repr`` counts.
+        modules: Networks timed: names, shapes and dtypes of their weights count, as do the device
+            and the versions of MLX and of this package.
+        keys: What there is to find.
+        measure: Finds it.
+    """
+    path = cache_folder() / f"{_fingerprint(what, modules)}.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {key: float(stored[key]) for key in keys}
+    except (OSError, ValueError, KeyError, TypeError):
+        seconds = dict(measure())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(seconds)
+        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        logger.warning("what was timed is not kept for the next run: %s", error)
+    return seconds
+
+
+def cache_folder() -> Path:
+    """Where timings are kept: ``mlx-redrafter`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-redrafter"
+
+
+def _fingerprint(what: object, modules: Collection[nn.Module]) -> str:
+    tensors = [
+        (name, tensor.shape, str(tensor.dtype))
+        for module in modules
+        for name, tensor in named_parameters(module).items()
+    ]
+    device = (str(mx.default_device()), mx.device_info().get("device_name"), platform.processor())
+    known = repr((what, tensors, device, version("mlx"), __version__))
+    return hashlib.sha256(known.encode()).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""What proposes the tokens that the target verifies, one file or folder per kind."""

@@ -1,0 +1,1 @@
+"""The recurrent drafter of ReDrafter (arXiv 2403.09919)."""

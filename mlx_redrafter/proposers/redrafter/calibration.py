@@ -1,0 +1,160 @@
+"""Calibration: two scalars that make a drafter's probabilities the chances of being accepted.
+
+Trees are made of the drafts with the largest products of probabilities, so what is too sharp makes
+them too narrow and what is too flat makes them too broad. A greedy target's choice is certain
+where a drafter trained on its distributions says what is probable, so most score scales are above
+1. At a temperature drafts are ranked with a share of the noise that the target chooses with: the
+more of it, the better the drafter knows the target's distribution; all of it would outweigh what a
+poor one knows.
+
+Axes: n tokens of a text, k most probable tokens, p predictions, V rows of the head, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.host import to_floats, to_ints
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+
+SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
+SHARES = tuple(twentieths / 20 for twentieths in range(4, 21))
+# Texts are mostly sampled near this temperature; the best share changes little with it.
+TEMP = 0.8
+# As many of the target's most probable tokens as are looked at. At a temperature even an improbable
+# one is drawn now and then: for the bundled model's second drafter the best share seemed to be 0.85
+# with 32 of the 4,096 tokens, with 512 it was 0.95, as it was with all.
+TOP_TOKENS = 512
+# Predictions that are looked at, at least where there are as many, and at once.
+ENOUGH = 8192
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The scalars of `DrafterConfig` that say how drafts are ranked.
+
+    Attributes:
+        score_scale: Under which a greedy target's choices are most probable.
+        noise_share: With which most first ranks are what the target samples at `TEMP`.
+    """
+
+    score_scale: float = DrafterConfig.score_scale
+    noise_share: float = DrafterConfig.noise_share
+
+    def applied(self, config: DrafterConfig) -> DrafterConfig:
+        """A config with these scalars."""
+        return replace(config, score_scale=self.score_scale, noise_share=self.noise_share)
+
+
+class Text(NamedTuple):
+    """A text as a target has processed it.
+
+    Attributes:
+        tokens: Token ids, integer, shape (n,).
+        hiddens: The target's last hidden states that predicted them, shape (n, H).
+        top_ids: The tokens that it found most probable there, best first, integer, shape (n, k).
+        top_log_probs: Their natural log-probabilities, shape (n, k).
+    """
+
+    tokens: mx.array
+    hiddens: mx.array
+    top_ids: mx.array
+    top_log_probs: mx.array
+
+
+class Prediction(NamedTuple):
+    """Drafts where the drafts before them were right.
+
+    Attributes:
+        logits: The drafter's, shape (p, V).
+        top_ids: As in `Text`, shape (p, k).
+        top_log_probs: As in `Text`, shape (p, k).
+    """
+
+    logits: mx.array
+    top_ids: mx.array
+    top_log_probs: mx.array
+
+    @property
+    def chosen(self) -> mx.array:
+        """The target's greedy choices, integer, shape (p,)."""
+        return self.top_ids[:, 0]
+
+
+def predict(drafter: Drafter, embed: Embed, text: Text) -> tuple[Prediction, Prediction]:
+    """First and second drafts with each token of a text, of at least three, as the root."""
+    entered = drafter.project_input(embed(text.tokens))
+    hiddens = text.hiddens.astype(drafter.dtype)
+    ids, log_probs = text.top_ids, text.top_log_probs
+    state = drafter.start(entered[:-1])
+    firsts = Prediction(drafter.logits(hiddens[:-1], state), ids[1:], log_probs[1:])
+    state = drafter.advance(state[:-1], entered[1:-1])
+    seconds = Prediction(drafter.logits(hiddens[:-2], state), ids[2:], log_probs[2:])
+    return firsts, seconds
+
+
+def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[Text]) -> Calibration:
+    """The scalars that fit texts; waits for the device.
+
+    Args:
+        drafter: The network.
+        embed: The target's input embedding.
+        texts: As many as wanted; those beyond `ENOUGH` predictions are not read.
+    """
+    nats, matches, count = [0.0] * len(SCALES), [0] * len(SHARES), 0
+    for text in texts:
+        if count >= ENOUGH:
+            break
+        for part in _parts(text):
+            for prediction in predict(drafter, embed, part):
+                nats = [a + b for a, b in zip(nats, _nats(drafter, prediction), strict=True)]
+                noise = mx.random.key(count)
+                found = _matches(drafter, prediction, noise)
+                matches = [a + b for a, b in zip(matches, found, strict=True)]
+                count += prediction.logits.shape[0]
+    if count == 0:
+        return Calibration()
+    return Calibration(SCALES[nats.index(min(nats))], SHARES[matches.index(max(matches))])
+
+
+def _parts(text: Text) -> Iterator[Text]:
+    length = text.tokens.shape[0]
+    for start in range(0, length, BATCH):
+        part = Text(*(array[start : start + BATCH] for array in text))
+        if part.tokens.shape[0] > 2:
+            yield part
+
+
+def _nats(drafter: Drafter, prediction: Prediction) -> list[float]:
+    """Nats of the choices under each of `SCALES`; those that the head cannot propose count 0."""
+    logits = prediction.logits.astype(mx.float32)
+    is_row = drafter.to_token_ids(mx.arange(logits.shape[-1])) == prediction.chosen[:, None]
+    row = mx.argmax(is_row, axis=-1, keepdims=True)
+    right = mx.take_along_axis(logits, row, axis=-1)[:, 0]
+    known = mx.any(is_row, axis=-1)
+    nats = [
+        mx.sum(known * (mx.logsumexp(scale * logits, axis=-1) - scale * right)) for scale in SCALES
+    ]
+    return to_floats(mx.stack(nats))
+
+
+def _matches(drafter: Drafter, prediction: Prediction, key: mx.array) -> list[int]:
+    """Under each of `SHARES`, how many first ranks are what the target samples."""
+    rows = prediction.logits.shape[0]
+    noise = mx.random.gumbel((rows, drafter.config.vocab_size), key=key)
+    top_noise = mx.take_along_axis(noise, prediction.top_ids, axis=-1)
+    best = mx.argmax(prediction.top_log_probs / TEMP + top_noise, axis=-1, keepdims=True)
+    sampled = mx.take_along_axis(prediction.top_ids, best, axis=-1)[:, 0]
+    logits = prediction.logits.astype(mx.float32) / TEMP
+    own_noise = noise[:, drafter.to_token_ids(mx.arange(logits.shape[-1]))]
+    matches = [
+        mx.sum(drafter.to_token_ids(mx.argmax(logits + share * own_noise, axis=-1)) == sampled)
+        for share in SHARES
+    ]
+    return to_ints(mx.stack(matches))

@@ -1,0 +1,41 @@
+"""What tokens add to a drafter's state, looked up instead of computed where a table of it is small.
+
+It depends on the token alone, so a level of drafting need not read ``rnn_w``. The table of all
+tokens takes the time of some dozens of prompt tokens, once per pair of networks.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed, InputTable
+from mlx_redrafter.target.target import Target
+
+# The largest table; beside a target of more one matrix of its drafter is little.
+MAX_BYTES = 64 * 2**20
+
+
+def input_lookup(drafter: Drafter, target: Target) -> Embed:
+    """`Drafter.project_input` as a function of token ids; waits for the device where it makes the table.
+
+    The drafter keeps the table for the next text, as long as the weights that it is made of stay.
+    """
+    compute = drafter.input_of(target.embed)
+    num_bytes = target.vocab_size * target.hidden_size * drafter.dtype.size
+    if not drafter.config.rnn or num_bytes > MAX_BYTES:
+        return compute
+    modules = drafter.rnn_w, target.embedding
+    sources = [array for module in modules for array in named_parameters(module).values()]
+    table = drafter.input_table
+    if table is None or not _are(table.sources, sources):
+        # Computed at once: threads must not share what is not.
+        rows = compute(mx.arange(target.vocab_size))
+        mx.eval(rows)
+        drafter.input_table = table = InputTable(sources, rows)
+    rows = table.rows
+    return lambda ids: rows[ids]
+
+
+def _are(some: list[mx.array], others: list[mx.array]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

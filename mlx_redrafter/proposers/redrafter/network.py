@@ -1,0 +1,265 @@
+"""The recurrent drafter network of ReDrafter, and nothing about search.
+
+Axes: W beams, H hidden size of the target, D exit_dim, V rows of the head.
+
+Source: arXiv 2403.09919 and Apple's ml-recurrent-drafter (``modeling_drafter.py``), whose parameter
+names are kept. The state starts from zero as in that code; the paper starts it from the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.policy.acceptance import AcceptanceStats
+
+Layer = Callable[[mx.array], mx.array]
+# From token ids to a row of H numbers for each.
+Embed = Callable[[mx.array], mx.array]
+
+# What a logit that Apple's `warp_logits` masks is set to.
+MASKED_LOGIT = -50000.0
+
+
+@dataclass(frozen=True)
+class InputTable:
+    """What every token adds to the state.
+
+    Attributes:
+        sources: The weights that it was computed from.
+        rows: `Drafter.project_input` of every row of the target's input embedding.
+    """
+
+    sources: list[mx.array]
+    rows: mx.array
+
+
+class ResBlock(nn.Module):
+    """``x + silu(linear(x))``, shape (W, D) to (W, D)."""
+
+    def __init__(self, dims: int):
+        super().__init__()
+        self.linear = nn.Linear(dims, dims)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the block to ``x``, shape (..., D)."""
+        return x + nn.silu(self.linear(x))
+
+
+class Drafter(nn.Module):
+    """A small RNN that proposes the target's next tokens from its last hidden state.
+
+    ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
+    head covers only part of the vocabulary (``config.draft_vocab_size``); otherwise it is absent.
+
+    Attributes:
+        config: The shape, and how drafts are ranked.
+        carried_over: What the last text whose steps chose their own shapes says of the next one. It is
+            here because texts have nothing else in common.
+        input_table: See `input_lookup`.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.carried_over: AcceptanceStats | None = None
+        self.input_table: InputTable | None = None
+        hidden, width = config.hidden_size, config.exit_dim
+        if config.has_input_proj:
+            self.input_proj = nn.Linear(2 * hidden, width)
+        if config.rnn:
+            self.rnn_u = nn.Linear(hidden, hidden)
+            self.rnn_w = nn.Linear(hidden, hidden, bias=False)
+        blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
+        self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+        # A weight, and the two layers made of it; no parameters of their own.
+        self._split_weights: tuple[mx.array, Layer, Layer] | None = None
+
+    @property
+    def has_draft_vocab(self) -> bool:
+        """Whether the head covers only part of the vocabulary."""
+        return self.config.draft_vocab_size is not None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The floating-point dtype the network computes in."""
+        head = self.lm_head[-1]
+        return head.scales.dtype if "scales" in head else head.weight.dtype
+
+    @property
+    def quantization(self) -> dict[str, int] | None:
+        """``group_size`` and ``bits`` of quantised weights; None where there are none."""
+        layers = (module for module in self.modules() if isinstance(module, nn.QuantizedLinear))
+        layer = next(layers, None)
+        return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+
+    def project_input(self, embedding: mx.array) -> mx.array:
+        """What a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
+
+        Args:
+            embedding: ``e``, rows of the target's input embedding, shape (..., H).
+
+        Returns:
+            The same shape, in the drafter's dtype.
+        """
+        embedding = embedding.astype(self.dtype)
+        return self.rnn_w(embedding) if self.config.rnn else embedding
+
+    def input_of(self, embed: Embed) -> Embed:
+        """`enter` by token id, given the target's input embedding."""
+        return lambda ids: self.project_input(embed(ids))
+
+    def start(self, entered: mx.array) -> mx.array:
+        """The state after the root token: `advance` from the zero state.
+
+        Args:
+            entered: `enter` of the root, shape (1, H).
+
+        Returns:
+            ``s_1``, shape (1, H).
+        """
+        if self.config.rnn and self.config.rnn_first_step_bias:
+            entered = entered + self.rnn_u.bias
+        return self._activate(entered)
+
+    def advance(self, state: mx.array, entered: mx.array) -> mx.array:
+        """Advance the recurrent state of every beam by one token.
+
+        With ``s`` the state and ``e`` the embedding of the newest token:
+
+            s_t = f(rnn_w e_t + rnn_u s_{t-1} + b)    if ``config.rnn``, f = silu or the identity
+            s_t = e_t + s_{t-1}                       otherwise
+
+        Args:
+            state: ``s_{t-1}``, shape (W, H), or (1, H) where it is the same for all beams.
+            entered: `enter` of the newest tokens, shape (W, H).
+
+        Returns:
+            ``s_t``, shape (W, H).
+        """
+        return self._activate(entered + (self.rnn_u(state) if self.config.rnn else state))
+
+    def logits(self, hidden: mx.array, state: mx.array, share: mx.array | None = None) -> mx.array:
+        """Logits of the token that follows each beam.
+
+            x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
+
+        Args:
+            hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
+            state: The beams' states, shape (W, H).
+            share: `hidden_term` of ``hidden`` where that is known; the same result for less work.
+
+        Returns:
+            Logits in the drafter's dtype, shape (W, V); not log-probabilities.
+        """
+        x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
+        y = self._first(x) if share is None else share + self._split()[1](state)
+        layers = self.lm_head
+        if not self.config.has_input_proj:
+            # The first block reads the pair itself; without blocks the head does.
+            layers = layers[1:]
+            y = x + nn.silu(y) if self.config.num_draft_layers else y
+        for layer in layers:
+            y = layer(y)
+        return y
+
+    def hidden_term(self, hidden: mx.array) -> mx.array | None:
+        """What ``hidden``, shape (H,), adds to the first layer, shape (1, D): equal for all beams.
+
+        None where a group of quantised weights belongs to both halves of the layer's input.
+        """
+        if self.config.hidden_size % getattr(self._first, "group_size", 1):
+            return None
+        return self._split()[0](hidden[None])
+
+    @property
+    def _first(self) -> nn.Linear | nn.QuantizedLinear:
+        """The layer that reads ``[h, s_t]``."""
+        layer: Any = self.input_proj if self.config.has_input_proj else self.lm_head[0]
+        return layer.linear if isinstance(layer, ResBlock) else layer
+
+    def _split(self) -> tuple[Layer, Layer]:
+        """`_first` as a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
+        first, hidden = self._first, self.config.hidden_size
+        halves = self._split_weights
+        if halves is None or halves[0] is not first.weight:
+            bias = first.bias if "bias" in first else None
+            left = columns(first, 0, hidden, None)
+            right = columns(first, hidden, 2 * hidden, bias)
+            self._split_weights = halves = (first.weight, left, right)
+        return halves[1:]
+
+    def log_probs(
+        self,
+        hidden: mx.array,
+        state: mx.array,
+        share: mx.array | None = None,
+        scale: float = 1.0,
+    ) -> mx.array:
+        """Natural log-probabilities of the next token of each beam.
+
+        Args:
+            hidden: As in `logits`.
+            state: As in `logits`.
+            share: As in `logits`.
+            scale: What the logits are multiplied by.
+
+        Returns:
+            float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
+            as Apple's ``warp_logits`` does; the others get the logit -50000.
+        """
+        logits = self.logits(hidden, state, share).astype(mx.float32)
+        if scale != 1:
+            logits = logits * scale
+        top_k = self.config.draft_top_k
+        if top_k is not None and top_k < logits.shape[-1]:
+            logits = logits - mx.max(logits, axis=-1, keepdims=True)
+            kth = mx.sort(logits, axis=-1)[..., -top_k, None]
+            logits = mx.where(logits < kth, MASKED_LOGIT, logits)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    def to_token_ids(self, rows: mx.array) -> mx.array:
+        """Token ids, int32, of rows of the head; any shape."""
+        if not self.has_draft_vocab:
+            return rows.astype(mx.int32)
+        return self.token_ids[rows].astype(mx.int32)
+
+    def _activate(self, x: mx.array) -> mx.array:
+        is_curved = self.config.rnn and self.config.rnn_activation == "silu"
+        return nn.silu(x) if is_curved else x
+
+
+def columns(
+    linear: nn.Linear | nn.QuantizedLinear, start: int, stop: int, bias: mx.array | None
+) -> Layer:
+    """The part of a layer that reads these inputs only, with this bias.
+
+    The weights are copied, and at once: a matrix whose rows do not follow each other in memory
+    would be copied at every use, and threads must not share what is not computed yet.
+    """
+    if isinstance(linear, nn.QuantizedLinear):
+        group, bits = linear.group_size, linear.bits
+        packed = mx.contiguous(linear.weight[:, start * bits // 32 : stop * bits // 32])
+        scales = mx.contiguous(linear.scales[:, start // group : stop // group])
+        assert linear.biases is not None
+        biases = mx.contiguous(linear.biases[:, start // group : stop // group])
+        mx.eval(packed, scales, biases)
+
+        def apply(x: mx.array) -> mx.array:
+            y = mx.quantized_matmul(x, packed, scales, biases, True, group, bits)
+            return y if bias is None else y + bias
+    else:
+        weight = mx.contiguous(linear.weight[:, start:stop]).T
+        mx.eval(weight)
+
+        def apply(x: mx.array) -> mx.array:
+            return x @ weight if bias is None else mx.addmm(bias, x, weight)
+
+    return apply

@@ -1,0 +1,1 @@
+"""Caches that hold a token tree beside the committed tokens, one file per kind of layer."""

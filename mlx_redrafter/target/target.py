@@ -1,0 +1,156 @@
+"""The target: a stock mlx-lm model that can also run one forward pass over a token tree.
+
+Axes: N nodes of a tree, V vocabulary, H hidden size.
+
+Only this file, `architectures.py`, `hooks.py` and `cache.py` know the insides of mlx-lm models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.target.architectures import find_parts
+from mlx_redrafter.target.caches.tree_cache import TreeCache, reserve_rows
+from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
+from mlx_redrafter.tree import TokenTree
+
+ProgressCallback = Callable[[int, int], None]
+
+
+class TargetOutputs(NamedTuple):
+    """Outputs of the target for N tokens.
+
+    Attributes:
+        logits: Shape (N, V), the model's dtype.
+        hiddens: Backbone outputs after the final norm, which enter the LM head, shape (N, H).
+    """
+
+    logits: mx.array
+    hiddens: mx.array
+
+
+class Target:
+    """A stock mlx-lm model, hooked so that it can verify trees; otherwise unchanged.
+
+    Attributes:
+        model: The model.
+        embedding: Its input embedding.
+        hidden_size: H.
+        vocab_size: V, rows of the input embedding.
+        context_length: Positions the model was made for, or None where its config does not say.
+
+    Raises:
+        UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
+    """
+
+    def __init__(self, model: nn.Module):
+        parts = find_parts(model)
+        self.model = model
+        self.embedding = parts.embedding
+        self.hidden_size = parts.hidden_size
+        self.vocab_size = parts.vocab_size
+        self.context_length = parts.context_length
+        for point in parts.hooks:
+            install(point)
+
+    def new_cache(self, prompt_cache: Sequence[Any] | None = None) -> TreeCache:
+        """A cache for one request, on top of ``prompt_cache`` if the caller has one.
+
+        Raises:
+            ConfigError: ``prompt_cache`` was made for another model.
+            UnsupportedTargetError: A layer's cache is not mlx-lm's plain ``KVCache``.
+        """
+        own = make_prompt_cache(self.model)
+        layers = own if prompt_cache is None else list(prompt_cache)
+        if len(layers) != len(own):
+            raise ConfigError(
+                f"prompt_cache has {len(layers)} layers, the model needs {len(own)}; make it with "
+                "mlx_lm.models.cache.make_prompt_cache(model)"
+            )
+        for layer in layers:
+            if type(layer) is not KVCache:
+                raise UnsupportedTargetError(
+                    f"expected mlx-lm's plain KVCache in every layer, found "
+                    f"{type(layer).__name__}; this cache kind cannot hold a tree yet, use mlx-lm "
+                    "itself for it"
+                )
+        return TreeCache(layers)
+
+    def blank_cache(self, length: int) -> TreeCache:
+        """A cache for timing: it holds ``length`` tokens that were never processed, rows of zeros.
+
+        `TreeCache.settle` makes it shorter. Waits for the device.
+        """
+        cache = self.new_cache()
+        mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
+        reserve_rows(cache.stock, length)
+        cache.settle(length)
+        return cache
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Rows of the input embedding: ids of shape (n,) to an array of shape (n, H)."""
+        return self.embedding(tokens)
+
+    def prefill(
+        self,
+        prompt: mx.array,
+        cache: TreeCache,
+        step_size: int,
+        on_progress: ProgressCallback,
+    ) -> TargetOutputs:
+        """Process the prompt in chunks, the last token alone as mlx-lm does.
+
+        Logits exist for the last token only. Waits for the device once per chunk.
+
+        Args:
+            prompt: Token ids, shape (n,), n at least 1.
+            cache: Gets the rows of all n tokens.
+            step_size: Most tokens per chunk.
+            on_progress: Called with the tokens processed and n.
+
+        Returns:
+            Outputs of the last token, N = 1, not computed yet.
+        """
+        total, done = prompt.shape[0], 0
+        on_progress(0, total)
+        while total - done > 1:
+            size = min(step_size, total - done - 1)
+            self.model(prompt[None, done : done + size], cache=cache.stock)
+            mx.eval([layer.state for layer in cache.stock])
+            done += size
+            cache.length += size
+            on_progress(done, total)
+            mx.clear_cache()
+        return self.advance(prompt[done:], cache)
+
+    def advance(self, token: mx.array, cache: TreeCache) -> TargetOutputs:
+        """Process one token, shape (1,), as plain decoding does."""
+        cache.expect_token()
+        with captured_output() as outputs:
+            logits = self.model(token[None], cache=cache.layers)
+        cache.length += 1
+        return TargetOutputs(logits[0], outputs[-1][0])
+
+    def verify(self, tree: TokenTree, cache: TreeCache) -> TargetOutputs:
+        """Process all nodes of a tree at once, each seeing its ancestors and all committed tokens.
+
+        Args:
+            tree: N nodes; the token of node n sits at position ``cache.length + depths[n]``.
+            cache: Gets the nodes' rows; `TreeCache.commit` says which of them stay.
+
+        Returns:
+            Outputs of every node.
+        """
+        cache.expect_tree(tree.ancestors)
+        tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
+        num_depths = tree.tokens.shape[0] if tree.max_depth is None else tree.max_depth + 1
+        positions = TreePositions(cache.length + tree.depths, cache.length, num_depths)
+        with captured_output() as outputs, tree_positions(positions):
+            logits = self.model(tokens[None], cache=cache.layers)
+        return TargetOutputs(logits[0], outputs[-1][0])

@@ -1,0 +1,1 @@
+"""Outcomes recorded by an earlier version, which later ones must reproduce."""

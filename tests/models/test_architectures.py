@@ -1,0 +1,236 @@
+"""Every supported architecture: trees against token-by-token decoding by stock mlx-lm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.lora import LoRAEmbedding
+
+from mlx_redrafter.config import MAX_BEAM_LENGTH
+from mlx_redrafter.decoding.text import Request
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.target import target as target_module
+from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS, find_parts
+from mlx_redrafter.target.hooks import (
+    Hook,
+    HookPoint,
+    embed_tree_positions,
+    install,
+    rotate_at_tree_positions,
+    rotate_with_dynamic_base,
+    scale_at_tree_positions,
+)
+from mlx_redrafter.target.target import Target, TargetOutputs
+from mlx_redrafter.tree import TokenTree
+from tests.models.tiny_models import (
+    COMMON,
+    THRESHOLD,
+    VOCAB_SIZE,
+    build,
+    main_rope,
+    tiny_config,
+    wrapper_config,
+)
+from tests.models.trees import (
+    PROMPT,
+    ScriptedDecoder,
+    branching_tree,
+    decode_paths,
+    make_tree,
+    stock_tokens,
+    verify_after_prompt,
+    wide_tree,
+)
+
+# One token and a tree differ by about 1e-6 of the largest logit in float32.
+TOLERANCE = 2e-5
+# A node at a wrong position differs by more than this.
+VISIBLE = 1e-3
+NUM_TOKENS = 24
+
+CASES = [(name, rope) for name, ropes in SUPPORTED.items() for rope in ropes]
+MAIN_CASES = [(name, main_rope(name)) for name in SUPPORTED]
+INNER_CASES = [(name, text) for name, texts in WRAPPERS.items() for text in texts[1:]]
+
+# Heads that are not called ``lm_head``; where there is none, the input embedding is the head.
+HEADS = {"gpt_neox": "embed_out", "internlm2": "output", "phixtral": "linear"}
+
+
+def disagreement(found: mx.array, expected: mx.array) -> float:
+    """Largest difference, relative to the largest magnitude."""
+    return float(mx.max(mx.abs(found - expected)) / mx.max(mx.abs(expected)))
+
+
+def assert_agree(found: mx.array, expected: mx.array) -> None:
+    """Check two arrays of logits, shape (N, V)."""
+    assert disagreement(found, expected) <= TOLERANCE
+    assert mx.argmax(found, axis=-1).tolist() == mx.argmax(expected, axis=-1).tolist()
+
+
+def assert_tree_agrees(model: nn.Module, tree: TokenTree | None = None) -> None:
+    """Hook a model and check that a tree gives what it gave before, token by token."""
+    tree = tree or branching_tree()
+    expected = decode_paths(model, tree)
+    assert_agree(verify_after_prompt(Target(model), tree).logits, expected.logits)
+
+
+@pytest.mark.parametrize(("model_type", "rope"), CASES)
+def test_tree_logits(model_type: str, rope: str) -> None:
+    assert_tree_agrees(build(tiny_config(model_type, rope)))
+
+
+@pytest.mark.parametrize(("model_type", "text_type"), INNER_CASES)
+def test_tree_logits_of_other_inner_models(model_type: str, text_type: str) -> None:
+    assert_tree_agrees(build(wrapper_config(model_type, text_type, "yarn")))
+
+
+@pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
+def test_hidden_states_enter_the_head(model_type: str, rope: str) -> None:
+    model = build(tiny_config(model_type, rope))
+    target = Target(model)
+    tree = branching_tree()
+    forward = verify_after_prompt(target, tree)
+    expected = decode_paths(model, tree)
+    assert disagreement(forward.hiddens, expected.hiddens) <= TOLERANCE
+    assert forward.hiddens.shape == (tree.num_nodes, target.hidden_size)
+    assert target.embed(tree.tokens).shape == (tree.num_nodes, target.hidden_size)
+    assert target.vocab_size == VOCAB_SIZE
+    # Models scale and cap their logits, which keeps the order.
+    logits = apply_head(model, model_type, forward)
+    assert mx.argmax(logits, axis=-1).tolist() == mx.argmax(forward.logits, axis=-1).tolist()
+
+
+def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.array:
+    modules = dict(model.named_modules())
+    name = HEADS.get(model_type, "lm_head")
+    if model_type == "talkie":  # a bare array
+        return forward.hiddens @ model.lm_head.T
+    heads = [modules[path] for path in modules if path.rpartition(".")[2] == name]
+    if not heads:
+        return find_parts(model).embedding.as_linear(forward.hiddens)
+    return heads[0](forward.hiddens)
+
+
+@pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
+def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
+    model = build(tiny_config(model_type, rope))
+    stock_cache = make_prompt_cache(model)
+    stock = stock_tokens(model, NUM_TOKENS, stock_cache)
+
+    target = Target(model)
+    cache = target.new_cache()
+    decoder = ScriptedDecoder(target, cache, stock)
+    request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
+    assert [token.id for token in decoder.decode(request)] == stock
+    # Paths of all lengths were kept.
+    assert len([count for count in decoder.stats.accepted_counts if count > 0]) >= 4
+
+    for layer, stock_layer in zip(cache.stock, stock_cache, strict=True):
+        keys, values, offset = layer.state
+        stock_keys, stock_values, stock_offset = stock_layer.state
+        assert offset == stock_offset
+        if stock_keys is not None:
+            rows = slice(0, offset)
+            assert disagreement(keys[:, :, rows], stock_keys[:, :, rows]) <= TOLERANCE
+            assert disagreement(values[:, :, rows], stock_values[:, :, rows]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
+def test_a_wrong_position_is_noticed(model_type: str, rope: str) -> None:
+    """Without this, agreement would say nothing about positions."""
+    model = build(tiny_config(model_type, rope))
+    tree = branching_tree()
+    expected = decode_paths(model, tree).logits
+    off_by_one = replace(tree, depths=tree.depths + 1)
+    found = verify_after_prompt(Target(model), off_by_one).logits
+    assert disagreement(found, expected) > VISIBLE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "missing"),
+    [
+        ("llama", "default", rotate_at_tree_positions),
+        ("llama", "llama3", rotate_at_tree_positions),
+        ("llama", "dynamic", rotate_with_dynamic_base),
+        ("deepseek_v2", "yarn", rotate_at_tree_positions),
+        ("gpt2", "default", embed_tree_positions),
+        ("hunyuan", "dynamic", rotate_at_tree_positions),
+        ("ministral3", "yarn", scale_at_tree_positions),
+        ("mistral4", "yarn", scale_at_tree_positions),
+        ("nanochat", "default", rotate_at_tree_positions),
+        ("phi3", "longrope", rotate_at_tree_positions),
+        ("qwen3", "proportional", rotate_at_tree_positions),
+        ("talkie", "default", rotate_at_tree_positions),
+    ],
+)
+def test_a_missing_hook_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, rope: str, missing: Hook
+) -> None:
+    def install_others(point: HookPoint) -> None:
+        if point.hook is not missing:
+            install(point)
+
+    monkeypatch.setattr(target_module, "install", install_others)
+    model = build(tiny_config(model_type, rope))
+    tree = branching_tree()
+    expected = decode_paths(model, tree).logits
+    found = verify_after_prompt(Target(model), tree).logits
+    assert disagreement(found, expected) > VISIBLE
+
+
+def test_dynamic_rope_before_its_base_grows() -> None:
+    config = {**tiny_config("llama", "dynamic"), "max_position_embeddings": 4 * THRESHOLD}
+    assert_tree_agrees(build(config))
+
+
+def test_dynamic_rope_of_the_longest_chain() -> None:
+    parents = [max(node - 1, 0) for node in range(MAX_BEAM_LENGTH)]
+    chain = make_tree(list(range(MAX_BEAM_LENGTH)), parents)
+    assert_tree_agrees(build(tiny_config("internlm2", "dynamic")), chain)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["dbrx", "deepseek_v3", "granitemoe", "mixtral", "phixtral", "qwen3_moe"]
+)
+def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type: str) -> None:
+    # mlx-lm sorts tokens by expert from 64 choices on.
+    num_nodes = 40
+    assert num_nodes * COMMON["num_experts_per_tok"] > 64
+    assert_tree_agrees(build(tiny_config(model_type, main_rope(model_type))), wide_tree(num_nodes))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "gpt2", "llama", "qwen3_moe", "starcoder2", "talkie"]
+)
+def test_quantised(model_type: str) -> None:
+    model = build(tiny_config(model_type))
+    nn.quantize(model, group_size=32, bits=4)
+    assert_tree_agrees(model)
+    parts = find_parts(model)
+    assert (parts.hidden_size, parts.vocab_size) == (COMMON["hidden_size"], VOCAB_SIZE)
+
+
+def test_lora_on_the_embedding() -> None:
+    model: Any = build(tiny_config("llama"))
+    model.model.embed_tokens = LoRAEmbedding.from_base(model.model.embed_tokens)
+    assert_tree_agrees(model)
+    parts = find_parts(model)
+    assert (parts.hidden_size, parts.vocab_size) == (COMMON["hidden_size"], VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode"])
+def test_drafts_past_the_last_learned_position(model_type: str) -> None:
+    num_positions = len(PROMPT) + 3
+    model = build({**tiny_config(model_type), "n_positions": num_positions})
+    tree = branching_tree()
+    depths = to_ints(tree.depths)
+    nodes = mx.array([n for n, depth in enumerate(depths) if len(PROMPT) + depth < num_positions])
+    expected = decode_paths(model, tree).logits
+    found = verify_after_prompt(Target(model), tree).logits
+    assert_agree(found[nodes], expected[nodes])
+    assert mx.all(mx.isfinite(found)).item()

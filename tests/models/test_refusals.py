@@ -1,0 +1,158 @@
+"""What cannot be decoded exactly is refused by name and reason, before any text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import gemma3_text, llama
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.architectures import (
+    ARCHITECTURES,
+    REFUSED,
+    SUPPORTED,
+    WRAPPERS,
+    check_config,
+    find_parts,
+    supported_names,
+)
+from tests.models.tiny_models import Config, build, tiny_config, wrapper_config
+
+SLIDING: Config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+
+
+def refusal_of(config: Config) -> str:
+    with pytest.raises(UnsupportedTargetError) as caught:
+        check_config(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "mlx_lm.generate" in message
+    return message
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_refused_model_types(model_type: str) -> None:
+    message = refusal_of({"model_type": model_type})
+    assert f"'{model_type}'" in message
+    assert REFUSED[model_type] in message
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "transformerx"}, "'transformerx'"),
+        ({}, "model_type"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": "falcon_mamba"}, "'falcon_mamba'"),
+        ({"model_type": "gemma4_unified"}, "'gemma4_unified'"),
+        ({"model_type": "llama", "model_file": "model.py"}, "code of its own"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "bitnet"}}, "Metal"),
+        ({"model_type": "llama", **SLIDING}, "sliding window"),
+        ({"model_type": "mistral", **SLIDING}, "sliding window"),
+        ({"model_type": "smollm3", **SLIDING}, "sliding window"),
+        ({"model_type": "pixtral", "text_config": SLIDING}, "sliding window"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3", **SLIDING}},
+            "sliding window",
+        ),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "sliding window"),
+        ({"model_type": "llama", "rope_scaling": {"type": "quadratic"}}, "'quadratic'"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "quadratic"}}, "'quadratic'"),
+        ({"model_type": "qwen3", "rope_parameters": {"rope_type": "quadratic"}}, "'quadratic'"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "'yarn'"),
+        ({"model_type": "deepseek_v2"}, "'default'"),
+        (
+            {"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"type": "quadratic"}}},
+            "'quadratic'",
+        ),
+    ],
+)
+def test_refused_configs(config: Config, words: str) -> None:
+    assert words in refusal_of(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": 4096},  # mlx-lm attends to all tokens
+        {"model_type": "llama", "layer_types": ["full_attention"], "rope_scaling": None},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+        {"model_type": "kimi_k2", "rope_scaling": {"type": "yarn"}},
+        {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope"}},
+        {"model_type": "llava", "text_config": None},
+        {"model_type": "exaone4", "sliding_window_pattern": None},
+        {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
+    ],
+)
+def test_accepted_configs(config: Config) -> None:
+    check_config(config)
+
+
+@pytest.mark.parametrize("model_type", sorted(SUPPORTED))
+def test_tiny_configs_are_accepted(model_type: str) -> None:
+    for rope in SUPPORTED[model_type]:
+        check_config(tiny_config(model_type, rope))
+
+
+def test_every_supported_name_is_accepted_or_needs_a_certain_rope() -> None:
+    names = supported_names()
+    assert {"mistral", "kimi_k2", "qwen2_5_vl", "llama"} <= set(names)
+    for name in names:
+        kind = SUPPORTED[MODEL_REMAPPING.get(name, name)][0]
+        check_config({"model_type": name, "rope_scaling": {"type": kind}})
+    assert not set(SUPPORTED) & set(REFUSED)
+    assert set(SUPPORTED) == set(ARCHITECTURES) | set(WRAPPERS)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "ministral3", "smollm3"])
+def test_built_model_with_sliding_window(model_type: str) -> None:
+    sizes = {"num_hidden_layers": 2, "no_rope_layers": [1, 1]}
+    model = build({**tiny_config(model_type), **sizes, **SLIDING})
+    with pytest.raises(UnsupportedTargetError, match="sliding window"):
+        find_parts(model)
+
+
+def test_built_wrapper_with_sliding_window() -> None:
+    config = wrapper_config("mistral3", "ministral3")
+    config["text_config"].update(SLIDING)
+    with pytest.raises(UnsupportedTargetError, match="sliding window"):
+        find_parts(build(config))
+
+
+def test_built_model_of_refused_type() -> None:
+    args = gemma3_text.ModelArgs("gemma3_text", hidden_size=32, num_hidden_layers=2, vocab_size=64)
+    with pytest.raises(UnsupportedTargetError, match="gemma3_text"):
+        find_parts(gemma3_text.Model(args))
+
+
+def test_built_model_with_other_caches() -> None:
+    class Quirky(llama.Model):
+        def make_cache(self) -> list[Any]:
+            return [object() for _ in self.layers]
+
+    model = build(tiny_config("llama"))
+    Quirky.__module__ = llama.__name__
+    model.__class__ = Quirky
+    with pytest.raises(UnsupportedTargetError, match="caches object"):
+        find_parts(model)
+
+
+def test_built_model_with_unknown_rope() -> None:
+    class SpiralRoPE(nn.Module):
+        pass
+
+    model: Any = build(tiny_config("llama"))
+    model.model.layers[1].self_attn.rope = SpiralRoPE()
+    with pytest.raises(UnsupportedTargetError, match="SpiralRoPE"):
+        find_parts(model)
+
+
+def test_built_model_from_elsewhere() -> None:
+    class Model(nn.Module):
+        pass
+
+    with pytest.raises(UnsupportedTargetError, match="test_refusals"):
+        find_parts(Model())

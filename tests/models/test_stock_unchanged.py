@@ -1,0 +1,57 @@
+"""Hooks change nothing outside a verify, and are installed once."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter.target.architectures import SUPPORTED, find_parts
+from mlx_redrafter.target.target import Target
+from tests.models.tiny_models import build, flat_parameters, main_rope, tiny_config
+from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
+
+CASES = [(name, main_rope(name)) for name in SUPPORTED]
+
+
+def stock_logits(model: nn.Module) -> list[mx.array]:
+    """Logits of a prompt in two chunks and of three single tokens."""
+    cache = make_prompt_cache(model)
+    chunks = [PROMPT[:7], PROMPT[7:], [3], [50], [9]]
+    logits = [model(mx.array([chunk]), cache=cache) for chunk in chunks]
+    mx.eval(logits)
+    return [*logits, model(mx.array([PROMPT]))]
+
+
+@pytest.mark.parametrize(("model_type", "rope"), CASES)
+def test_stock_logits_stay_bitwise_equal(model_type: str, rope: str) -> None:
+    model = build(tiny_config(model_type, rope))
+    names = [name for name, _ in flat_parameters(model)]
+    before = stock_logits(model)
+    for _ in range(2):
+        verify_after_prompt(Target(model), branching_tree())
+        after = stock_logits(model)
+        assert all(mx.array_equal(*pair) for pair in zip(before, after, strict=True))
+    assert [name for name, _ in flat_parameters(model)] == names
+
+
+@pytest.mark.parametrize(("model_type", "rope"), CASES)
+def test_hooks_are_installed_once(model_type: str, rope: str) -> None:
+    model = build(tiny_config(model_type, rope))
+    points = find_parts(model).hooks
+    Target(model)
+    hooked = [hooked_class(point.owner, point.name) for point in points]
+    assert all(is_hooked(point.owner, point.name) for point in points)
+    Target(model)
+    assert [hooked_class(point.owner, point.name) for point in points] == hooked
+    assert find_parts(model).hooks == points
+
+
+def hooked_class(owner: object, name: str) -> object:
+    return type(owner) if isinstance(owner, nn.Module) else getattr(owner, name)
+
+
+def is_hooked(owner: object, name: str) -> bool:
+    hooks = ("redrafter_hook", "redrafter_hooks")
+    return any(hasattr(hooked_class(owner, name), hook) for hook in hooks)

@@ -1,0 +1,263 @@
+"""Tiny stock mlx-lm models with random weights, one for every supported architecture.
+
+Lengths that position-dependent code compares with (the original length of a scaled rope, the period
+of an attention scale, the length from which "dynamic" rope grows its base) are all `THRESHOLD`, and
+the trees of the tests lie across it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes
+
+from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
+
+Config = dict[str, Any]
+
+VOCAB_SIZE = 96
+THRESHOLD = 14
+SCALING_FACTOR = 4.0
+
+# Model files take what they know from a config and ignore the rest, so most share this one.
+COMMON: Config = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 56,
+    "original_max_position_embeddings": THRESHOLD,
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": True,
+    # Mixtures of experts; the first layer is dense where the family has dense layers.
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 2,
+    "topk_group": 1,
+    # Latent attention.
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+    # Multipliers of the Granite and MiniCPM families.
+    "logits_scaling": 0.5,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7,
+    "dim_model_base": 32,
+    "scale_depth": 1.4,
+    "scale_emb": 2.0,
+}
+
+GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
+
+OVERRIDES: dict[str, Config] = {
+    "afm7": {
+        "hidden_dim": 64,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "hidden_dim_scale_factor": 1.0,
+    },
+    "apertus": {"post_norm": False, "qk_norm": True},
+    "bailing_moe": {"use_qk_norm": True, "norm_head": True, "topk_group": 2},
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
+    "dbrx": {
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 100.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "ernie4_5": {"use_bias": True, "tie_word_embeddings": True},
+    "ernie4_5_moe": {
+        "use_bias": False,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 1,
+    },
+    "exaone": {"num_layers": 2, "tie_word_embeddings": True},
+    "exaone4": {"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
+    "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 60.0},
+    "glm": {"tie_word_embeddings": True},
+    "glm4_moe": {"use_qk_norm": True, "rope_scaling": None},
+    "gpt2": {**GPT, "n_ctx": 56},
+    "gpt_bigcode": GPT,
+    "gpt_neox": {"rotary_emb_base": 100, "rotary_pct": 0.5, "num_key_value_heads": 4},
+    "gptj": {**GPT, "rotary_dim": 8},
+    "granite": {"tie_word_embeddings": True},
+    "hunyuan": {
+        "moe_topk": 2,
+        "num_shared_expert": 1,
+        "use_mixed_mlp_moe": True,
+        "use_qk_norm": True,
+        "use_cla": True,
+        "cla_share_factor": 2,
+    },
+    "lille-130m": {
+        "block_size": 56,
+        "n_embd": 96,
+        "n_head": 4,
+        "n_kv_heads": 2,
+        "n_layer": 2,
+    },
+    "llama": {"rope_traditional": True},
+    "llama4_text": {
+        "intermediate_size_mlp": 64,
+        "no_rope_layers": [1, 0],
+        "use_qk_norm": True,
+        "tie_word_embeddings": True,
+    },
+    "minimax": {"shared_intermediate_size": 32, "rotary_dim": 8},
+    "minicpm": {"tie_word_embeddings": False},
+    "nanbeige": {"num_loops": 2},
+    "nanochat": {"num_key_value_heads": 4},
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5},
+    "nemotron-nas": {
+        "num_hidden_layers": 4,
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
+    "openelm": {
+        "num_transformer_layers": 2,
+        "model_dim": 64,
+        "ffn_dim_divisor": 32,
+        "num_query_heads": [4, 6],
+        "num_kv_heads": [2, 3],
+        "ffn_multipliers": [1.0, 1.5],
+        "rope_freq_constant": 100,
+    },
+    "phi": {"num_key_value_heads": 4},
+    "phixtral": {
+        "num_vocab": VOCAB_SIZE,
+        "model_dim": 64,
+        "num_heads": 4,
+        "num_layers": 2,
+        "rotary_dim": 8,
+    },
+    "plamo": {"n_shared_head": 2},
+    "qwen": {"kv_channels": 16},
+    "seed_oss": {"attention_bias": True},
+    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+    "solar_open": {"use_qk_norm": False},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
+    "starcoder2": {"tie_word_embeddings": True, "norm_epsilon": 1e-5},
+    "youtu_llm": {"tie_word_embeddings": True},
+}
+
+# These read rope scaling, and the period of an attention scale, from ``rope_parameters``.
+ROPE_PARAMETERS = ("ministral3", "mistral4")
+
+_RESCALED: Config = {
+    "factor": SCALING_FACTOR,
+    "original_max_position_embeddings": THRESHOLD,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 8,
+}
+ROPE_SCALING: dict[str, Config] = {
+    "default": {},
+    "linear": {"factor": 2.5, "long_factor": 1.0},
+    "dynamic": {"factor": 3.0, "alpha": 50.0},
+    "llama3": {**_RESCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {
+        "factor": SCALING_FACTOR,
+        "original_max_position_embeddings": THRESHOLD,
+        "short_factor": 1.3,
+        "long_factor": 2.1,
+        "short_mscale": 1.1,
+        "long_mscale": 1.2,
+    },
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+    "mrope": {"factor": 1.0, "mrope_section": [2, 3, 3]},
+}
+ROPE_SCALING["su"] = ROPE_SCALING["longrope"]
+for _yarn in ("yarn", "deepseek_yarn", "telechat3-yarn"):
+    ROPE_SCALING[_yarn] = _RESCALED
+
+
+def tiny_config(model_type: str, rope: str = "default") -> Config:
+    """A config as ``config.json`` would hold it."""
+    if model_type in WRAPPERS:
+        return wrapper_config(model_type, WRAPPERS[model_type][0], rope)
+    config = {**COMMON, **OVERRIDES.get(model_type, {}), "model_type": model_type}
+    scaling = {"type": rope, "rope_type": rope, **ROPE_SCALING[rope]}
+    if rope == "dynamic":
+        config["max_position_embeddings"] = THRESHOLD
+    if model_type in ROPE_PARAMETERS:
+        scaling = {**scaling, "rope_theta": 100.0, "llama_4_scaling_beta": 0.8}
+        scaling["original_max_position_embeddings"] = THRESHOLD
+        return {**config, "rope_parameters": scaling}
+    return config if rope == "default" else {**config, "rope_scaling": scaling}
+
+
+def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Config:
+    """The config of a model with a vision tower."""
+    return {"model_type": model_type, "text_config": tiny_config(text_type, rope)}
+
+
+def main_rope(model_type: str) -> str:
+    """The kind of rope scaling that one test per architecture uses."""
+    kinds = SUPPORTED[model_type]
+    return next((kind for kind in ("yarn", "dynamic") if kind in kinds), kinds[-1])
+
+
+def build(config: Config, seed: int = 0) -> nn.Module:
+    """A stock model whose random float32 weights make tokens, positions and experts matter."""
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    model.update(tree_unflatten(_random_weights(model, mx.random.key(seed))))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """Names and arrays of all parameters."""
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+
+
+def _random_weights(model: nn.Module, key: mx.array) -> list[tuple[str, mx.array]]:
+    weights = []
+    for name, value in flat_parameters(model):
+        key, here = mx.random.split(key)
+        noise = mx.random.normal(value.shape, key=here)
+        if value.ndim < 2:
+            centre = 0.0 if name.endswith("bias") else 1.0
+            weights.append((name, centre + 0.2 * noise))
+        elif value.shape[0] in (VOCAB_SIZE, COMMON["max_position_embeddings"]):
+            weights.append((name, noise))
+        else:
+            weights.append((name, 2.0 * noise / math.sqrt(value.shape[-1])))
+    return weights

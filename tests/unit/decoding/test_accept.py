@@ -1,0 +1,66 @@
+"""The acceptance walk against a walk in plain Python."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.tree import NO_TOKEN
+from tests.helpers.drafts import make_tree
+from tests.helpers.oracles import walk
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int]:
+    """Tokens, parents and choices of a tree with distinct siblings and padding, and L."""
+    length = draw(st.integers(2, 6))
+    tokens, parents, depths = [draw(st.integers(0, 3))], [0], [0]
+    for _ in range(draw(st.integers(0, 14))):
+        parent = draw(st.integers(0, len(tokens) - 1))
+        taken = {t for t, p in zip(tokens[1:], parents[1:], strict=True) if p == parent}
+        free = sorted(set(range(4)) - taken)
+        if free and depths[parent] < length - 1:
+            tokens.append(draw(st.sampled_from(free)))
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    padding = draw(st.integers(0, 3))
+    tokens += [NO_TOKEN] * padding
+    parents += [0] * padding
+    chosen = draw(st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens)))
+    return tokens, parents, chosen, length
+
+
+@given(trees())
+def test_path_is_the_longest_match(case: tuple[list[int], list[int], list[int], int]) -> None:
+    tokens, parents, chosen, length = case
+    acceptance = accept(make_tree(tokens, parents, length - 1), mx.array(chosen), length)
+    expected = walk(tokens, parents, chosen)
+    num_accepted: int = np.array(acceptance.num_accepted).tolist()[0]
+    assert num_accepted == len(expected) - 1
+    assert acceptance.path.shape == (length,)
+    assert np.array(acceptance.path).tolist()[: len(expected)] == expected
+    assert np.array(acceptance.bonus).tolist() == [chosen[expected[-1]]]
+
+
+def test_padding_is_never_accepted() -> None:
+    tree = make_tree([5, NO_TOKEN, 7], [0, 0, 0], 1)
+    acceptance = accept(tree, mx.array([7, 1, 2]), 2)
+    assert np.array(acceptance.path).tolist() == [0, 2]
+    assert np.array(acceptance.bonus).tolist() == [2]
+
+
+def test_a_match_below_a_mismatch_does_not_count() -> None:
+    tree = make_tree([5, 1, 2], [0, 0, 1], 2)
+    acceptance = accept(tree, mx.array([9, 2, 3]), 3)
+    assert np.array(acceptance.num_accepted).tolist() == [0]
+    assert np.array(acceptance.bonus).tolist() == [9]
+
+
+def test_tree_smaller_than_a_beam() -> None:
+    acceptance = accept(make_tree([3], [0], 0), mx.array([8]), 5)
+    assert acceptance.path.shape == (5,)
+    assert np.array(acceptance.num_accepted).tolist() == [0]
+    assert np.array(acceptance.bonus).tolist() == [8]

@@ -1,0 +1,149 @@
+"""How tokens are chosen: the distribution, the noise, and the random state of stock samplers.
+
+Axes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter.config import SamplingParams
+from mlx_redrafter.decoding.sampling import KeyedChooser, StockChooser, gumbel_noise
+from mlx_redrafter.decoding.text import normalise
+from mlx_redrafter.errors import ConfigError
+
+LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0]  # a toy vocabulary of seven
+SAMPLES = 20_000
+
+
+def _choose(params: SamplingParams, logits: list[float], count: int) -> np.ndarray:
+    """Choices at ``count`` positions that all have the same logits."""
+    rows = normalise(mx.array([logits] * count))
+    depths = mx.arange(count, dtype=mx.int32)
+    chooser = KeyedChooser(params, len(logits))
+    noise = chooser.noise(mx.array([0]), count)
+    return np.array(chooser.choose(rows, depths, noise, count))
+
+
+def _expected(params: SamplingParams) -> np.ndarray:
+    """mlx-lm's distribution, written out: filters at temperature 1 in its order, then tempered."""
+    p = np.exp(LOGITS) / np.exp(LOGITS).sum()
+    kept = np.ones(len(p), dtype=bool)
+    if 0 < params.top_p < 1:
+        above = np.cumsum(p) - p  # LOGITS falls
+        kept &= above < params.top_p
+    if params.min_p:
+        kept &= p >= params.min_p * p.max()
+    if params.top_k:
+        kept &= np.arange(len(p)) < params.top_k
+    tempered = np.where(kept, p ** (1 / params.temp), 0.0)
+    return np.asarray(tempered / tempered.sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temp": 1.0},
+        {"temp": 0.4},
+        {"temp": 1.5},
+        {"temp": 1.0, "top_p": 0.8},
+        {"temp": 0.7, "top_k": 3},
+        {"temp": 1.3, "min_p": 0.2},
+        {"temp": 1.2, "top_p": 0.95, "min_p": 0.05, "top_k": 4},
+    ],
+    ids=str,
+)
+def test_samples_have_the_tempered_and_filtered_distribution(options: dict[str, Any]) -> None:
+    params = SamplingParams(seed=99, **options)
+    counts = np.bincount(_choose(params, LOGITS, SAMPLES), minlength=len(LOGITS))
+    expected = _expected(params) * SAMPLES
+    assert not counts[expected == 0].any()
+    support = expected > 0
+    chi_square = ((counts - expected)[support] ** 2 / expected[support]).sum()
+    # The 99.9th percentile of chi-square at 6 degrees of freedom is 22.5.
+    assert chi_square < 22.5
+
+
+def test_chosen_tokens_of_neighbouring_positions_are_independent() -> None:
+    chosen = _choose(SamplingParams(temp=1.0, seed=5), LOGITS, SAMPLES)
+    joint = np.zeros((len(LOGITS), len(LOGITS)))
+    np.add.at(joint, (chosen[:-1], chosen[1:]), 1)
+    p = _expected(SamplingParams(temp=1.0))
+    expected = np.outer(p, p) * (SAMPLES - 1)
+    chi_square = ((joint - expected) ** 2 / expected).sum()
+    assert chi_square < 85.4  # the 99.9th percentile at 48 degrees of freedom is 84.0
+
+
+def test_chi_square_notices_a_wrong_distribution() -> None:
+    counts = np.bincount(_choose(SamplingParams(temp=1.0), LOGITS, SAMPLES), minlength=7)
+    expected = _expected(SamplingParams(temp=1.05)) * SAMPLES
+    assert ((counts - expected) ** 2 / expected).sum() > 22.5
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 65, 512, 1000])
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) -> None:
+    block = np.array(gumbel_noise(seed, 1000 + mx.arange(16), vocab_size))
+    assert block.shape == (16, vocab_size)
+    assert np.isfinite(block).all()
+    for i in range(16):
+        alone = np.array(gumbel_noise(seed, mx.array([1000 + i]), vocab_size))
+        assert np.array_equal(alone[0], block[i])
+    shifted = np.array(gumbel_noise(seed, 1003 + mx.arange(5), vocab_size))
+    assert np.array_equal(shifted, block[3:8])
+
+
+def test_noise_differs_between_seeds_and_positions() -> None:
+    rows = np.concatenate(
+        [np.array(gumbel_noise(seed, mx.arange(8), 64)) for seed in (0, 1, 2**16, 2**32 - 1)]
+    )
+    assert len(np.unique(rows)) > 0.99 * rows.size
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = np.array(gumbel_noise(3, mx.arange(16), 8192)).flatten()
+    assert abs(noise.mean() - 0.5772) < 0.015
+    assert abs(noise.var() - np.pi**2 / 6) < 0.03
+
+
+def test_temperature_zero_is_the_argmax_whatever_the_filters() -> None:
+    params = SamplingParams(top_p=0.1, top_k=1, min_p=0.9, seed=3)
+    assert _choose(params, LOGITS[::-1], 4).tolist() == [6, 6, 6, 6]
+
+
+def test_top_k_of_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="below the vocabulary size 7, got 7; use 0"):
+        KeyedChooser(SamplingParams(temp=1.0, top_k=7), 7)
+    KeyedChooser(SamplingParams(temp=1.0, top_k=6), 7)
+
+
+def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
+    """At depth d every node samples from the state that d earlier samples leave behind."""
+    sampler = make_sampler(temp=1.0)
+    rows = normalise(mx.random.normal((5, 40), key=mx.random.key(0)))
+    depths = mx.array([0, 1, 1, 2, 2], dtype=mx.int32)
+
+    for num_choices, path in ((1, [0]), (2, [0, 2]), (3, [0, 1, 4])):
+        mx.random.seed(8)
+        expected: list[Any] = [sampler(rows[node : node + 1]).tolist() for node in path]
+        state_after = _random_state()
+
+        mx.random.seed(8)
+        chooser = StockChooser(sampler)
+        chosen: Any = chooser.choose(rows, depths, None, 4).tolist()
+        state_before_keep = _random_state()
+        chooser.keep(num_choices)
+        if num_choices == 1:
+            assert state_before_keep == state_after  # as if only the first choice were made
+        assert [[chosen[node]] for node in path] == expected
+        assert _random_state() == state_after
+
+
+def _random_state() -> list[int]:
+    key: Any = mx.random.state
+    return list(key[0].tolist())

@@ -1,0 +1,198 @@
+"""Drafter folders: what is written is read back; what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_redrafter import Drafter, generate, load_drafter, save_drafter
+from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
+from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from tests.conftest import Trained
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE, HIDDEN_SIZE = 64, 32
+
+
+def _assert_same_drafter(found: Drafter, expected: Drafter) -> None:
+    assert found.config == expected.config
+    leaves, truth = (dict(tree_flatten(d.parameters())) for d in (found, expected))
+    assert leaves.keys() == truth.keys()
+    for name, leaf in leaves.items():
+        assert leaf.dtype == truth[name].dtype, name
+        assert mx.array_equal(leaf, truth[name]).item(), name
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("rnn", [True, False])
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("exit_dim", [64, 96])
+def test_round_trip_and_text(
+    dtype: mx.Dtype, rnn: bool, layers: int, exit_dim: int, tmp_path: Path
+) -> None:
+    drafter = random_drafter(
+        VOCAB_SIZE,
+        HIDDEN_SIZE,
+        rnn=rnn,
+        num_draft_layers=layers,
+        exit_dim=exit_dim,
+        dtype=dtype,
+    )
+    save_drafter(drafter, tmp_path / "drafter", {"made_by": "a test"})
+    loaded = load_drafter(tmp_path / "drafter")
+    _assert_same_drafter(loaded, drafter)
+    assert json.loads((tmp_path / "drafter/config.json").read_text())["made_by"] == "a test"
+    assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    _assert_text_is_the_targets(loaded)
+
+
+def _assert_text_is_the_targets(drafter: Drafter) -> None:
+    model, tokenizer = tiny_llama(seed=6, layers=1), wrapped_tokenizer(VOCAB_SIZE)
+    plain = generate(model, tokenizer, [3, 4], max_tokens=12)
+    assert generate(model, tokenizer, [3, 4], max_tokens=12, drafter=drafter) == plain
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("exit_dim", [64, 40])
+def test_quantised_round_trip_and_text(bits: int, exit_dim: int, tmp_path: Path) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, exit_dim=exit_dim)
+    quantize_drafter(drafter, bits, 32)
+    save_drafter(drafter, tmp_path)
+    quantization = json.loads((tmp_path / "config.json").read_text())["quantization"]
+    assert quantization == {"group_size": 32, "bits": bits}
+    loaded = load_drafter(tmp_path)
+    _assert_same_drafter(loaded, drafter)
+    assert loaded.dtype == mx.float32
+    _assert_text_is_the_targets(loaded)
+
+
+def test_partial_head_round_trip(tmp_path: Path) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=10)
+    drafter.token_ids = mx.array([50, 1, 2, 3, 4, 60, 6, 7, 8, 9], dtype=mx.int32)
+    save_drafter(drafter, tmp_path)
+    loaded = load_drafter(tmp_path)
+    _assert_same_drafter(loaded, drafter)
+    _assert_text_is_the_targets(loaded)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([3, 3, 4], "token_ids .*twice"),
+        ([3, 4, VOCAB_SIZE], "token_ids .*from 0 to 63"),
+        ([3, 4, -1], "token_ids .*from 0 to 63"),
+        ([3.0, 4.0, 5.0], "token_ids .*integers"),
+    ],
+    ids=str,
+)
+def test_token_ids_that_would_break_a_tree_are_refused(
+    token_ids: list[Any], message: str, tmp_path: Path
+) -> None:
+    """Equal siblings would both be accepted; ids out of range would read foreign memory."""
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=3)
+    drafter.token_ids = mx.array(token_ids)
+    save_drafter(drafter, tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(tmp_path)
+
+
+def test_unused_emb_norm_is_accepted(tmp_path: Path) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    _save_with(drafter, tmp_path, lambda tensors: {**tensors, "emb_norm.weight": mx.ones((32,))})
+    _assert_same_drafter(load_drafter(tmp_path), drafter)
+
+
+def _save_with(
+    drafter: Drafter,
+    folder: Path,
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    **config: Any,
+) -> None:
+    """Save a drafter, and change its tensors and config on the disk."""
+    save_drafter(drafter, folder, config)
+    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    mx.save_safetensors(str(folder / "new.safetensors"), change(dict(tensors)))
+    (folder / "new.safetensors").replace(folder / "model.safetensors")
+
+
+def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        del tensors["rnn_u.bias"]
+        tensors["lm_head.1.weight"] = mx.zeros((VOCAB_SIZE, 5))
+        tensors["surprise"] = mx.zeros((1,))
+        return tensors
+
+    _save_with(random_drafter(VOCAB_SIZE, HIDDEN_SIZE), tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        load_drafter(tmp_path)
+    message = str(caught.value)
+    assert "rnn_u.bias is missing" in message
+    assert "surprise is not part of a drafter" in message
+    assert "lm_head.1.weight has shape [64, 5], expected [64, 64]" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_weights_that_are_no_numbers_are_named(
+    value: float, bits: int | None, tmp_path: Path
+) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    if bits:
+        quantize_drafter(drafter, bits, 32)
+
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["rnn_u.bias"][3] = value
+        return tensors
+
+    _save_with(drafter, tmp_path, change)
+    with pytest.raises(NonFiniteError, match=r"NaN or infinite weights in rnn_u\.bias; convert"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ([4], 'expected "quantization" to be an object'),
+        ({"group_size": 32, "bits": 5}, "bits must be one of"),
+        ({"group_size": 16, "bits": 4}, "group_size must be one of"),
+        ({}, "bits must be one of"),
+    ],
+    ids=str,
+)
+def test_impossible_quantisation(quantization: Any, message: str, tmp_path: Path) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    save_drafter(drafter, tmp_path, {"quantization": quantization})
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(tmp_path)
+
+
+def test_narrow_drafters_cannot_be_quantised() -> None:
+    with pytest.raises(ConfigError, match="group_size 128 wide"):
+        quantize_drafter(random_drafter(VOCAB_SIZE, HIDDEN_SIZE), 4, 128)
+
+
+def test_a_claim_in_the_config_allocates_nothing(tmp_path: Path) -> None:
+    """The weights of a 16-million-row head would not fit into memory."""
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    save_drafter(drafter, tmp_path, {"vocab_size": 2**24, "exit_dim": 2**20})
+    before = mx.get_peak_memory()
+    with pytest.raises(CheckpointError, match=r"do not fit its config\.json"):
+        load_drafter(tmp_path)
+    assert mx.get_peak_memory() - before < 2**20
+
+
+def test_weights_are_in_memory_after_loading(stories: Trained, tmp_path: Path) -> None:
+    """A file that is replaced or deleted later must not matter."""
+    save_drafter(stories.drafter, tmp_path)
+    loaded = load_drafter(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    _assert_same_drafter(loaded, stories.drafter)

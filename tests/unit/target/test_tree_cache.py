@@ -1,0 +1,229 @@
+"""The tree cache: what it holds after commits, interruptions and settling.
+
+Axes: N nodes of a tree.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.config import TreeShape
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.target.caches.tree_cache import TreeCache, consecutive_runs
+from mlx_redrafter.target.target import Target
+from tests.helpers.drafts import grow, make_tree
+from tests.helpers.models import tiny_llama, tiny_qwen3
+
+VOCAB_SIZE = 64
+SHAPE = TreeShape(4, 5, 9)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama(seed=1))
+
+
+def prefilled(model: nn.Module, tokens: Sequence[int]) -> list[KVCache]:
+    """Stock caches after a plain forward pass over ``tokens``."""
+    cache: list[KVCache] = make_prompt_cache(model)
+    model(mx.array([list(tokens)]), cache=cache)
+    return cache
+
+
+def assert_same_rows(found: Sequence[KVCache], expected: Sequence[KVCache]) -> None:
+    """The caches hold the same tokens at the same offsets."""
+    for layer, reference in zip(found, expected, strict=True):
+        assert layer.offset == reference.offset
+        for rows, truth in zip(layer.keys_and_values(), reference.keys_and_values(), strict=True):
+            np.testing.assert_allclose(np.array(rows), np.array(truth), atol=2e-5, rtol=0)
+
+
+def _decode_tree(
+    target: Target, cache: TreeCache, tokens: list[int], parents: list[int], path: list[int]
+) -> None:
+    tree = make_tree(tokens, parents, SHAPE.draft_length)
+    forward = target.verify(tree, cache)
+    mx.async_eval(forward.logits)
+    cache.commit(path)
+
+
+def _random_path(rng: random.Random, parents: list[int]) -> list[int]:
+    node = rng.randrange(len(parents))
+    path = [node]
+    while path[-1]:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 6))
+@settings(max_examples=25)
+def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
+    cache = target.new_cache()
+    target.prefill(mx.array(text), cache, 4, lambda done, total: None)
+    for _ in range(steps):
+        root = rng.randrange(VOCAB_SIZE)
+        tokens, parents = grow(rng, root, [], SHAPE, VOCAB_SIZE, accuracy=0)
+        path = _random_path(rng, parents)
+        _decode_tree(target, cache, tokens, parents, path)
+        text += [tokens[node] for node in path]
+        assert cache.length == len(text)
+    cache.settle(len(text))
+    assert_same_rows(cache.stock, prefilled(target.model, text))
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3])
+def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
+    model = build(seed=2)
+    target = Target(model)
+    rng = random.Random(3)
+    text = [5, 9, 11, 40]
+    cache = target.new_cache()
+    target.prefill(mx.array(text), cache, 512, lambda done, total: None)
+    for _ in range(3):  # the second and third trees also write the rows of a path
+        tokens, parents = grow(rng, 7, [], TreeShape(4, 5, 20), VOCAB_SIZE, accuracy=0)
+        tree = make_tree(tokens, parents, 4)
+        logits = np.array(target.verify(tree, cache).logits)
+        for node in range(len(tokens)):
+            path = [node]
+            while path[-1]:
+                path.append(parents[path[-1]])
+            history = [*text, *(tokens[n] for n in path[::-1])]
+            alone = np.array(model(mx.array([history]))[0, -1])
+            np.testing.assert_allclose(logits[node], alone, atol=1e-4, rtol=0)
+        path = _random_path(rng, parents)
+        cache.commit(path)
+        text += [tokens[n] for n in path]
+
+
+def test_plain_tokens_follow_trees(target: Target) -> None:
+    text = [1, 2, 3]
+    cache = target.new_cache()
+    target.prefill(mx.array(text), cache, 512, lambda done, total: None)
+    _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 1], [0, 1, 3])
+    target.advance(mx.array([8]), cache)
+    _decode_tree(target, cache, [9, 10], [0, 0], [0])
+    cache.settle(cache.length)
+    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 7, 8, 9]))
+
+
+def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 2], [0, 1, 2, 3])
+    cache.settle(5)
+    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5]))
+
+
+def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
+    target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
+    cache.settle(6)
+    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 7]))
+
+
+def test_interruption_between_two_layers(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1, 2])
+    layer = cache.layers[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "update_and_fetch", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
+    cache.settle(6)
+    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6]))
+
+
+def _interrupt(keys: mx.array, values: mx.array) -> None:
+    raise KeyboardInterrupt
+
+
+def test_continuing_from_a_cache_of_stock_mlx_lm(target: Target) -> None:
+    stock = prefilled(target.model, [1, 2, 3])
+    cache = target.new_cache(stock)
+    assert cache.length == 3
+    _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
+    cache.settle(5)
+    assert_same_rows(stock, prefilled(target.model, [1, 2, 3, 4, 5]))
+
+
+def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) -> None:
+    """At most plain decoding's rows + N + L, rounded up to one block of 256."""
+    block = KVCache.step
+    nodes, length = 9, 5
+    cache, plain = target.new_cache(), target.new_cache()
+    rng = random.Random(0)
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    target.prefill(mx.array([1, 2, 3]), plain, 512, lambda done, total: None)
+    while cache.length < 3 * block:
+        tokens, parents = grow(rng, 7, [], SHAPE, VOCAB_SIZE, accuracy=0)
+        path = _random_path(rng, parents)
+        _decode_tree(target, cache, tokens, parents, path)
+        for _ in path:
+            target.advance(mx.array([7]), plain)
+        for layer, reference in zip(cache.stock, plain.stock, strict=True):
+            assert layer.keys is not None
+            assert reference.keys is not None
+            extra = -(-(nodes + length) // block) * block
+            assert layer.keys.shape[2] <= reference.keys.shape[2] + extra
+
+
+def test_other_caches_are_refused(target: Target) -> None:
+    class Other(KVCache):
+        pass
+
+    with pytest.raises(UnsupportedTargetError, match=r"plain KVCache .* found Other;.*mlx-lm"):
+        target.new_cache([Other() for _ in range(3)])
+    with pytest.raises(ConfigError, match=r"2 layers, the model needs 3; .*make_prompt_cache"):
+        target.new_cache([KVCache() for _ in range(2)])
+
+
+def test_buffers_go_with_the_request(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    _decode_tree(target, cache, [4, 5], [0, 0], [0, 1])
+    layer = weakref.ref(cache.layers[0])
+    gc.disable()
+    try:
+        del cache
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
+    cache = target.new_cache()
+    target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
+    tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
+    _decode_tree(target, cache, tree, parents, [0, 1, 2])
+    assert (cache.num_in_place, cache.aside) == (6, [])
+    _decode_tree(target, cache, tree, parents, [0, 3])
+    assert (cache.num_in_place, cache.aside) == (7, [slice(3, 4)])
+    _decode_tree(target, cache, tree, parents, [0, 1])
+    assert (cache.num_in_place, cache.aside) == (10, [])
+    cache.settle(cache.length)
+    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
+
+
+@given(st.lists(st.integers(0, 9)))
+def test_runs(numbers: list[int]) -> None:
+    found = consecutive_runs(numbers)
+    assert [number for run in found for number in range(run.start, run.stop)] == numbers
+    assert all(one.stop != other.start for one, other in pairwise(found))
