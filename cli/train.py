@@ -13,7 +13,7 @@ from mlx_redrafter.cli.train_progress import console_reporter
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_redrafter.training import Request, Result
+    from mlx_redrafter.training import TrainingRequest, TrainingResult
 
 RUN_FILE = "run.json"
 # Not part of what a run is.
@@ -91,18 +91,18 @@ def _stored_options(context: typer.Context, out: Path, given: dict[str, Any]) ->
     return {**given, **stored}
 
 
-def _request(values: dict[str, Any], out: Path, resume: bool) -> Request:
+def _request(values: dict[str, Any], out: Path, resume: bool) -> TrainingRequest:
     from mlx_redrafter.training import (
         DataOptions,
         LossOptions,
         NetworkOptions,
-        Request,
         TrainingOptions,
+        TrainingRequest,
     )
 
     if values["model"] is None:
         raise ConfigError("no target given; say --model FOLDER or --model ORG/NAME")
-    return Request(
+    return TrainingRequest(
         model=values["model"],
         out=out,
         data=[Path(path) for path in values["data"] or ()],
@@ -134,7 +134,7 @@ def _request(values: dict[str, Any], out: Path, resume: bool) -> Request:
     )
 
 
-def _print_result(result: Result, request: Request) -> None:
+def _print_result(result: TrainingResult, request: TrainingRequest) -> None:
     for name, stats in result.measured.items():
         rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_rate_by_depth) or "none"
         typer.echo(

@@ -1,4 +1,4 @@
-"""Making drafters trained with PyTorch loadable here, and the other way round.
+"""Conversion of drafters between PyTorch or TensorRT-LLM checkpoints and MLX.
 
-Every file is read as data: nothing that a checkpoint contains is looked up, imported or called.
+Every file is read as data: nothing in a checkpoint is ever looked up, imported or called.
 """

@@ -1,4 +1,4 @@
-"""From a foreign checkpoint to an MLX drafter in a folder of its own."""
+"""Conversion of a foreign checkpoint to an MLX drafter in a new folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.config import Activation, DrafterConfig
-from mlx_redrafter.convert.card import model_card
+from mlx_redrafter.convert.conversion_card import render_conversion_card
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
-from mlx_redrafter.convert.recognition import foreign_kind
+from mlx_redrafter.convert.recognition import recognise_foreign
 from mlx_redrafter.convert.selftest import SelfTest, self_test
-from mlx_redrafter.convert.shapes import drafter_config
+from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import DTYPES, read_weights
@@ -34,13 +34,18 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.version import __version__
 
-# Heads are padded to multiples of 64 or 128 rows; more than that is another vocabulary.
+# Largest number of padding rows of a head, which are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How mlx-lm quantises: ``bits`` per weight, a scale and a bias per ``group_size`` weights."""
+    """Quantisation as in mlx-lm.
+
+    Attributes:
+        bits: Bits per weight.
+        group_size: Number of weights that share a scale and a bias.
+    """
 
     bits: int = 4
     group_size: int = 64
@@ -54,7 +59,12 @@ class Quantization:
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The ``num_rows`` most frequent tokens of some text files, by the target's tokenizer."""
+    """A reduced vocabulary: the most frequent tokens of some text files.
+
+    Attributes:
+        num_rows: Number of tokens.
+        texts: Text files, tokenised by the target's tokenizer.
+    """
 
     num_rows: int
     texts: tuple[Path, ...]
@@ -62,14 +72,15 @@ class VocabularySlice:
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What to make of a drafter.
+    """Options of a conversion.
 
     Attributes:
-        dtype: "float16", "bfloat16" or "float32".
-        quantization: None leaves the weights as they are.
-        target: The model it was trained for, a folder or repository; None skips the self-test.
-        rnn_activation: The recurrence, when the origin of the weights does not tell.
-        vocabulary: Reduces the head; needs ``target``.
+        dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
+        quantization: Quantisation of the weights, None for no quantisation.
+        target: Folder or repository of the model that the drafter was trained for; None skips the
+            self-test.
+        rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
+        vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
     """
 
     dtype: str = "float16"
@@ -82,17 +93,17 @@ class ConversionOptions:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
-            raise ConfigError("a vocabulary slice needs a target, for its tokenizer, and texts")
+            raise ConfigError("a vocabulary slice needs a target, for the tokenizer, and texts")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What came out.
+    """The result of a conversion.
 
     Attributes:
-        config: The drafter's.
-        provenance: As it is stored in ``config.json``.
-        warnings: What the user should know before using the drafter.
+        config: The drafter's config.
+        provenance: Provenance, as in ``config.json``.
+        warnings: Warnings about the drafter, for the user.
     """
 
     config: DrafterConfig
@@ -101,7 +112,7 @@ class Conversion:
 
 
 @dataclass
-class _Workpiece:
+class _PendingDrafter:
     """A drafter between reading and writing."""
 
     source: str
@@ -120,59 +131,61 @@ def convert_drafter(
     """Convert a PyTorch or TensorRT-LLM drafter; ``destination`` appears whole or not at all.
 
     Args:
-        path_or_repo: A folder or hub repository with the drafter's weights.
+        path_or_repo: Folder or hub repository of the drafter.
         destination: Folder to write: new, empty, or an earlier conversion, which is replaced.
-        options: What to make of it; float16, not tested against a target, by default.
+        options: Options of the conversion; by default float16, without a self-test.
 
     Raises:
-        CheckpointError: The source cannot be used, does not fit the target, or nothing may be
-            written to ``destination``.
-        ConfigError: Options contradict the drafter.
+        CheckpointError: The source cannot be used or does not fit the target, or ``destination``
+            must not be overwritten.
+        ConfigError: The options contradict the drafter.
         NonFiniteError: Weights are not finite, or too large for the dtype.
     """
     options = options or ConversionOptions()
     source = open_source(path_or_repo)
     check_destination(destination, source.folder)
-    piece = _read(source, options)
+    pending = _read(source, options)
     measured = None
     if options.target is None:
-        drafter = _build(piece, options)
+        drafter = _build(pending, options)
     else:
         model, tokenizer, _ = load(options.target)
         target = Target(model)
-        _fit_vocabulary(piece, target)
-        _slice_vocabulary(piece, tokenizer, options)
-        drafter = _build(piece, options)
+        _fit_vocabulary(pending, target)
+        _slice_vocabulary(pending, tokenizer, options)
+        drafter = _build(pending, options)
         check_fit(drafter, target, tokenizer.vocab_size)
-        measured = _test(piece, drafter, model, tokenizer)
-    provenance = _provenance(source, piece, options, measured)
+        measured = _test(pending, drafter, model, tokenizer)
+    provenance = _describe_provenance(source, pending, options, measured)
     with publish(destination) as folder:
         save_drafter(drafter, folder, {PROVENANCE_KEY: provenance})
         stored_as = str(options.quantization or options.dtype)
-        card = model_card(destination.resolve().name, piece.config, stored_as, provenance)
+        card = render_conversion_card(
+            destination.resolve().name, pending.config, stored_as, provenance
+        )
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    return Conversion(piece.config, provenance, tuple(piece.warnings))
+    return Conversion(pending.config, provenance, tuple(pending.warnings))
 
 
-def _read(source: Source, options: ConversionOptions) -> _Workpiece:
-    if (kind := foreign_kind(source)) is not None:
+def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
+    if (kind := recognise_foreign(source)) is not None:
         raise CheckpointError(f"expected a recurrent drafter, found {kind}")
     named = map_names(source.tensors, source.config)
-    config = drafter_config(named, source.tensors, source.config, options.rnn_activation)
+    config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
     weights = read_weights(named, source.tensors, options.dtype)
-    piece = _Workpiece(source.name, config, weights, named.name_set, list(named.notes))
+    pending = _PendingDrafter(source.name, config, weights, named.name_set, list(named.notes))
     if source.config.get("speculators_model_type") == "recurrent_drafting":
-        piece.warnings.append(
+        pending.warnings.append(
             "drafters of the speculators fork are trained for one step without recurrence, on "
             "other labels than Apple's; expect few drafts to be accepted"
         )
-    return piece
+    return pending
 
 
-def _build(piece: _Workpiece, options: ConversionOptions) -> Drafter:
-    drafter = Drafter(piece.config)
-    drafter.load_weights(list(piece.weights.items()))
-    check_token_ids(drafter, piece.source)
+def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter:
+    drafter = Drafter(pending.config)
+    drafter.load_weights(list(pending.weights.items()))
+    check_token_ids(drafter, pending.source)
     if options.quantization is not None:
         quantize_drafter(drafter, options.quantization.bits, options.quantization.group_size)
     mx.eval(drafter.parameters())
@@ -180,51 +193,51 @@ def _build(piece: _Workpiece, options: ConversionOptions) -> Drafter:
     return drafter
 
 
-def _fit_vocabulary(piece: _Workpiece, target: Target) -> None:
-    """Drop rows of the head beyond the target's vocabulary, which can only be padding."""
-    config = piece.config
+def _fit_vocabulary(pending: _PendingDrafter, target: Target) -> None:
+    """Drop the padding rows of the head, which lie beyond the target's vocabulary."""
+    config = pending.config
     extra = config.vocab_size - target.vocab_size
     if not 0 < extra <= MAX_PADDING_ROWS or config.draft_vocab_size is not None:
         return
     head = f"lm_head.{config.num_draft_layers}.weight"
-    piece.weights[head] = piece.weights[head][: target.vocab_size]
-    piece.config = replace(config, vocab_size=target.vocab_size)
-    piece.notes.append(f"{extra} padding rows of the head, beyond the target's tokens, dropped")
+    pending.weights[head] = pending.weights[head][: target.vocab_size]
+    pending.config = replace(config, vocab_size=target.vocab_size)
+    pending.notes.append(f"{extra} padding rows of the head, beyond the target's tokens, dropped")
 
 
 def _slice_vocabulary(
-    piece: _Workpiece, tokenizer: TokenizerWrapper, options: ConversionOptions
+    pending: _PendingDrafter, tokenizer: TokenizerWrapper, options: ConversionOptions
 ) -> None:
     if options.vocabulary is None:
         return
-    counts = count_tokens(tokenizer, options.vocabulary.texts, piece.config.vocab_size)
+    counts = count_tokens(tokenizer, options.vocabulary.texts, pending.config.vocab_size)
     always = {*tokenizer.eos_token_ids, *tokenizer.all_special_ids}
     rows = choose_rows(counts, always, options.vocabulary.num_rows)
-    piece.config = slice_head(piece.config, piece.weights, rows)
+    pending.config = slice_head(pending.config, pending.weights, rows)
     covered = counts[rows].sum() / max(counts.sum(), 1)
-    piece.notes.append(f"the head keeps {len(rows)} tokens, {covered:.1%} of those in the texts")
+    pending.notes.append(f"the head keeps {len(rows)} tokens, {covered:.1%} of those in the texts")
 
 
 def _test(
-    piece: _Workpiece, drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper
+    pending: _PendingDrafter, drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper
 ) -> SelfTest:
     measured = self_test(drafter, model, tokenizer)
-    warning = measured.warning(piece.config.rnn_activation)
+    warning = measured.warning(pending.config.rnn_activation)
     if warning is not None:
-        piece.warnings.append(warning)
-    piece.config = drafter.config = measured.calibration.applied(piece.config)
+        pending.warnings.append(warning)
+    pending.config = drafter.config = measured.calibration.applied(pending.config)
     return measured
 
 
-def _provenance(
-    source: Source, piece: _Workpiece, options: ConversionOptions, measured: SelfTest | None
+def _describe_provenance(
+    source: Source, pending: _PendingDrafter, options: ConversionOptions, measured: SelfTest | None
 ) -> dict[str, Any]:
     return {
         "source": source.name,
         "sha256": source.sha256(),
         "converter": f"mlx_redrafter {__version__}",
-        "name_set": piece.name_set,
+        "name_set": pending.name_set,
         "target": None if options.target is None else shared_name(options.target),
         "self_test": None if measured is None else asdict(measured),
-        "notes": piece.notes,
+        "notes": pending.notes,
     }

@@ -1,4 +1,4 @@
-"""The other way: an MLX drafter in the layout that Apple's PyTorch code loads."""
+"""Export of an MLX drafter in the layout that Apple's PyTorch code loads."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def export_drafter(
     """Write an MLX drafter as the ``config.json`` and ``model.safetensors`` of Apple's code.
 
     Args:
-        path_or_repo: A drafter that `load_drafter` loads; quantised weights are dequantised.
-        destination: Folder to write, as for `convert_drafter`.
-        dtype: Of the weights; None keeps the drafter's.
+        path_or_repo: Folder or hub repository of an MLX drafter; quantised weights are dequantised.
+        destination: Folder to write: new, empty, or an earlier conversion, which is replaced.
+        dtype: Dtype of the weights; None keeps the drafter's.
 
     Returns:
-        What the user should know about the result.
+        Notes on the result, for the user.
 
     Raises:
-        CheckpointError: The drafter cannot be loaded, computes what Apple's code cannot, or nothing
-            may be written to ``destination``.
+        CheckpointError: The drafter cannot be loaded, or computes something that Apple's code does
+            not support, or ``destination`` must not be overwritten.
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
     check_destination(destination, folder)
@@ -44,15 +44,15 @@ def export_drafter(
     parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))
     tensors = {name: tensor.astype(target_dtype) for name, tensor in parameters.items()}
     with publish(destination) as staging:
-        config = _apple_config(drafter.config, target_dtype, shared_name(path_or_repo))
+        config = _make_apple_config(drafter.config, target_dtype, shared_name(path_or_repo))
         write_checkpoint(staging, config, tensors, framework="pt")
-    return _notes(drafter.config)
+    return _note_differences(drafter.config)
 
 
 def _check_expressible(config: DrafterConfig) -> None:
     reasons = []
     if config.rnn and (config.rnn_activation != "silu" or not config.rnn_first_step_bias):
-        reasons.append("TensorRT-LLM's recurrence, which Apple's code does not compute")
+        reasons.append("TensorRT-LLM's recurrence, which Apple's code does not support")
     if config.draft_vocab_size is not None:
         reasons.append(f"a head of {config.draft_vocab_size} out of {config.vocab_size} tokens")
     if reasons:
@@ -61,7 +61,7 @@ def _check_expressible(config: DrafterConfig) -> None:
         )
 
 
-def _apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> dict[str, Any]:
+def _make_apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> dict[str, Any]:
     return {
         "architectures": ["Drafter"],
         "model_type": MODEL_TYPE,
@@ -76,7 +76,7 @@ def _apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> dict[s
     }
 
 
-def _notes(config: DrafterConfig) -> tuple[str, ...]:
+def _note_differences(config: DrafterConfig) -> tuple[str, ...]:
     kept = config.draft_top_k or config.vocab_size
     if kept == min(APPLE_TOP_K, config.vocab_size):
         return ()

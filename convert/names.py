@@ -1,6 +1,6 @@
-"""Which tensor of a foreign drafter is which: name sets in, this package's names out.
+"""Mapping from the tensor names of foreign drafters to those of this package.
 
-Names after the prefixes are gone; i < n residual blocks, the final layer has index n:
+Names without prefixes; i < n residual blocks, the final layer has index n:
 
     Apple, speculators      input_proj.*   lm_head.{i}.linear.*    lm_head.{n}.weight
     early Apple             input_projs.*  lm_heads.{i}.linear.*   lm_heads.{n}.weight
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_redrafter.convert.wording import listed, quoted
+from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.checkpoint import UNUSED_TENSORS
 
@@ -30,7 +30,7 @@ _PROJECTION = re.compile(r"input_projs?\.(weight|bias)")
 _BLOCK = re.compile(r"(?:lm_heads?|0|layers)\.([0-9]{1,4})\.linear\.(weight|bias)")
 _FINAL = re.compile(r"(?:lm_heads?|0)\.([0-9]{1,4})\.weight")
 _TENSORRT_FINAL = "lm_head.weight"
-# The target travels with the drafter in these; it is not what is converted.
+# Prefixes of the target's tensors in checkpoints of target and drafter.
 _TARGET_PREFIXES = ("verifier.", "transformer.", "base_model.")
 
 
@@ -39,9 +39,9 @@ class NamedTensors:
     """The drafter's tensors of a checkpoint.
 
     Attributes:
-        name_set: The convention that the names follow.
+        name_set: Naming convention of the checkpoint.
         sources: Name in the checkpoint by this package's name.
-        notes: What was left out and why, for the user.
+        notes: Notes on tensors that were left out, for the user.
     """
 
     name_set: NameSet
@@ -50,25 +50,25 @@ class NamedTensors:
 
 
 def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
-    """Find this package's name for every tensor of a checkpoint, each exactly once.
+    """Map every tensor name of a checkpoint to this package's name, each exactly once.
 
     Raises:
-        CheckpointError: Names are unknown, or two of them mean the same tensor.
+        CheckpointError: A name is unknown, or two names stand for the same tensor.
     """
     names = sorted(names)
     is_tensorrt = _is_tensorrt(names, config)
     kept = [name for name in names if not _belongs_to_target(name, is_tensorrt)]
-    blocks = [match for name in kept if (match := _BLOCK.fullmatch(_bare(name)))]
+    blocks = [match for name in kept if (match := _BLOCK.fullmatch(_strip_prefixes(name)))]
     num_blocks = 1 + max((int(match[1]) for match in blocks), default=-1)
     sources: dict[str, str] = {}
     unknown: list[str] = []
     for name in kept:
-        own = _own_name(_bare(name), num_blocks, is_tensorrt)
+        own = _translate_name(_strip_prefixes(name), num_blocks, is_tensorrt)
         if own is None:
             unknown.append(name)
         elif own in sources:
             raise CheckpointError(
-                f"{quoted(sources[own])} and {quoted(name)} both stand for {own}; keep one of them"
+                f"{quote(sources[own])} and {quote(name)} both stand for {own}; keep one of them"
             )
         else:
             sources[own] = name
@@ -76,22 +76,26 @@ def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
     unknown = [name for name in unknown if not _is_unused(name)]
     if unknown:
         raise CheckpointError(
-            f"not part of a recurrent drafter: {listed(map(quoted, unknown))}; "
-            "expected input_proj, lm_head.{i}.linear, lm_head.{n}, rnn_u and rnn_w"
+            "expected input_proj, lm_head.{i}.linear, lm_head.{n}, rnn_u and rnn_w, found tensors "
+            f"that are not part of a recurrent drafter: {join_shortened(map(quote, unknown))}"
         )
     notes = []
     if unused:
-        names_left_out = listed(map(quoted, unused))
-        notes.append(f"never used by the drafter's forward pass, dropped: {names_left_out}")
+        names_left_out = join_shortened(map(quote, unused))
+        notes.append(
+            f"tensors that the drafter's forward pass never uses, dropped: {names_left_out}"
+        )
     if len(kept) < len(names):
         notes.append(f"{len(names) - len(kept)} tensors of the target were left out")
-    return NamedTensors(_name_set(kept, is_tensorrt), sources, tuple(notes))
+    return NamedTensors(_recognise_name_set(kept, is_tensorrt), sources, tuple(notes))
 
 
 def _is_tensorrt(names: Iterable[str], config: Mapping[str, Any]) -> bool:
     if any(key.startswith("redrafter_") for key in config):
         return True
-    return any(_bare(name) == _TENSORRT_FINAL and name != _bare(name) for name in names)
+    return any(
+        _strip_prefixes(name) == _TENSORRT_FINAL and name != _strip_prefixes(name) for name in names
+    )
 
 
 def _belongs_to_target(name: str, is_tensorrt: bool) -> bool:
@@ -99,13 +103,13 @@ def _belongs_to_target(name: str, is_tensorrt: bool) -> bool:
     return name.startswith(_TARGET_PREFIXES) or (is_tensorrt and name == _TENSORRT_FINAL)
 
 
-def _bare(name: str) -> str:
+def _strip_prefixes(name: str) -> str:
     while name.startswith(_PREFIXES):
         name = name.split(".", 1)[1]
     return name
 
 
-def _own_name(bare: str, num_blocks: int, is_tensorrt: bool) -> str | None:
+def _translate_name(bare: str, num_blocks: int, is_tensorrt: bool) -> str | None:
     if _KEPT.fullmatch(bare):
         return bare
     if match := _PROJECTION.fullmatch(bare):
@@ -120,13 +124,13 @@ def _own_name(bare: str, num_blocks: int, is_tensorrt: bool) -> str | None:
 
 
 def _is_unused(name: str) -> bool:
-    return _bare(name) in UNUSED_TENSORS or name.endswith("rotary_emb.inv_freq")
+    return _strip_prefixes(name) in UNUSED_TENSORS or name.endswith("rotary_emb.inv_freq")
 
 
-def _name_set(names: Iterable[str], is_tensorrt: bool) -> NameSet:
+def _recognise_name_set(names: Iterable[str], is_tensorrt: bool) -> NameSet:
     if is_tensorrt:
         return "tensorrt-llm"
-    bare = [_bare(name) for name in names]
+    bare = [_strip_prefixes(name) for name in names]
     if any(name.startswith("0.") for name in bare):
         return "sequential"
     if any(name.startswith(("lm_heads.", "input_projs.")) for name in bare):

@@ -1,11 +1,11 @@
 """A reader for the pickles of ``torch.save`` that can build tensors and plain containers only.
 
-`pickletools` decodes the arguments of opcodes and `_Machine` interprets them; an opcode that it
-does not know is refused before that. No name in a file is ever looked up or imported: the few that
-``torch.save`` needs are recognised as text, everything else is refused. Each opcode does a bounded
-amount of work on objects that exist already, so time and memory grow with the length of the pickle,
-which is at most `MAX_PICKLE_BYTES`, and with nothing that it claims. Containers are never hashed,
-compared or printed: shared and nested ones can be exponentially large.
+`pickletools` decodes the arguments of opcodes and `_Machine` interprets them; unknown opcodes are
+rejected before they are decoded. No name in a file is ever looked up or imported: the few names
+that ``torch.save`` needs are recognised as text, all others are rejected. Each opcode does a
+bounded amount of work on existing objects, so time and memory grow only with the length of the
+pickle, which is at most `MAX_PICKLE_BYTES`, and not with any size claimed in the pickle. Containers
+are never hashed, compared or printed: shared and nested containers can be exponentially large.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import pickletools
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from mlx_redrafter.convert.stored import MAX_AXES, span
-from mlx_redrafter.convert.wording import quoted, reason
+from mlx_redrafter.convert.stored import MAX_AXES, count_spanned
+from mlx_redrafter.convert.wording import describe_error, quote
 from mlx_redrafter.errors import CheckpointError
 
-# A drafter's takes about 2 kB and a 70B model's about 100 kB: the values lie outside the pickle.
+# Largest pickle; a drafter's takes about 2 kB and a 70B model's about 100 kB, without the values.
 MAX_PICKLE_BYTES = 2**20
+# Largest number of elements, offset or stride of a tensor.
 MAX_ELEMENTS = 2**48
 
+# Dtype of each storage class of torch.
 STORAGE_DTYPES = {
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -37,7 +39,13 @@ STORAGE_DTYPES = {
 
 
 class Storage(NamedTuple):
-    """A run of values outside the pickle: its key, dtype and number of elements."""
+    """A run of values outside the pickle.
+
+    Attributes:
+        key: Name of the storage in the file.
+        dtype: Dtype of the values, such as "float32".
+        size: Number of elements.
+    """
 
     key: str
     dtype: str
@@ -45,7 +53,14 @@ class Storage(NamedTuple):
 
 
 class PickledTensor(NamedTuple):
-    """A strided view of a storage, checked to stay inside the number of elements it claims."""
+    """A strided view of a storage, checked to stay inside the storage's claimed elements.
+
+    Attributes:
+        storage: The storage.
+        offset: Index of the first element in the storage.
+        shape: Size of each axis.
+        strides: Step of each axis, in elements.
+    """
 
     storage: Storage
     offset: int
@@ -71,17 +86,17 @@ _OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opco
 
 
 def read_pickle(stream: BinaryIO, name: str) -> object:
-    """The object of one pickle; the stream is left behind its end.
+    """Read one pickle and leave the stream at its end.
 
     Args:
-        stream: At most `MAX_PICKLE_BYTES` in memory, which is what bounds the reader.
-        name: What to call it in messages.
+        stream: Stream of at most `MAX_PICKLE_BYTES` in memory, which bounds time and memory.
+        name: Name of the pickle in messages.
 
     Returns:
         Dicts, lists, tuples, numbers, strings, None and `PickledTensor`, nested.
 
     Raises:
-        CheckpointError: It is damaged, or asks for anything that is not a tensor or a container.
+        CheckpointError: The pickle is damaged, or needs more than tensors and containers.
     """
     machine = _Machine(name)
     try:
@@ -89,13 +104,13 @@ def read_pickle(stream: BinaryIO, name: str) -> object:
             machine.step(code, stream)
         return machine.result()
     except (ValueError, IndexError) as error:
-        raise CheckpointError(f"{name} is truncated or damaged: {reason(error)}") from error
+        raise CheckpointError(f"{name} is truncated or damaged: {describe_error(error)}") from error
 
 
 class _Machine:
     """The stack, the memo and one method per family of opcodes.
 
-    Malformed input raises ValueError or IndexError, which `read_pickle` words.
+    Malformed input raises ValueError or IndexError, which `read_pickle` turns into messages.
     """
 
     def __init__(self, name: str):
@@ -108,17 +123,17 @@ class _Machine:
         if opcode is None:
             raise ValueError(f"unknown opcode {code!r}" if code else "it has no end")
         if opcode.name not in _STEPS:
-            self.refuse(f"uses the pickle opcode {opcode.name}")
-        _STEPS[opcode.name](self, _argument(opcode, stream))
+            self.reject(f"uses the pickle opcode {opcode.name}")
+        _STEPS[opcode.name](self, _read_argument(opcode, stream))
 
     def result(self) -> object:
         if len(self.stack) != 1:
             raise ValueError(f"expected one object at the end, found {len(self.stack)}")
         return self.pop()
 
-    def refuse(self, deed: str) -> NoReturn:
+    def reject(self, action: str) -> NoReturn:
         raise CheckpointError(
-            f"{self.name} {deed}, which a file of tensors does not need; nothing was executed. "
+            f"{self.name} {action}, which a file of tensors does not need; nothing was executed. "
             "Do not load it elsewhere, or, if it is your own, save the model's state_dict() alone"
         )
 
@@ -129,7 +144,7 @@ class _Machine:
         return value
 
     def pop_marked(self) -> list[Any]:
-        """Everything above the newest mark, which goes too."""
+        """Pop the newest mark and all values above it, and return the values."""
         values = []
         while (value := self.stack.pop()) is not _MARK:
             values.append(value)
@@ -157,7 +172,7 @@ class _Machine:
             if type(key) not in (str, int):
                 raise ValueError("a dict has a key that is neither text nor a number")
             if key in target:
-                raise ValueError(f"a dict has the key {quoted(str(key))} twice")
+                raise ValueError(f"a dict has the key {quote(str(key))} twice")
             target[key] = value
 
     def find(self, module: Any, name: Any) -> None:
@@ -169,16 +184,16 @@ class _Machine:
         elif module == "torch" and name in STORAGE_DTYPES:
             self.stack.append(_StorageType(STORAGE_DTYPES[name]))
         else:
-            self.refuse(f"asks for {quoted(full)}")
+            self.reject(f"asks for {quote(full)}")
 
     def call(self) -> None:
         arguments, function = self.pop(), self.pop()
         if type(function) is not _Function or type(arguments) is not tuple:
-            self.refuse("calls something that is not a function")
+            self.reject("calls something that is not a function")
         if function.name == "collections.OrderedDict" and arguments == ():
             self.stack.append({})
         elif function.name == "torch._utils._rebuild_tensor_v2":
-            self.stack.append(_tensor(arguments))
+            self.stack.append(_make_tensor(arguments))
         elif function.name == "torch._utils._rebuild_parameter" and len(arguments) == 3:
             if type(arguments[0]) is not PickledTensor:
                 raise ValueError("a parameter holds no tensor")
@@ -187,14 +202,14 @@ class _Machine:
             raise ValueError(f"{function.name} has unexpected arguments")
 
     def build(self) -> None:
-        """Attributes of a state dict: torch's own ``_metadata``, which says nothing of use."""
+        """Drop the attributes of a state dict: torch's ``_metadata``, which is not needed."""
         state, target = self.pop(), self.stack[-1]
         if type(state) is not dict or type(target) is not dict:
-            self.refuse("sets attributes of something that is not a state dict")
+            self.reject("sets attributes of something that is not a state dict")
 
 
-def _argument(opcode: pickletools.OpcodeInfo, stream: BinaryIO) -> Any:
-    if opcode.name == "GLOBAL":  # pickletools would interpret backslashes, which pickle does not
+def _read_argument(opcode: pickletools.OpcodeInfo, stream: BinaryIO) -> Any:
+    if opcode.name == "GLOBAL":  # unlike pickle, pickletools would interpret backslashes
         return [stream.readline().removesuffix(b"\n").decode("ascii") for _ in range(2)]
     return None if opcode.arg is None else opcode.arg.reader(stream)
 
@@ -217,7 +232,7 @@ def _set_item(machine: _Machine, _: Any) -> None:
     machine.insert([key, value])
 
 
-# What each opcode of ``torch.save`` (pickle protocols 2 to 4) does; all others are refused.
+# Action of each opcode of ``torch.save`` (pickle protocols 2 to 4); all others are rejected.
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda machine, argument: None),
     **dict.fromkeys(
@@ -246,14 +261,14 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "LONG_BINGET": lambda machine, argument: machine.recall(argument),
     "GLOBAL": lambda machine, argument: machine.find(*argument),
     "STACK_GLOBAL": _stack_global,
-    "BINPERSID": lambda machine, argument: machine.stack.append(_storage(machine.pop())),
+    "BINPERSID": lambda machine, argument: machine.stack.append(_make_storage(machine.pop())),
     "REDUCE": lambda machine, argument: machine.call(),
     "BUILD": lambda machine, argument: machine.build(),
 }
 
 
-def _storage(identity: Any) -> Storage:
-    """A storage from its persistent id: ("storage", type, key, device, elements[, view])."""
+def _make_storage(identity: Any) -> Storage:
+    """Make a storage from its id: ("storage", type, key, device, elements[, view])."""
     if type(identity) is not tuple or len(identity) not in (5, 6):
         raise ValueError("a storage has an unexpected description")
     tag, kind, key, _, size = identity[:5]
@@ -264,8 +279,8 @@ def _storage(identity: Any) -> Storage:
     return Storage(key, kind.dtype, size)
 
 
-def _tensor(arguments: tuple[Any, ...]) -> PickledTensor:
-    """A tensor from the arguments of ``_rebuild_tensor_v2``: storage, offset, shape, strides..."""
+def _make_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
+    """Make a tensor from the arguments of ``_rebuild_tensor_v2``: storage, offset, shape, ..."""
     if len(arguments) not in (6, 7) or type(arguments[0]) is not Storage:
         raise ValueError("a tensor has an unexpected description")
     storage, offset, shape, strides = arguments[:4]
@@ -278,8 +293,8 @@ def _tensor(arguments: tuple[Any, ...]) -> PickledTensor:
     elements = 1
     for axis_size in shape:
         elements *= axis_size
-    # The second condition refuses views that repeat values, whose size nothing in the file bounds.
-    if offset + span(shape, strides) > storage.size or elements > storage.size:
+    # The second condition rejects views that repeat values, whose size nothing in the file bounds.
+    if offset + count_spanned(shape, strides) > storage.size or elements > storage.size:
         raise ValueError(
             f"a tensor of shape {list(shape)} exceeds its {storage.size} stored values"
         )

@@ -1,4 +1,4 @@
-"""Output folders that appear complete or not at all."""
+"""Output folders, written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_redrafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from mlx_redrafter.errors import CheckpointError
 
 CARD_FILE = "README.md"
-# The key in config.json that marks a folder as written here; it says where the weights come from.
+# Key in config.json with the provenance of the weights, which marks a folder as an output.
 PROVENANCE_KEY = "conversion"
 _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
 
@@ -21,7 +21,7 @@ _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
 def check_destination(destination: Path, source: Path) -> None:
     """Raise `CheckpointError` unless an output may be written to ``destination``.
 
-    It may be absent, empty, or hold nothing but an earlier output.
+    The destination may be absent, empty, or hold nothing but an earlier output.
     """
     if destination.resolve() == source.resolve():
         raise CheckpointError(f"expected a new folder to write to, found the source: {destination}")
@@ -30,15 +30,18 @@ def check_destination(destination: Path, source: Path) -> None:
     if not destination.is_dir():
         raise CheckpointError(f"expected a folder to write to, found a file: {destination}")
     present = {path.name for path in destination.iterdir()}
-    if present and not (present <= _OUTPUT_FILES and PROVENANCE_KEY in _config(destination)):
+    if present and not (
+        present <= _OUTPUT_FILES and PROVENANCE_KEY in _read_config_if_present(destination)
+    ):
         raise CheckpointError(
-            f"{destination} holds files that no conversion wrote; give a new or an empty folder"
+            f"expected a new or an empty folder to write to, found files that no conversion wrote "
+            f"in {destination}"
         )
 
 
 @contextmanager
 def publish(destination: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of ``destination`` unless filling it fails."""
+    """Yield a new folder to fill, which replaces ``destination`` unless filling it fails."""
     destination = destination.resolve()
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
@@ -64,5 +67,5 @@ def _move(staging: Path, destination: Path) -> None:
     shutil.rmtree(earlier)
 
 
-def _config(folder: Path) -> dict[str, object]:
+def _read_config_if_present(folder: Path) -> dict[str, object]:
     return read_config(folder) if (folder / CONFIG_FILE).is_file() else {}

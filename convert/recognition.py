@@ -1,4 +1,4 @@
-"""What kind of checkpoint this is, so that what is no recurrent drafter is refused by its name."""
+"""Recognition of checkpoints that are not recurrent drafters, for messages that name the kind."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from mlx_redrafter.convert.source import Source
 _MEDUSA = re.compile(
     r"(?:medusa_heads?\.)?([0-9]{1,4})\.[0-9]{1,4}\.(?:linear\.(?:weight|bias)|weight)"
 )
-# What configs call other drafters, and what people call them.
+# Kind of each other drafter by the model type in its config.
 _MODEL_TYPES = {
-    "medusa": "a Medusa checkpoint (parallel heads, no recurrent drafter)",
-    "eagle": "an EAGLE checkpoint (a transformer layer that drafts, no recurrent drafter)",
-    "eagle3": "an EAGLE-3 checkpoint (a transformer layer that drafts, no recurrent drafter)",
-    "mlp_speculator": "an MLP speculator, no recurrent drafter",
+    "medusa": "a Medusa checkpoint (parallel heads, not a recurrent drafter)",
+    "eagle": "an EAGLE checkpoint (a transformer layer that drafts, not a recurrent drafter)",
+    "eagle3": "an EAGLE-3 checkpoint (a transformer layer that drafts, not a recurrent drafter)",
+    "mlp_speculator": "an MLP speculator, not a recurrent drafter",
 }
 _EAGLE_PREFIXES = ("midlayer.", "layers.0.self_attn.", "layers.0.mlp.")
 
 
-def foreign_kind(source: Source) -> str | None:
-    """What the checkpoint is, with the reason, when it is known to be no recurrent drafter."""
+def recognise_foreign(source: Source) -> str | None:
+    """Recognise a checkpoint that is not a recurrent drafter.
+
+    Returns:
+        Kind of the checkpoint in words, or None if it may be a recurrent drafter.
+    """
     config, names = source.config, list(source.tensors)
     if _is_quantized_mlx(config):
-        return "an MLX drafter that is quantised already; convert the one it was made from"
+        return "an MLX drafter that is quantised already; convert the drafter it was made from"
     if _is_split(config):
         return (
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
@@ -37,14 +41,14 @@ def foreign_kind(source: Source) -> str | None:
             return _MODEL_TYPES[model_type]
     heads = {int(match[1]) for name in names if (match := _MEDUSA.fullmatch(name))}
     if heads:
-        return _medusa_kind(source, heads)
+        return _recognise_medusa(source, heads)
     bare = [name.removeprefix("model.") for name in names]
     if "fc.weight" in bare and any(name.startswith(_EAGLE_PREFIXES) for name in bare):
         return _MODEL_TYPES["eagle"]
     if "d2t" in bare or "t2d" in bare:
         return _MODEL_TYPES["eagle3"]
     if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
-        return "a language model, no drafter; it can be a --target"
+        return "a language model, not a drafter; use it as the --target"
     return None
 
 
@@ -58,10 +62,10 @@ def _is_split(config: Mapping[str, Any]) -> bool:
     return isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1
 
 
-def _medusa_kind(source: Source, heads: set[int]) -> str | None:
-    """What "{head}.{layer}" names are: Medusa's, or those of a bare ReDrafter head, "0.*".
+def _recognise_medusa(source: Source, heads: set[int]) -> str | None:
+    """Tell whether names "{head}.{layer}" are Medusa's or those of a bare ReDrafter head, "0.*".
 
-    A single stack can be either. Medusa's linears are as wide as the hidden state; those of a
+    A single stack can be either. Medusa's linear layers are as wide as the hidden state; those of a
     ReDrafter head without input_proj are twice as wide.
     """
     says_medusa = (
@@ -72,11 +76,11 @@ def _medusa_kind(source: Source, heads: set[int]) -> str | None:
     hidden_size = source.config.get("hidden_size")
     width = {tensor.shape[-1:] for name, tensor in source.tensors.items() if name.startswith("0.")}
     if heads != {0} or says_medusa or width == {(hidden_size,)}:
-        return f"a Medusa checkpoint ({len(heads)} parallel heads, no recurrent drafter)"
+        return f"a Medusa checkpoint ({len(heads)} parallel heads, not a recurrent drafter)"
     if hidden_size is None and not _has_drafter_parts(source.tensors):
         return (
-            "either a ReDrafter head or a Medusa head, which only the target's hidden_size tells "
-            "apart; put it into config.json"
+            "either a ReDrafter head or a Medusa head, which only the target's hidden_size can "
+            "tell apart; add hidden_size to config.json"
         )
     return None
 

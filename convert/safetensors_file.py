@@ -9,38 +9,40 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.convert.stored import MAX_AXES, StoredTensor, contiguous_strides
-from mlx_redrafter.convert.wording import quoted, reason
+from mlx_redrafter.convert.wording import describe_error, quote
 from mlx_redrafter.errors import CheckpointError
 
-# The library allows 100 MB, which as Python objects are gigabytes; a 70B model's takes 200 kB.
+# Largest header; a 70B model's takes 200 kB, and the library's 100 MB would take gigabytes parsed.
 MAX_HEADER_BYTES = 2**22
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
 
 
 def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, without their values.
+    """Read the tensors of a safetensors file, without their values.
 
     Raises:
-        CheckpointError: The file is damaged, its header is absurdly long or has a name twice.
+        CheckpointError: The file is damaged, or the header is too long or has a name twice.
     """
-    header_size = _header_size(path)
+    header_size = _read_header_size(path)
     try:
-        # Checks that dtypes, shapes and offsets agree and that the tensors fill the file exactly.
+        # The library checks that dtypes, shapes and offsets agree and that the tensors fill the
+        # file exactly.
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             file.seek(8)
-            header = json.loads(file.read(header_size), object_pairs_hook=_unique)
+            header = json.loads(file.read(header_size), object_pairs_hook=_reject_duplicates)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({reason(error)}); download it again"
+            f"{path} is truncated or not a safetensors file ({describe_error(error)}); download it "
+            "again"
         ) from error
     header.pop("__metadata__", None)
     return {
-        name: _stored(path, name, description, 8 + header_size)
+        name: _describe_stored(path, name, description, 8 + header_size)
         for name, description in header.items()
     }
 
 
-def _header_size(path: Path) -> int:
+def _read_header_size(path: Path) -> int:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if size > MAX_HEADER_BYTES:
@@ -51,22 +53,24 @@ def _header_size(path: Path) -> int:
     return size
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names differ; the library silently keeps the last of two."""
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object whose names differ; the library silently keeps the last of two."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"the name {quoted(name)} appears twice")
+            raise ValueError(f"the name {quote(name)} appears twice")
         values[name] = value
     return values
 
 
-def _stored(path: Path, name: str, description: dict[str, Any], data_start: int) -> StoredTensor:
+def _describe_stored(
+    path: Path, name: str, description: dict[str, Any], data_start: int
+) -> StoredTensor:
     dtype = description["dtype"]
     shape = tuple(description["shape"])
     if len(shape) > MAX_AXES:
         raise CheckpointError(
-            f"expected at most {MAX_AXES} axes of {quoted(name)} in {path}, found {len(shape)}"
+            f"expected at most {MAX_AXES} axes of {quote(name)} in {path}, found {len(shape)}"
         )
     return StoredTensor(
         path,

@@ -1,7 +1,7 @@
-"""Whether a drafter belongs to a target: its first draft against the target's own next token.
+"""The self-test: tells whether a drafter was trained for a target.
 
-No drafting is simulated: the target decodes a few prompts greedily, and at each token of the text
-the drafter sees what it would see if that token were the root.
+The target decodes a few prompts greedily. At each token of the texts the drafter gets the inputs of
+a step with this token as the root, and its first draft is compared with the target's next token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.topk import top_k
 
-# Drafters that fit their target are right about half of the time; chance is one in thousands.
+# Acceptance below which the user is warned; fitting drafters reach about 0.5, chance about 0.001.
 LEAST_ACCEPTANCE = 0.2
+# Number of tokens to predict after each prompt.
 TOKENS_PER_PROMPT = 64
 PREFILL_STEP_SIZE = 2048
 PROMPTS = (
@@ -45,14 +46,17 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class SelfTest:
-    """First-token acceptance: the share of positions where the first draft is the target's token.
+    """Results of the self-test.
+
+    Acceptance is the share of positions whose first draft is the target's token.
 
     Attributes:
-        positions: Tokens that were predicted.
-        acceptance: With the drafter as it was converted.
-        calibration: That fits these texts.
-        other_activation: With the other recurrence, None where the drafter has no RNN.
-        other_is_better: Whether the other recurrence gives clearly more right drafts, by two
+        positions: Number of predicted tokens.
+        acceptance: Acceptance of the converted drafter, 0 to 1.
+        calibration: Calibration of the drafter on the texts of the test.
+        other_activation: Acceptance with the other recurrence, 0 to 1, None for drafters without
+            an RNN.
+        other_is_better: Whether the other recurrence gives clearly more correct drafts, by two
             standard errors of the difference.
     """
 
@@ -63,41 +67,41 @@ class SelfTest:
     other_is_better: bool = False
 
     def warning(self, activation: Activation) -> str | None:
-        """What is likely to be wrong, None when the drafter seems to fit."""
+        """Describe the likely mistake, or return None if the drafter seems to fit."""
         share = f"only {self.acceptance:.0%} of the first drafts match the target"
         if self.other_is_better:
             return (
                 f"{share}, but {self.other_activation:.0%} do with the other recurrence; convert "
-                f"again with --rnn-activation {other_activation(activation)}"
+                f"again with --rnn-activation {swap_activation(activation)}"
             )
         if self.acceptance < LEAST_ACCEPTANCE:
             return (
-                f"{share}; it was probably trained for another model, on hidden states before the "
-                "final norm, or hardly at all. The text stays exact, but is not made faster"
+                f"{share}; the drafter was probably trained for another model, on hidden states "
+                "before the final norm, or hardly at all. Decoding stays exact, but is not faster"
             )
         return None
 
 
-def other_activation(activation: Activation) -> Activation:
-    """The recurrence that this one may have been mistaken for."""
+def swap_activation(activation: Activation) -> Activation:
+    """Return the other activation of the recurrence."""
     return "identity" if activation == "silu" else "silu"
 
 
 def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -> SelfTest:
-    """Measure first-token acceptance on `PROMPTS`, and calibrate.
+    """Measure the acceptance of first drafts on `PROMPTS`, and calibrate the drafter.
 
     Waits for the device at every token.
     """
     target = Target(model)
     texts = [_decode(target, _encode(tokenizer, prompt)) for prompt in PROMPTS]
-    firsts, seconds = _matches(drafter, target, texts)
+    firsts, seconds = _find_matches(drafter, target, texts)
     calibration = calibrate(drafter, target.embed, texts)
     if not drafter.config.rnn:
         return SelfTest(len(firsts), _mean(firsts), calibration)
     other = copy.copy(drafter)
-    activation = other_activation(drafter.config.rnn_activation)
+    activation = swap_activation(drafter.config.rnn_activation)
     other.config = replace(drafter.config, rnn_activation=activation)
-    other_firsts, other_seconds = _matches(other, target, texts)
+    other_firsts, other_seconds = _find_matches(other, target, texts)
     before, after = firsts + seconds, other_firsts + other_seconds
     differences = [new - old for old, new in zip(before, after, strict=True)]
     return SelfTest(
@@ -110,7 +114,7 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
 
 
 def _encode(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids, in the chat format where the model has one: that is what drafters are made for."""
+    """Encode a prompt, in the chat format if the model has one."""
     if tokenizer.has_chat_template:
         messages = [{"role": "user", "content": prompt}]
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
@@ -118,7 +122,7 @@ def _encode(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _decode(target: Target, prompt: list[int]) -> Text:
-    """A greedy continuation."""
+    """Continue a prompt greedily."""
     cache = target.new_cache()
     ids = mx.array(prompt, dtype=mx.int32)
     forward = target.prefill(ids, cache, PREFILL_STEP_SIZE, lambda done, total: None)
@@ -136,12 +140,15 @@ def _decode(target: Target, prompt: list[int]) -> Text:
         forward = target.advance(token, cache)
 
 
-def _matches(
+def _find_matches(
     drafter: Drafter, target: Target, texts: Sequence[Text]
 ) -> tuple[list[int], list[int]]:
-    """1 where a draft is the target's token, else 0: for first drafts, and for second drafts.
+    """Compare first and second drafts with the target's tokens.
 
-    Second drafts follow the right first token. The recurrence shows more in them.
+    Second drafts follow the target's first token, and depend more on the recurrence.
+
+    Returns:
+        First and second drafts, each 1 if equal to the target's token, else 0.
     """
     pairs = [predict(drafter, target.embed, text) for text in texts]
     firsts, seconds = (

@@ -1,4 +1,4 @@
-"""The drafter's config from its tensors' shapes, held against what ``config.json`` says."""
+"""The drafter's config, inferred from the tensors' shapes and checked against ``config.json``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
-from mlx_redrafter.convert.wording import listed, quoted
+from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Our config key by the name in TensorRT-LLM's config, whose hidden_size is the target's own.
+# This package's config key by TensorRT-LLM's, where plain "hidden_size" is the target's own.
 _TENSORRT_KEYS = {
     "redrafter_num_layers": "num_draft_layers",
     "redrafter_hidden_size": "hidden_size",
@@ -32,39 +32,39 @@ _VARIANT_KEYS = (
     "score_scale",
     "noise_share",
 )
-# What Apple's `warp_logits` keeps, always.
+# Number of logits that Apple's `warp_logits` keeps.
 APPLE_TOP_K = 50
 _READABLE = ("float32", "float16", "bfloat16")
 
 
-def drafter_config(
+def infer_drafter_config(
     named: NamedTensors,
     tensors: Mapping[str, StoredTensor],
     values: Mapping[str, Any],
     rnn_activation: Activation | None = None,
 ) -> DrafterConfig:
-    """The config of a drafter: ``config.json`` where it speaks, the shapes where it does not.
+    """Infer a drafter's config: values of ``config.json``, and from the shapes if not given.
 
     Args:
         named: The drafter's tensors.
-        tensors: By their names in the checkpoint.
+        tensors: Tensors by the names in the checkpoint.
         values: The checkpoint's ``config.json``.
-        rnn_activation: What the user says, which no file can contradict.
+        rnn_activation: The user's choice, which takes precedence; None to infer the activation.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
-            config asks for, all of them named; or a value in ``config.json`` is out of range.
+            config requires, all of them named; or a value in ``config.json`` is out of range.
     """
     shapes = {own: tensors[source].shape for own, source in named.sources.items()}
-    inferred = _inferred(shapes)
-    stated = _stated(values)
+    inferred = _infer_values(shapes)
+    stated = _read_stated(values)
     lacking = [key for key in _SHAPE_KEYS if key not in inferred and key not in stated]
     if lacking:
         raise CheckpointError(
-            f"cannot tell {', '.join(lacking)} without a head (lm_head.*); "
-            "is the checkpoint complete?"
+            f"expected a head (lm_head.*), which determines {', '.join(lacking)}, found none; "
+            "check that the checkpoint is complete"
         )
-    variant = _variant(named, values, inferred)
+    variant = _choose_variant(named, values, inferred)
     if rnn_activation is not None:
         variant["rnn_activation"] = rnn_activation
     config = DrafterConfig.from_dict({**inferred, **stated, **variant})
@@ -73,14 +73,14 @@ def drafter_config(
     return config
 
 
-def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a drafter; nothing is allocated."""
+def list_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """List the shape of every tensor of a drafter; nothing is allocated."""
     parameters = dict(tree_flatten(Drafter(config).parameters()))
     return {name: tensor.shape for name, tensor in parameters.items()}
 
 
-def _inferred(shapes: Shapes) -> dict[str, Any]:
-    """What the shapes imply, for those keys that they imply anything for."""
+def _infer_values(shapes: Shapes) -> dict[str, Any]:
+    """Infer config values from the shapes, as far as the shapes determine them."""
     blocks = [name for name in shapes if name.startswith("lm_head.")]
     finals = [name for name in blocks if name.count(".") == 2]
     num_layers = max((int(name.split(".")[1]) for name in finals or blocks), default=0)
@@ -100,17 +100,17 @@ def _inferred(shapes: Shapes) -> dict[str, Any]:
     return values
 
 
-def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says about the shape; Apple's default for "not given" is -1."""
+def _read_stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the shape in ``config.json``; Apple's default for "not given" is -1."""
     stated = {key: values[key] for key in _SHAPE_KEYS if key in values}
     stated.update({own: values[key] for key, own in _TENSORRT_KEYS.items() if key in values})
     return {key: value for key, value in stated.items() if value is not None and value != -1}
 
 
-def _variant(
+def _choose_variant(
     named: NamedTensors, values: Mapping[str, Any], inferred: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """How the drafter computes, which no shape tells: by its origin, unless the config says."""
+    """Choose the values that no shape determines: by the config, or by the drafter's origin."""
     if named.name_set == "tensorrt-llm":
         return {"rnn_activation": "identity", "rnn_first_step_bias": False, "draft_top_k": None}
     variant = {key: values[key] for key in _VARIANT_KEYS if key in values}
@@ -120,24 +120,25 @@ def _variant(
 
 
 def _check_shapes(config: DrafterConfig, named: NamedTensors, found: Shapes) -> None:
-    expected = expected_shapes(config)
+    expected = list_shapes(config)
     problems = [
         f"{name} is missing, expected shape {list(expected[name])}"
         for name in sorted(expected.keys() - found.keys())
     ]
     problems += [
-        f"{quoted(named.sources[name])} of shape {list(found[name])} is unexpected"
+        f"{quote(named.sources[name])} of shape {list(found[name])} is unexpected"
         for name in sorted(found.keys() - expected.keys())
     ]
     problems += [
-        f"{quoted(named.sources[name])} has shape {list(found[name])}, "
+        f"{quote(named.sources[name])} has shape {list(found[name])}, "
         f"expected {list(expected[name])}"
         for name in sorted(expected.keys() & found.keys())
         if found[name] != expected[name]
     ]
     if problems:
         raise CheckpointError(
-            f"the tensors do not fit a drafter with {_summary(config)}: {listed(problems, '; ')}"
+            f"the tensors do not fit a drafter with {_summarise(config)}: "
+            f"{join_shortened(problems, '; ')}"
         )
 
 
@@ -146,15 +147,15 @@ def _check_dtypes(named: NamedTensors, tensors: Mapping[str, StoredTensor]) -> N
     for own, source in named.sources.items():
         readable = ("int32",) if own == "token_ids" else _READABLE
         if tensors[source].dtype not in readable:
-            problems.append(f"{quoted(source)} is {tensors[source].dtype}")
+            problems.append(f"{quote(source)} is {tensors[source].dtype}")
     if problems:
         raise CheckpointError(
-            f"expected {', '.join(_READABLE)} (token_ids: int32), but {listed(problems)}; "
-            "save the drafter in one of these"
+            f"expected {', '.join(_READABLE)} (token_ids: int32), but {join_shortened(problems)}; "
+            "save the drafter in one of these dtypes"
         )
 
 
-def _summary(config: DrafterConfig) -> str:
+def _summarise(config: DrafterConfig) -> str:
     return (
         f"hidden_size {config.hidden_size}, exit_dim {config.exit_dim}, num_draft_layers "
         f"{config.num_draft_layers}, vocab_size {config.vocab_size}, rnn {config.rnn}"

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: its config and its tensors, from whichever files it has."""
+"""A checkpoint folder: its config and its tensors, in any of the supported formats."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_redrafter.checkpoint import (
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.torch_file import read_torch_file
-from mlx_redrafter.convert.wording import listed, quoted
+from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import CheckpointError
 
 TENSORRT_FILE = "rank0.safetensors"
-# In order of preference; the Medusa files are there to be recognised and refused by name.
+# Weight files in order of preference; the Medusa files are there to be recognised in messages.
 _SINGLE_FILES = (
     "model.safetensors",
     TENSORRT_FILE,
@@ -40,11 +40,11 @@ class Source:
     """An opened checkpoint; the values of its tensors stay in the files until they are read.
 
     Attributes:
-        name: Repository id, or the folder's own name without the path to it.
-        folder: Where it lies.
-        config: The object in ``config.json``; empty when there is none.
-        files: The weight files that were used.
-        tensors: By the names in the files.
+        name: Repository id, or the folder's name without its path.
+        folder: Folder of the checkpoint.
+        config: Object in ``config.json``; empty if there is no such file.
+        files: Weight files in use.
+        tensors: Tensors by the names in the files.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Source:
     tensors: dict[str, StoredTensor]
 
     def sha256(self) -> dict[str, str]:
-        """Hash of each weight file, by file name."""
+        """SHA-256 of each weight file, by file name."""
         return {path.name: _sha256(path) for path in self.files}
 
 
@@ -62,28 +62,27 @@ def open_source(path_or_repo: str | Path) -> Source:
     """Open a checkpoint folder or a hub repository and read the headers of its weight files.
 
     Raises:
-        CheckpointError: There is none, it has no weight file, or a file is damaged or hostile.
+        CheckpointError: The checkpoint does not exist, has no weight file, or a file is damaged or
+            hostile.
     """
     folder = find_checkpoint(path_or_repo, _PATTERNS)
-    files, owners = _weight_files(folder)
+    files, owners = _find_weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         for name, tensor in _read_file(path).items():
             if owners is not None and owners.get(name) != path.name:
-                raise CheckpointError(
-                    f"{path} holds {quoted(name)}, which the index puts elsewhere"
-                )
+                raise CheckpointError(f"{path} holds {quote(name)}, which the index puts elsewhere")
             tensors[name] = tensor
     missing = [] if owners is None else sorted(owners.keys() - tensors.keys())
     if missing:
-        names = listed(map(quoted, missing))
+        names = join_shortened(map(quote, missing))
         raise CheckpointError(f"the index in {folder} names tensors that its files lack: {names}")
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
     return Source(shared_name(path_or_repo), folder, config, tuple(files), tensors)
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files to read, and by an index which tensor is in which, if there is an index."""
+def _find_weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Find the weight files, and the file name of each tensor if there is an index."""
     if (folder / "rank1.safetensors").exists():
         raise CheckpointError(
             f"{folder} is a TensorRT-LLM checkpoint split over several ranks; "
@@ -108,7 +107,9 @@ def _read_index(path: Path) -> dict[str, str]:
     for file in set(map(str, owners.values())):
         is_beside = Path(file).name == file and file.isprintable()
         if not is_beside or not (path.parent / file).is_file():
-            raise CheckpointError(f"{path} names {quoted(file)}, which is no file beside it")
+            raise CheckpointError(
+                f"{path} names {quote(file)}, which is not a file in the same folder"
+            )
     return {name: str(file) for name, file in owners.items()}
 
 

@@ -1,4 +1,4 @@
-"""A tensor as it lies in a weight file: dtype, shape and place, read only when it is wanted."""
+"""A tensor in a weight file: dtype, shape and place; the values are read on demand."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from mlx_redrafter.errors import CheckpointError
 
 MAX_AXES = 8
-# How each readable dtype lies on disk, little-endian. numpy has no bfloat16: its bits are read.
+# numpy's dtype of each readable dtype on disk; bfloat16, which numpy lacks, is read as its bits.
 _ON_DISK = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4"}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a weight file, which the container's reader has checked to lie inside it.
+    """One tensor of a weight file, checked by the file's reader to lie inside the file.
 
     Attributes:
         path: The file.
-        dtype: Such as "float32"; dtypes that no drafter uses can be named but not read.
+        dtype: Name of the dtype, such as "float32"; dtypes that no drafter uses cannot be read.
         shape: Size of each axis, none of them negative.
         strides: Step of each axis, in elements, none of them negative.
         start: Offset of the first element in the file, in bytes.
@@ -40,13 +40,13 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def read(self) -> mx.array:
-        """The values, in memory of their own.
+        """Read the values into new memory.
 
         Raises:
             CheckpointError: The file has become shorter since its header was checked.
         """
         raw = np.dtype(_ON_DISK[self.dtype])
-        count = span(self.shape, self.strides)
+        count = count_spanned(self.shape, self.strides)
         flat = np.fromfile(self.path, raw, count, offset=self.start)
         if len(flat) != count:
             raise CheckpointError(f"{self.path} ends before its tensors do; download it again")
@@ -56,13 +56,13 @@ class StoredTensor:
         return array.view(mx.bfloat16) if self.dtype == "bfloat16" else array
 
 
-def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last that a strided tensor touches, both included."""
+def count_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Count the elements from the first to the last of a strided tensor, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor."""
+    """Compute the strides of a row-major tensor, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -1,7 +1,7 @@
 """Weight files of ``torch.save``: the zip format, and the plain pickles from before PyTorch 1.6.
 
-The pickles are read by `pickles.py`; here it is found out where the values lie. Nothing is
-unpacked: a stored member of an archive is a range of bytes of the archive.
+`pickles.py` reads the pickles; this module locates the values. Nothing is unpacked: a stored member
+of an archive is a range of bytes of the archive.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import BinaryIO, NamedTuple
 
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from mlx_redrafter.convert.stored import StoredTensor
-from mlx_redrafter.convert.wording import quoted, reason
+from mlx_redrafter.convert.wording import describe_error, quote
 from mlx_redrafter.errors import CheckpointError
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
-# Where training scripts keep the state dict when they save more than that.
+# Keys of the state dict in files of training scripts that save more than the state dict.
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _ITEM_SIZES = {
     "float32": 4,
@@ -38,10 +38,10 @@ _ITEM_SIZES = {
 
 
 def read_torch_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a state dict that ``torch.save`` wrote, without their values.
+    """Read the tensors of a state dict that ``torch.save`` wrote, without their values.
 
     Raises:
-        CheckpointError: The file is damaged, is no state dict, or asks for anything to be executed.
+        CheckpointError: The file is damaged, is not a state dict, or asks for code to be run.
     """
     with path.open("rb") as file:
         magic = file.read(len(_ZIP_MAGIC))
@@ -60,7 +60,7 @@ class _Member(NamedTuple):
 
 
 class _BoundedReader(io.BufferedReader):
-    """Refuses to read more at once than a checkpoint's directory takes."""
+    """A reader that raises an error on reads longer than the directory of any checkpoint."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_PICKLE_BYTES:
@@ -70,53 +70,55 @@ class _BoundedReader(io.BufferedReader):
 
 def _read_zip(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
-        members = _zip_members(path, file)
+        members = _list_zip_members(path, file)
         pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise CheckpointError(
-                f"expected one data.pkl in the archive {path}, found {len(pickles)}; "
-                "was it written by torch.save?"
+                f"expected one data.pkl in the archive {path}, found {len(pickles)}; save the "
+                "checkpoint with torch.save"
             )
         prefix = pickles[0].removesuffix("data.pkl")
         order = _read_member(path, file, members.get(f"{prefix}byteorder"), b"little")
         if order != b"little":
             raise CheckpointError(f"expected little-endian values in {path}, found {order[:16]!r}")
         stream = io.BytesIO(_read_member(path, file, members[pickles[0]], b""))
-    tensors = _state_dict(read_pickle(stream, f"data.pkl in {path}"), path)
+    tensors = _extract_state_dict(read_pickle(stream, f"data.pkl in {path}"), path)
     return {
-        name: _place(path, name, tensor, members.get(f"{prefix}data/{tensor.storage.key}"))
+        name: _locate_values(path, name, tensor, members.get(f"{prefix}data/{tensor.storage.key}"))
         for name, tensor in tensors.items()
     }
 
 
-def _zip_members(path: Path, file: BinaryIO) -> dict[str, _Member]:
-    """Where each member lies; refuses what torch.save never writes.
+def _list_zip_members(path: Path, file: BinaryIO) -> dict[str, _Member]:
+    """Locate each member; raise an error for archives that torch.save never writes.
 
-    Checksums are not verified, as they may be absent: torch can be told not to compute them.
+    Checksums are not verified, since torch has an option not to compute them.
     """
     file_size = path.stat().st_size
     members: dict[str, _Member] = {}
-    for info in _zip_directory(path):
+    for info in _read_zip_directory(path):
         name = info.filename
         if name.startswith("/") or "\\" in name or ".." in name.split("/"):
-            raise CheckpointError(f"{path} has a member that leads outside it: {quoted(name)}")
+            raise CheckpointError(f"{path} has a member that leads outside it: {quote(name)}")
         if name in members:
-            raise CheckpointError(f"{path} has two members named {quoted(name)}")
+            raise CheckpointError(f"{path} has two members named {quote(name)}")
         is_stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
         if not is_stored or info.compress_size != info.file_size:
             raise CheckpointError(
                 f"expected uncompressed members in {path}, as torch.save writes them, "
-                f"found {quoted(name)} of {info.compress_size} bytes that claims {info.file_size}"
+                f"found {quote(name)} of {info.compress_size} bytes that claims {info.file_size}"
             )
-        members[name] = _Member(_content_start(path, file, info), info.file_size)
+        members[name] = _Member(_find_content(path, file, info), info.file_size)
     if any(member.start + member.size > file_size for member in members.values()):
         raise CheckpointError(f"{path} is truncated; download it again")
     if sum(member.size for member in members.values()) > file_size:
-        raise CheckpointError(f"the members of {path} overlap; torch.save writes no such archive")
+        raise CheckpointError(
+            f"expected separate members in {path}, as torch.save writes them, found overlaps"
+        )
     return members
 
 
-def _zip_directory(path: Path) -> list[zipfile.ZipInfo]:
+def _read_zip_directory(path: Path) -> list[zipfile.ZipInfo]:
     try:
         with _BoundedReader(io.FileIO(path)) as reader, zipfile.ZipFile(reader) as archive:
             return archive.infolist()
@@ -124,16 +126,19 @@ def _zip_directory(path: Path) -> list[zipfile.ZipInfo]:
         raise CheckpointError(f"{path} is not a checkpoint: {error}") from None
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
         raise CheckpointError(
-            f"{path} is truncated or a damaged archive ({reason(error)}); download it again"
+            f"{path} is truncated or a damaged archive ({describe_error(error)}); download it again"
         ) from error
 
 
-def _content_start(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Offset of a member's bytes, behind its local header of 30 bytes, name and extra field."""
+def _find_content(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Find the offset of a member's bytes, after the local header (30 bytes, name, extra field)."""
     file.seek(info.header_offset)
     header = file.read(30)
     if len(header) != 30 or not header.startswith(_ZIP_MAGIC):
-        raise CheckpointError(f"{path} has no member {quoted(info.filename)} where it says")
+        raise CheckpointError(
+            f"expected the member {quote(info.filename)} at byte {info.header_offset} of {path}, "
+            "found none; download the file again"
+        )
     name_size, extra_size = struct.unpack("<HH", header[26:])
     return info.header_offset + 30 + name_size + extra_size
 
@@ -151,9 +156,9 @@ def _read_member(path: Path, file: BinaryIO, member: _Member | None, default: by
 
 
 def _read_legacy(path: Path) -> dict[str, StoredTensor]:
-    """Five pickles (magic, protocol, system, state dict, storage keys), then the storages.
+    """Read a file of five pickles (magic, protocol, system, state dict, storage keys) and storages.
 
-    Each storage is its number of elements, eight bytes, followed by the values.
+    Each storage is its number of elements, in eight bytes, followed by the values.
     """
     with path.open("rb") as file:
         stream = io.BytesIO(file.read(MAX_PICKLE_BYTES))
@@ -164,17 +169,17 @@ def _read_legacy(path: Path) -> dict[str, StoredTensor]:
                 f"expected a file written by torch.save, found another pickle: {path}"
             )
         if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"expected little-endian values in {path}")
-        tensors = _state_dict(read_pickle(stream, name), path)
+            raise CheckpointError(f"expected little-endian values in {path}, found others")
+        tensors = _extract_state_dict(read_pickle(stream, name), path)
         keys = read_pickle(stream, name)
-        members = _legacy_members(path, file, stream.tell(), keys, tensors)
+        members = _list_legacy_members(path, file, stream.tell(), keys, tensors)
     return {
-        name: _place(path, name, tensor, members.get(tensor.storage.key))
+        name: _locate_values(path, name, tensor, members.get(tensor.storage.key))
         for name, tensor in tensors.items()
     }
 
 
-def _legacy_members(
+def _list_legacy_members(
     path: Path,
     file: BinaryIO,
     start: int,
@@ -185,10 +190,11 @@ def _legacy_members(
         tensor.storage.key: _ITEM_SIZES[tensor.storage.dtype] for tensor in tensors.values()
     }
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
-        raise CheckpointError(f"{path} has no list of storages where one was expected")
+        raise CheckpointError(f"expected a list of storages in {path}, found none")
     if len(set(keys)) != len(keys) or set(keys) != item_sizes.keys():
         raise CheckpointError(
-            f"{path} lists other storages than its tensors use; save the state_dict() alone"
+            f"expected the storages of the tensors in {path}, found others; save the state_dict() "
+            "alone"
         )
     file_size = path.stat().st_size
     members: dict[str, _Member] = {}
@@ -204,8 +210,8 @@ def _legacy_members(
     return members
 
 
-def _state_dict(value: object, path: Path) -> dict[str, PickledTensor]:
-    """The dict of tensors in ``value``, or in the entry where training scripts put it."""
+def _extract_state_dict(value: object, path: Path) -> dict[str, PickledTensor]:
+    """Extract the dict of tensors from ``value``, or from one of its entries `_WRAPPERS`."""
     if isinstance(value, dict):
         for key in _WRAPPERS:
             if isinstance(value.get(key), dict):
@@ -217,19 +223,21 @@ def _state_dict(value: object, path: Path) -> dict[str, PickledTensor]:
         if type(key) is not str or type(item) is not PickledTensor:
             raise CheckpointError(
                 f"expected named tensors only in {path}, found {type(item).__name__} under "
-                f"{quoted(str(key))}; save the model's state_dict() alone"
+                f"{quote(str(key))}; save the model's state_dict() alone"
             )
     return dict(value)
 
 
-def _place(path: Path, name: str, tensor: PickledTensor, member: _Member | None) -> StoredTensor:
+def _locate_values(
+    path: Path, name: str, tensor: PickledTensor, member: _Member | None
+) -> StoredTensor:
     storage = tensor.storage
     item_size = _ITEM_SIZES[storage.dtype]
     expected = storage.size * item_size
     if member is None or member.size != expected:
         found = "none" if member is None else f"{member.size} bytes"
         raise CheckpointError(
-            f"expected {expected} bytes of values for {quoted(name)} in {path}, found {found}"
+            f"expected {expected} bytes of values for {quote(name)} in {path}, found {found}"
         )
     start = member.start + tensor.offset * item_size
     return StoredTensor(path, storage.dtype, tensor.shape, tensor.strides, start)

@@ -1,4 +1,4 @@
-"""Handing a finished folder to the Hugging Face Hub."""
+"""Upload of a finished folder to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from mlx_redrafter.convert.wording import reason
+from mlx_redrafter.convert.wording import describe_error
 from mlx_redrafter.errors import CheckpointError
 
 
@@ -15,10 +15,10 @@ def upload_folder(folder: Path, repo: str) -> str:
     """Upload a folder, creating the repository if need be, with the user's stored credentials.
 
     Returns:
-        The address of the repository.
+        The repository's URL.
 
     Raises:
-        CheckpointError: The hub cannot be reached, or refuses; the folder stays where it is.
+        CheckpointError: The hub cannot be reached or rejects the folder, which is kept.
     """
     api = HfApi()
     try:
@@ -26,6 +26,6 @@ def upload_folder(folder: Path, repo: str) -> str:
         api.upload_folder(repo_id=repo, folder_path=folder)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"{folder} is complete but could not be uploaded to {repo!r}: {reason(error)}"
+            f"{folder} is complete but could not be uploaded to {repo!r}: {describe_error(error)}"
         ) from error
     return str(address)

@@ -1,4 +1,4 @@
-"""A drafter's head reduced to the tokens that text really uses; the target's text stays its own.
+"""Reduction of a drafter's head to the most frequent tokens, which keeps decoding exact.
 
 Most rows of a large vocabulary are never drafted, but all of them are read in every step of
 drafting (FR-Spec, arXiv 2502.14856).
@@ -19,7 +19,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 
 
 def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:
-    """How often each token occurs in text files, int64, shape (vocab_size,).
+    """Count the occurrences of each token in text files, int64, shape (vocab_size,).
 
     Raises:
         CheckpointError: A file cannot be read as UTF-8.
@@ -29,7 +29,7 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
         try:
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
-                    # Not verbose: it does not matter that a line exceeds the model's context.
+                    # Silence the warning about lines longer than the model's context.
                     ids = tokenizer.encode(line, add_special_tokens=False, verbose=False)
                     known = [token for token in ids if token < vocab_size]
                     counts += np.bincount(known, minlength=vocab_size)
@@ -39,13 +39,15 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
 
 
 def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.ndarray:
-    """Ids of the tokens to keep, ascending, int32, shape (num_rows,).
+    """Choose the tokens to keep: those of ``always``, then the most frequent.
 
-    Tokens in ``always`` come first, then the most frequent; of equally frequent ones the lowest id,
-    since tokenizers number their tokens by frequency.
+    Of equally frequent tokens the lower id is kept, since tokenizers number tokens by frequency.
+
+    Returns:
+        Token ids, ascending, int32, shape (num_rows,).
 
     Raises:
-        ConfigError: There are not that many tokens, or more of them must be kept.
+        ConfigError: ``num_rows`` exceeds the vocabulary, or leaves no room beside ``always``.
     """
     needed = sorted({token for token in always if 0 <= token < len(counts)})
     if not len(needed) < num_rows <= len(counts):
@@ -62,11 +64,11 @@ def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.
 def slice_head(
     config: DrafterConfig, weights: dict[str, mx.array], rows: np.ndarray
 ) -> DrafterConfig:
-    """Keep only ``rows`` of the head in ``weights`` and return the config that says so."""
+    """Keep only ``rows`` of the head in ``weights`` and return the config of the result."""
     if config.draft_vocab_size is not None:
         raise ConfigError(
-            f"the drafter's head is reduced to {config.draft_vocab_size} tokens already; "
-            "slice the one it was made from"
+            f"expected a drafter with a full head, found one reduced to {config.draft_vocab_size} "
+            "tokens; slice the drafter it was made from"
         )
     head = f"lm_head.{config.num_draft_layers}.weight"
     weights["token_ids"] = mx.array(rows)

@@ -1,4 +1,4 @@
-"""The values of a drafter's tensors: read one at a time, checked and cast."""
+"""Reading of a drafter's weights, one tensor at a time, with checks and casts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
-from mlx_redrafter.convert.wording import listed, quoted
+from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import NonFiniteError
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -19,11 +19,11 @@ def read_weights(
 ) -> dict[str, mx.array]:
     """Read the drafter's tensors as ``dtype``, by this package's names.
 
-    Their shapes and dtypes have been checked, so memory is bounded by what the drafter needs and
-    one tensor as it is stored. Waits for the device.
+    Shapes and dtypes must have been checked, so that memory is bounded by the drafter and one
+    stored tensor. Waits for the device.
 
     Raises:
-        NonFiniteError: Values are NaN or infinite, or too large for ``dtype``.
+        NonFiniteError: Values are NaN, infinite, or too large for ``dtype``.
     """
     weights: dict[str, mx.array] = {}
     damaged: list[str] = []
@@ -32,17 +32,18 @@ def read_weights(
         stored = tensors[source].read()
         cast = stored.astype(DTYPES[dtype]) if mx.issubdtype(stored.dtype, mx.floating) else stored
         if not _is_finite(cast):
-            (too_large if _is_finite(stored) else damaged).append(quoted(source))
+            (too_large if _is_finite(stored) else damaged).append(quote(source))
         mx.eval(cast)
         weights[own] = cast
     if damaged:
         raise NonFiniteError(
-            f"expected finite weights, found NaN or infinity in {listed(damaged)}; "
+            f"expected finite weights, found NaN or infinity in {join_shortened(damaged)}; "
             "the checkpoint is damaged or its training diverged"
         )
     if too_large:
         raise NonFiniteError(
-            f"values of {listed(too_large)} are too large for {dtype}; use --dtype bfloat16"
+            f"expected values within {dtype}, but values of {join_shortened(too_large)} are too "
+            f"large for {dtype}; use --dtype bfloat16"
         )
     return weights
 

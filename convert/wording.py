@@ -1,4 +1,4 @@
-"""How names that come from untrusted files appear in messages: quoted, escaped and short."""
+"""Safe wording of names and errors from untrusted files in messages: quoted, escaped and short."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ MAX_NAME = 80
 MAX_LISTED = 12
 
 
-def quoted(name: str) -> str:
-    """``name`` in quotes with control characters escaped, shortened when it is long."""
+def quote(name: str) -> str:
+    """Put ``name`` in quotes, with control characters escaped, shortened if long."""
     return ascii(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...")
 
 
-def listed(parts: Iterable[str], separator: str = ", ") -> str:
-    """The parts joined, the first dozen spelt out and the others counted."""
+def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
+    """Join the parts, with the first dozen spelt out and the others counted."""
     parts = list(parts)
     shown = separator.join(parts[:MAX_LISTED])
     hidden = len(parts) - MAX_LISTED
     return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown
 
 
-def reason(error: BaseException) -> str:
-    """The first line of an error's text, escaped and shortened, since it may quote the file."""
+def describe_error(error: BaseException) -> str:
+    """Give the first line of an error's text, which may quote the file, escaped and shortened."""
     lines = str(error).splitlines()
     text = lines[0] if lines else type(error).__name__
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: 2 * MAX_NAME + 1])

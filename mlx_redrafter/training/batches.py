@@ -1,7 +1,7 @@
 """Batches of positions in an order that depends on the seed alone.
 
-Every position stands for itself, since the drafter's state starts anew at each: positions of some
-shards are shuffled together. A run can begin anywhere in the order.
+The drafter's state starts anew at each position, so positions are independent examples, and those
+of several shards are shuffled together. A run can begin anywhere in the order.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from numpy.typing import NDArray
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch
 from mlx_redrafter.training.options import Recipe
-from mlx_redrafter.training.teacher_cache import Part, Shard, TeacherCache, windows
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, find_draftable_steps
 
-# Cached arrays in memory at one time; shards that fit are shuffled together.
+# Upper limit of the cached arrays in memory at one time; the shards below it are shuffled together.
 GROUP_BYTES = 2**29
 
 
 class BatchOptions(NamedTuple):
-    """How batches are made.
+    """Options of `BatchOrder`.
 
     Attributes:
-        recipe: Which tokens are the drafts.
-        beam_length: L.
-        batch_tokens: Positions per batch; the last one of a group is filled up with idle ones.
-        seed: Of the order.
+        recipe: Training objective; "rollouts" takes the drafts from rollouts, the others from the
+            text.
+        beam_length: L, root included.
+        batch_tokens: Positions per batch; the last batch of a group is padded with positions of
+            weight 0.
+        seed: Random seed for the order.
     """
 
     recipe: Recipe
@@ -39,11 +41,12 @@ class BatchOptions(NamedTuple):
 
 
 class HeadRows:
-    """Which row of the head stands for a token, where the head has rows for some tokens only.
+    """Mapping from token ids to rows of the drafter's head.
 
     Args:
-        token_ids: Tokens of the rows, int32, or None for a head with a row for every token.
-        vocab_size: Tokens of the target.
+        token_ids: Token id of each row of a reduced head, int32, or None for a head with a row for
+            every token.
+        vocab_size: Number of tokens of the target.
     """
 
     def __init__(self, token_ids: NDArray[np.int32] | None, vocab_size: int):
@@ -53,14 +56,14 @@ class HeadRows:
             rows[token_ids] = np.arange(len(token_ids))
             self._rows = mx.array(rows)
 
-    def of(self, tokens: mx.array) -> mx.array:
-        """Rows, int32, of the same shape; -1 where there is none."""
+    def look_up(self, tokens: mx.array) -> mx.array:
+        """Row of each token, int32, same shape; -1 for tokens without a row."""
         return tokens if self._rows is None else self._rows[tokens]
 
-    def distributions(
+    def map_distributions(
         self, top_ids: mx.array, log_probs: mx.array, tail: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """The same distributions over rows; tokens without a row join the tail."""
+        """Distributions over rows instead of tokens; tokens without a row join the tail."""
         if self._rows is None:
             return top_ids, log_probs, tail
         rows = self._rows[top_ids]
@@ -69,7 +72,7 @@ class HeadRows:
 
 
 class Place(NamedTuple):
-    """Where a step is in the order: pass over the data, which group of it, which batch of that."""
+    """Place of a step in the order: the epoch, the group's number, and the batch's in the group."""
 
     epoch: int
     group: int
@@ -81,9 +84,9 @@ class Group:
     """Shards in memory.
 
     Attributes:
-        shard: All of them as one.
+        shard: All shards of the group, concatenated.
         positions: Positions with at least one step that counts, int64, shape (p,).
-        steps: Which steps count, bool, shape (n, L - 1).
+        steps: True for the unroll steps that count, bool, shape (n, L - 1).
     """
 
     shard: Shard
@@ -92,28 +95,28 @@ class Group:
 
 
 class BatchOrder:
-    """All batches of all epochs.
+    """The batches of all epochs.
 
     Args:
-        cache: Filled.
-        part: Which shards.
-        options: How.
-        rows: Which rows the drafter's head has; a row for every token by default.
+        cache: A filled teacher cache.
+        split: Split of the cache to read.
+        options: Options of the batches.
+        rows: Rows of the drafter's head; a row for every token by default.
 
     Raises:
-        DataError: No position has anything to learn from.
+        DataError: No position has a step that counts.
     """
 
     def __init__(
         self,
         cache: TeacherCache,
-        part: Part,
+        split: Split,
         options: BatchOptions,
         rows: HeadRows | None = None,
     ):
         self.cache = cache
         self.rows = rows or HeadRows(None, 0)
-        self.part: Part = part
+        self.split: Split = split
         self.options = options
         self.groups, self.counts = self._survey()
         if not self.groups:
@@ -134,7 +137,7 @@ class BatchOrder:
         return sum(map(self._num_batches, self.counts))
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step, counted from 0 on."""
+        """The batch of a step; the first step is 0."""
         place = self._place(step)
         group = self._load(place.group)
         rng = np.random.default_rng([self.options.seed, place.epoch, place.group])
@@ -156,16 +159,16 @@ class BatchOrder:
         return -(-count // self.options.batch_tokens)
 
     def _survey(self) -> tuple[list[list[int]], list[int]]:
-        """Numbers of the shards of each group, and its positions."""
+        """List the shard numbers and count the positions of each group."""
         groups: list[list[int]] = []
         counts: list[int] = []
         room = 0
-        # What the target wrote comes first in the cache, what others wrote after it: a group of
+        # The cache holds given texts first and self-generated texts after them: a group of
         # neighbours would be one kind of text, and the drafter would forget the other.
         rng = np.random.default_rng(self.options.seed)
-        for number in rng.permutation(self.cache.num_shards(self.part)).tolist():
-            shard = self.cache.load(self.part, number)
-            count = int(self._steps(shard).any(axis=1).sum())
+        for number in rng.permutation(self.cache.num_shards(self.split)).tolist():
+            shard = self.cache.load(self.split, number)
+            count = int(self._mark_steps(shard).any(axis=1).sum())
             if count == 0:
                 continue
             size = sum(array.nbytes for array in shard.arrays().values())
@@ -178,12 +181,12 @@ class BatchOrder:
             room -= size
         return groups, counts
 
-    def _steps(self, shard: Shard) -> NDArray[np.bool_]:
+    def _mark_steps(self, shard: Shard) -> NDArray[np.bool_]:
         length = self.options.beam_length
         tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
-        steps = windows(tokens, is_trained, starts, length)
+        steps = find_draftable_steps(tokens, is_trained, starts, length)
         if self.options.recipe == "rollouts":
-            # A rollout is complete wherever it begins.
+            # Rollouts are not cut at the end of a sequence: only the root must be trained.
             trained = np.append(np.array(shard.is_trained)[1:], False)
             trained[np.array(shard.starts)[1:] - 1] = False
             steps = np.repeat(trained[:, None], length - 1, axis=1)
@@ -191,17 +194,17 @@ class BatchOrder:
 
     def _load(self, number: int) -> Group:
         if self._group is None or self._group[0] != number:
-            self._group = None  # before the next one takes its memory
+            self._group = None  # free its memory before the next group is read
             length = self.options.beam_length if self.options.recipe == "rollouts" else None
-            shards = [self.cache.load(self.part, n, length) for n in self.groups[number]]
-            steps = np.concatenate([self._steps(shard) for shard in shards])
+            shards = [self.cache.load(self.split, n, length) for n in self.groups[number]]
+            steps = np.concatenate([self._mark_steps(shard) for shard in shards])
             group = Group(concatenate(shards), np.flatnonzero(steps.any(axis=1)), steps)
             self._group = (number, group)
         return self._group[1]
 
 
 def concatenate(shards: list[Shard]) -> Shard:
-    """Several shards as one."""
+    """Join several shards into one; waits for the device."""
     if len(shards) == 1:
         return shards[0]
     offsets = np.cumsum([0, *(shard.tokens.shape[0] for shard in shards)])
@@ -222,7 +225,7 @@ def concatenate(shards: list[Shard]) -> Shard:
 def gather(
     group: Group, positions: NDArray[np.int64], size: int, length: int, rows: HeadRows
 ) -> Batch:
-    """The batch of some positions, filled up to ``size`` with ones that do not count."""
+    """Collect the batch of some positions, padded to ``size`` with positions of weight 0."""
     shard, last = group.shard, len(group.steps) - 1
     weights = np.zeros((size, length - 1), np.float32)
     weights[: len(positions)] = group.steps[positions]
@@ -237,13 +240,13 @@ def gather(
     # The distribution at the root and at each draft but the last: P_{t+1} to P_{t+S}.
     seen = np.minimum(padded[:, None] + np.arange(1, length), last).astype(np.int32)
     where = mx.array(seen)
-    top_ids, log_probs, tail = rows.distributions(
+    top_ids, log_probs, tail = rows.map_distributions(
         shard.top_ids[where], shard.top_log_probs[where].astype(mx.float32), shard.tail[where]
     )
     return Batch(
         hidden=shard.hidden[here],
         tokens=tokens,
-        labels=rows.of(tokens[:, 1:]),
+        labels=rows.look_up(tokens[:, 1:]),
         weights=mx.array(weights),
         top_ids=top_ids,
         top_log_probs=log_probs,

@@ -1,7 +1,8 @@
-"""The sequences of a training run: given ones, those the target writes, and the held-out ones.
+"""The sequences of a training run: given, self-generated and held-out.
 
-Held out are beginnings that the target continues, half greedily, half sampled: what is measured on
-them is what drafting will do on the target's own text.
+The held-out sequences are self-generated too, half greedily and half sampled, from prompts that no
+other sequence starts from: measurements on them hold for drafting, which continues the target's own
+text.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ from mlx_redrafter.training.data import (
     split_text,
 )
 from mlx_redrafter.training.options import DataOptions
-from mlx_redrafter.training.self_generated import AnswerLimits, PromptSource, Writer, plan_jobs
+from mlx_redrafter.training.self_generated import (
+    AnswerLimits,
+    PromptSource,
+    TextGenerator,
+    plan_jobs,
+)
 
-# How often a prompt may be used: often for beginnings of texts, which differ in length each time.
+# Largest number of uses of a text as a prompt: its beginning has another length each time.
 MAX_PASSES = 64
+# Largest number of uses of the prompts if one of them is fixed: it repeats in full.
 FIXED_PASSES = 16
+# Number of uses of each prompt without a limit of tokens.
 DEFAULT_PASSES = 2
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -40,29 +48,29 @@ class Corpus:
     """Sequences to train on and sequences to measure on.
 
     Attributes:
-        given: From the files.
-        written: By the target.
-        held_out: By the target, from prompts that are in neither of the others.
+        given: Sequences from the files.
+        self_generated: Sequences that the target generated for training.
+        held_out: Sequences that the target generated for measuring, from held-out prompts.
     """
 
     given: list[TokenSequence]
-    written: list[TokenSequence]
+    self_generated: list[TokenSequence]
     held_out: list[TokenSequence]
 
     @property
     def train(self) -> list[TokenSequence]:
-        """All sequences to train on."""
-        return [*self.given, *self.written]
+        """Sequences to train on, given and self-generated."""
+        return [*self.given, *self.self_generated]
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Items divided by what is done with them, each in random order.
+    """Items divided by their use, each list in random order.
 
     Attributes:
         given: Texts and chats to train on.
-        prompts: What the target continues for training.
-        held_out: What it continues for measuring.
+        prompts: Items that the target continues for training.
+        held_out: Items that the target continues for measuring.
     """
 
     given: list[Item]
@@ -70,8 +78,8 @@ class Sources:
     held_out: list[Item]
 
     @property
-    def fingerprint(self) -> str:
-        """Differs when any text differs."""
+    def text_fingerprint(self) -> str:
+        """Hash of all texts and of their division."""
         digest = hashlib.sha256()
         for items in (self.given, self.prompts, self.held_out):
             for item in items:
@@ -82,17 +90,17 @@ class Sources:
 
 
 def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) -> Sources:
-    """Hold some items out and say what the rest is for.
+    """Hold some items out and divide the others by their use.
 
-    Rows of ``data`` that are prompts join ``prompts``; without any prompts, texts of ``data`` are
-    also continued from their beginnings.
+    Rows of ``data`` that are prompts join ``prompts``. Without any prompts, the target continues
+    beginnings of the texts of ``data``, which are also trained on.
 
     Raises:
         DataError: There are fewer than two items.
     """
     rng = np.random.default_rng(options.seed)
     max_chars = CHARS_PER_TOKEN * options.sequence_length
-    given = [i for item in data for i in _pieces(item, max_chars) if not _is_prompt(i)]
+    given = [i for item in data for i in _split_item(item, max_chars) if not _is_prompt(i)]
     asked = [*prompts, *(item for item in data if _is_prompt(item))]
     given = [given[i] for i in rng.permutation(len(given))]
     asked = [asked[i] for i in rng.permutation(len(asked))]
@@ -111,7 +119,7 @@ def _is_prompt(item: Item) -> bool:
     return isinstance(item, Conversation) and not item.is_answered
 
 
-def _pieces(item: Item, max_chars: int) -> Iterator[Item]:
+def _split_item(item: Item, max_chars: int) -> Iterator[Item]:
     if isinstance(item, Document):
         for piece in split_text(item.text, max_chars):
             yield Document(piece, item.origin)
@@ -122,35 +130,36 @@ def _pieces(item: Item, max_chars: int) -> Iterator[Item]:
 def build_corpus(
     sources: Sources,
     encoder: Encoder,
-    writer: Writer,
+    generator: TextGenerator,
     options: DataOptions,
     folder: Path,
     on_progress: OnProgress,
 ) -> Corpus:
-    """Tokenise the given texts and let the target write the others.
+    """Tokenise the given texts and let the target generate the others.
 
     Args:
-        sources: Items, divided.
-        encoder: Makes tokens of them.
-        writer: The target.
-        options: How much of each.
-        folder: Where written texts are stored; complete ones are not written again.
-        on_progress: Called with what is being done, tokens done, and their number if known.
+        sources: Divided items.
+        encoder: Encoder of the items.
+        generator: Generator of the texts by the target.
+        options: Amounts of given and self-generated text.
+        folder: Folder of the self-generated texts; complete files are read instead of generated.
+        on_progress: Called with the name of the stage, the tokens done, and the tokens of the whole
+            stage or None.
 
     Raises:
-        ConfigError: The target is to write all texts and nobody says how many.
+        ConfigError: The target must generate texts, but there is nothing to start them from.
         DataError: A text cannot be encoded.
     """
     share = options.written_share if sources.given else 1.0
     given = list(_encode_given(sources.given, encoder, options, 1.0 - share))
-    wanted = _num_to_write(given, share, options)
-    written: list[TokenSequence] = []
+    wanted = _count_wanted(given, share, options)
+    self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
-        written = writer.write(
+        self_generated = generator.generate(
             plan_jobs(
                 prompts := [_as_source(i, encoder, options) for i in sources.prompts],
                 options.temp,
-                _num_passes(prompts, wanted),
+                _choose_num_passes(prompts, wanted),
                 options.seed,
             ),
             AnswerLimits(options.answer_tokens, options.sequence_length, wanted),
@@ -158,7 +167,7 @@ def build_corpus(
             "written",
             lambda done: on_progress("writing", done, wanted),
         )
-    held_out = writer.write(
+    held_out = generator.generate(
         plan_jobs(
             [_as_source(i, encoder, options) for i in sources.held_out],
             options.temp,
@@ -170,7 +179,7 @@ def build_corpus(
         "held-out-text",
         lambda done: on_progress("writing held-out text", done, None),
     )
-    return Corpus(given, written, held_out)
+    return Corpus(given, self_generated, held_out)
 
 
 def _encode_given(
@@ -188,7 +197,7 @@ def _encode_given(
             yield sequence
 
 
-def _num_to_write(given: Sequence[TokenSequence], share: float, options: DataOptions) -> int | None:
+def _count_wanted(given: Sequence[TokenSequence], share: float, options: DataOptions) -> int | None:
     if options.max_tokens is not None:
         return round(share * options.max_tokens)
     if given:
@@ -197,9 +206,12 @@ def _num_to_write(given: Sequence[TokenSequence], share: float, options: DataOpt
     return None
 
 
-def _num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> int:
+def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> int:
     if not prompts:
-        raise ConfigError("the target is to write texts, but there is nothing to start them from")
+        raise ConfigError(
+            "expected texts or prompts for the target to continue, found none; give --prompts or "
+            "more --data"
+        )
     if wanted is None:
         return DEFAULT_PASSES
     return FIXED_PASSES if any(prompt.is_fixed for prompt in prompts) else MAX_PASSES
@@ -216,5 +228,5 @@ def _as_source(item: Item, encoder: Encoder, options: DataOptions) -> PromptSour
 
 
 def describe(options: DataOptions) -> dict[str, object]:
-    """The options that decide which sequences there are."""
+    """List the options that determine the sequences, by name."""
     return asdict(options)

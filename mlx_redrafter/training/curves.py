@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint import write_atomically
-from mlx_redrafter.training.state import Curve
+from mlx_redrafter.training.state import CurvePoint
 
 CSV_FILE, PNG_FILE = "curves.csv", "curves.png"
 COLUMNS = ("step", "seconds", "loss", "tokens_per_step")
 
 
-def write_csv(folder: Path, curve: Sequence[Curve]) -> None:
-    """Write all measurements, one a line."""
+def write_csv(folder: Path, curve: Sequence[CurvePoint]) -> None:
+    """Write all measurements, one per line."""
 
     def write(path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -30,11 +30,11 @@ def write_csv(folder: Path, curve: Sequence[Curve]) -> None:
     write_atomically(folder / CSV_FILE, write)
 
 
-def write_picture(folder: Path, curve: Sequence[Curve]) -> bool:
+def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:
     """Draw loss and tokens per step over the steps.
 
     Returns:
-        False where matplotlib is not installed, and nothing was written.
+        True if the picture was written, False if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -43,8 +43,8 @@ def write_picture(folder: Path, curve: Sequence[Curve]) -> bool:
     figure: Any = Figure(figsize=(8, 4.5), layout="constrained")
     left = figure.add_subplot()
     right = left.twinx()
-    carried_over = [point for point in curve if point.step > 0]
-    left.plot([p.step for p in carried_over], [p.loss for p in carried_over], color="tab:orange")
+    trained = [point for point in curve if point.step > 0]
+    left.plot([p.step for p in trained], [p.loss for p in trained], color="tab:orange")
     right.plot([p.step for p in curve], [p.tokens_per_step for p in curve], color="tab:blue")
     left.set_xlabel("step")
     left.set_ylabel("training loss (nats)", color="tab:orange")

@@ -1,10 +1,10 @@
-"""Texts and prompts from files, and the token sequences made of them.
+"""Texts and prompts from files, and the token sequences made from them.
 
-Files are not trusted: whatever is wrong with one is reported by its name and line.
+Files are not trusted: errors in a file are reported with its name and line.
 
-- ``*.jsonl``: one object a line with ``"text"``, with ``"messages"`` (a chat), with ``"prompt"``
-  (the target writes the answer), or with ``"prompt"`` and ``"completion"``.
-- Any other name: plain text. Lines ``<|endoftext|>`` divide it into documents.
+- ``*.jsonl``: one object per line with ``"text"``, with ``"messages"`` (a chat), with ``"prompt"``
+  (the target generates the answer), or with ``"prompt"`` and ``"completion"``.
+- Any other name: plain text. Lines ``<|endoftext|>`` divide the text into documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlx_redrafter.generation import encode_prompt
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 MAX_LINE_CHARS = 2**24
-# A piece of a long text is tokenised at once; tokens of most languages are 2 to 5 characters long.
+# Guess for cutting long texts before they are tokenised; most languages have 2 to 5.
 CHARS_PER_TOKEN = 3
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A text to learn from; ``origin`` is its file and line."""
+    """A text to train on; ``origin`` is its file and line."""
 
     text: str
     origin: str
@@ -43,7 +43,7 @@ class Document:
 class Conversation:
     """Messages with "role" and "content"; ``origin`` is their file and line.
 
-    Without an assistant's message at the end, it is a prompt that the target answers.
+    A conversation without an assistant's message at the end is a prompt that the target answers.
     """
 
     messages: list[Message]
@@ -51,7 +51,7 @@ class Conversation:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the assistant has the last word."""
+        """Whether the last message is the assistant's."""
         return self.messages[-1]["role"] == "assistant"
 
 
@@ -64,8 +64,8 @@ class TokenSequence:
 
     Attributes:
         tokens: Token ids, int32, shape (n,).
-        is_trained: Which tokens the target would have to write when serving, bool, shape (n,).
-            Only these are drafted.
+        is_trained: True for tokens to draft, which the target would have to generate when serving,
+            bool, shape (n,).
     """
 
     tokens: NDArray[np.int32]
@@ -80,22 +80,22 @@ def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> 
 
     Args:
         paths: Files.
-        lines_are_prompts: Take every line of a plain text as one prompt.
+        lines_are_prompts: Whether every line of a plain text is one prompt.
 
     Raises:
-        DataError: A file is missing, no UTF-8, malformed (with the line), or nothing is in it.
+        DataError: A file is missing, not UTF-8, malformed (with the line), or empty.
     """
     items: list[Item] = []
     for path in map(Path, paths):
         num_before = len(items)
         if path.suffix == ".jsonl":
-            items += [_parse_row(line, origin) for line, origin in _filled_lines(path)]
+            items += [_parse_row(line, origin) for line, origin in _read_filled_lines(path)]
         elif path.suffix in (".json", ".gz", ".xz", ".zip", ".parquet"):
             raise DataError(
                 f"expected a text or .jsonl file, found {path}; convert or unpack it first"
             )
         elif lines_are_prompts:
-            items += [_as_prompt(line, origin) for line, origin in _filled_lines(path)]
+            items += [_as_prompt(line, origin) for line, origin in _read_filled_lines(path)]
         else:
             items += _read_documents(path)
         if len(items) == num_before:
@@ -103,12 +103,12 @@ def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> 
     return items
 
 
-def _filled_lines(path: Path) -> Iterator[tuple[str, str]]:
+def _read_filled_lines(path: Path) -> Iterator[tuple[str, str]]:
     return ((line, origin) for line, origin in _read_lines(path) if line.strip())
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """All lines, and where they are."""
+    """Read all lines, each with its file and number."""
     number = 0
     try:
         with path.open(encoding="utf-8") as file:
@@ -186,12 +186,12 @@ def _check_messages(messages: object, origin: str) -> list[Message]:
 
 
 class Encoder:
-    """Turns items into token sequences, the way they are served.
+    """Encoder of items into token sequences, tokenised as in serving.
 
     Args:
-        tokenizer: The target's.
-        sequence_length: Longest sequence.
-        vocab_size: Rows of the target's embedding; ids beyond are an error.
+        tokenizer: The target's tokenizer.
+        sequence_length: Length of the longest sequence, in tokens.
+        vocab_size: Rows of the target's embedding; larger token ids are an error.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, sequence_length: int, vocab_size: int):
@@ -200,10 +200,10 @@ class Encoder:
         self.vocab_size = vocab_size
 
     def encode(self, item: Item) -> Iterator[TokenSequence]:
-        """The sequences of a text or an answered chat, none longer than `sequence_length`.
+        """Encode a text or an answered chat as sequences of at most `sequence_length` tokens.
 
         Raises:
-            DataError: The chat template refuses the messages, or there is none.
+            DataError: The chat template rejects the messages, or a chat has no template.
         """
         if isinstance(item, Document):
             yield from self._encode_text(item)
@@ -216,10 +216,13 @@ class Encoder:
             yield self._sequence([*prompt, *reply], len(prompt), item.origin)
 
     def encode_prompt(self, item: Conversation) -> list[int]:
-        """Token ids up to where the assistant's last reply begins.
+        """Encode a chat up to the beginning of the assistant's last reply.
+
+        Returns:
+            Token ids.
 
         Raises:
-            DataError: As `encode`.
+            DataError: The chat template rejects the messages, or a chat has no template.
         """
         messages = item.messages[:-1] if item.is_answered else item.messages
         if self.tokenizer.has_chat_template:
@@ -233,10 +236,10 @@ class Encoder:
 
     def _encode_text(self, document: Document) -> Iterator[TokenSequence]:
         for piece in split_text(document.text, CHARS_PER_TOKEN * self.sequence_length):
-            # Not verbose: pieces longer than the model's context are cut here.
+            # Silence the warning about pieces longer than the model's context: they are cut below.
             ids = list(self.tokenizer.encode(piece, verbose=False))
             plain = list(self.tokenizer.encode(piece, add_special_tokens=False, verbose=False))
-            # Special tokens before a text are given, not written.
+            # Special tokens before a text are part of the prompt and never drafted.
             num_given = len(ids) - len(plain) if ids[-len(plain) :] == plain else 0
             prefix, body = ids[:num_given], ids[num_given:]
             room = self.sequence_length - num_given
@@ -245,7 +248,7 @@ class Encoder:
                 yield self._sequence([*prefix, *part], num_given, document.origin)
 
     def _encode_chat(self, item: Conversation) -> Iterator[TokenSequence]:
-        """One sequence for all replies, or several where the template rewrites earlier turns."""
+        """Encode all replies as one sequence, or several if the template rewrites earlier turns."""
         tokens: list[int] = []
         is_trained: list[bool] = []
         for turn, message in enumerate(item.messages):
@@ -258,7 +261,7 @@ class Encoder:
             if prompt[: len(tokens)] != tokens:
                 yield from self._finish_chat(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
-            start = common_prefix(prompt, full)
+            start = count_common_prefix(prompt, full)
             end = self._end_of_reply(full, start)
             is_trained = [*is_trained, *[False] * (start - len(tokens)), *[True] * (end - start)]
             is_trained += [False] * (len(full) - end)
@@ -275,22 +278,22 @@ class Encoder:
             )
 
     def _end_of_reply(self, tokens: Sequence[int], start: int) -> int:
-        """After the stop token, if any: templates may add a line break that nobody says."""
+        """Index after the reply's stop token: templates may add a line break after it."""
         stops = self.tokenizer.eos_token_ids
         return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), len(tokens))
 
     def _apply_template(
         self, messages: list[Message], origin: str, add_generation_prompt: bool = False
     ) -> list[int]:
-        # Templates are programs that raise what they like; the rendered text is tokenised as the
-        # command line does it.
+        # Templates are programs that may raise any exception. The rendered text is tokenised as
+        # on the command line.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:
             raise DataError(
-                f"{origin}: the model's chat template refuses these messages: {error}"
+                f"{origin}: the model's chat template rejects these messages: {error}"
             ) from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -305,7 +308,7 @@ class Encoder:
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:
-    """Pieces of at most ``max_chars`` characters, cut at line ends or spaces if there are any."""
+    """Cut a text into pieces of at most ``max_chars`` characters, at line ends or spaces if any."""
     start = 0
     while len(text) - start > max_chars:
         end = start + max_chars
@@ -319,8 +322,8 @@ def split_text(text: str, max_chars: int) -> Iterator[str]:
         yield text[start:]
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def count_common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the leading tokens that both sequences share."""
     for count, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return count

@@ -1,4 +1,4 @@
-"""Files of a training run: arrays and JSON that appear whole or not at all."""
+"""Files of a training run: arrays and JSON, written atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_redrafter.errors import CheckpointError
 
 Arrays = dict[str, mx.array]
 
-# How `write_atomically` names a file that is not complete.
+# Names of the incomplete files of `write_atomically`.
 LEFTOVER = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|csv|png|md)")
 
 
@@ -31,7 +31,7 @@ def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None =
 
 
 def load_arrays(path: Path) -> Arrays:
-    """The arrays of a safetensors file.
+    """Load the arrays of a safetensors file.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -40,7 +40,7 @@ def load_arrays(path: Path) -> Arrays:
 
 
 def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """The arrays of a safetensors file and the texts of its header.
+    """Load the arrays of a safetensors file and the metadata in its header.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -55,21 +55,21 @@ def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what runs that were killed while writing have left, in subfolders too."""
+    """Delete the incomplete files of killed runs, in subfolders too."""
     for path in folder.rglob(".*"):
         if LEFTOVER.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an object."""
+    """Write a JSON object."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Read an object.
+    """Read a JSON object.
 
     Raises:
         CheckpointError: The file is missing or damaged.

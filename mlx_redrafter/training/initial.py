@@ -1,9 +1,10 @@
-"""The drafter before training: an earlier one, or a new one.
+"""The drafter before training: an earlier drafter, or a new one.
 
-A new one's head starts as the target's own, projected on the directions that matter most to it when
-it is narrower; its residual blocks start as the identity. The projection to the head starts random:
-made so that the target's state reaches the head as in the target, it would begin with predicting
-the root, which is known, and that took longer to unlearn than random weights take to learn.
+A new drafter's head starts as the target's own head, projected on its leading singular directions
+if the drafter's is narrower; the residual blocks start as the identity. The projection to the head
+starts random. Initialised such that the target's state reaches the head as in the target, the
+drafter would first predict the root, which is known, and unlearning that took longer than learning
+from random weights.
 
 Axes: V vocabulary, H hidden size, D exit_dim.
 """
@@ -28,12 +29,12 @@ from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
 
 DEFAULT_EXIT_DIM = 1024
-# Rows of the head computed at once.
-ROWS = 1024
+# Columns of the head matrix computed at once.
+CHUNK_SIZE = 1024
 
 
-def drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
-    """The shape of a drafter for this target."""
+def choose_drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
+    """Choose the shape of a new drafter for this target."""
     default = min(DEFAULT_EXIT_DIM, 2 * target.hidden_size)
     return DrafterConfig(
         vocab_size=target.vocab_size,
@@ -45,23 +46,23 @@ def drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
     )
 
 
-def earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> Drafter:
-    """A drafter to go on from, in float32.
+def load_earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> Drafter:
+    """Load a drafter to continue training, in float32.
 
     Args:
-        path_or_repo: As for `load_drafter`.
-        target: The model to train it for.
-        vocab_size: Of that model's tokenizer.
+        path_or_repo: Folder or hub repository of the drafter.
+        target: The model to train the drafter for.
+        vocab_size: Vocabulary size of the target's tokenizer.
 
     Raises:
-        ConfigError: Its weights are quantised.
-        RedrafterError: It cannot be loaded, or does not fit the target.
+        ConfigError: The drafter's weights are quantised.
+        RedrafterError: The drafter cannot be loaded, or does not fit the target.
     """
     drafter = load_drafter(path_or_repo)
     if drafter.quantization is not None:
         raise ConfigError(
-            f"the drafter {path_or_repo} is quantised, and rounded weights cannot be trained; "
-            "start from the one that it was made of"
+            f"expected floating-point weights to train, found the drafter {path_or_repo}, which is "
+            "quantised; start from the drafter it was made from"
         )
     check_fit(drafter, target, vocab_size)
     drafter.set_dtype(mx.float32)
@@ -69,13 +70,16 @@ def earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> Draft
     return drafter
 
 
-def frequent_tokens(
+def select_frequent_tokens(
     sequences: Iterable[TokenSequence], always: Iterable[int], count: int, vocab_size: int
 ) -> NDArray[np.int32]:
-    """The tokens that a reduced head proposes, ascending: some always, then the most frequent.
+    """Select the tokens of a reduced head: those of ``always``, then the most frequent.
+
+    Returns:
+        Token ids, ascending, int32, shape (count,).
 
     Raises:
-        ConfigError: There are not that many tokens.
+        ConfigError: ``count`` exceeds ``vocab_size``.
     """
     if count > vocab_size:
         raise ConfigError(f"draft_vocab must be at most the model's {vocab_size}, got {count}")
@@ -87,21 +91,21 @@ def frequent_tokens(
     return np.sort(np.argsort(-frequency, kind="stable")[:count]).astype(np.int32)
 
 
-def initial_drafter(
+def initialise_drafter(
     config: DrafterConfig,
     head: mx.array | None,
     seed: int,
     token_ids: NDArray[np.int32] | None = None,
 ) -> Drafter:
-    """A drafter in float32 with the weights training starts from.
+    """Create a drafter in float32 with the initial weights of a training run.
 
     Seeds MLX's global random state.
 
     Args:
-        config: Its shape.
-        head: The target's head as a matrix, shape (V, H), or None to start from noise.
-        seed: Of the random weights.
-        token_ids: Tokens of the rows of a reduced head, in order.
+        config: The drafter's shape.
+        head: The target's head as a matrix, shape (V, H), or None for a random head.
+        seed: Random seed for the weights.
+        token_ids: Token id of each row of a reduced head, ascending, int32; None for a full head.
     """
     mx.random.seed(seed)
     drafter = Drafter(config)
@@ -122,8 +126,8 @@ def _start_from_head(drafter: Drafter, head: NDArray[np.float32]) -> None:
     last = drafter.lm_head[-1]
     weight = np.array(last.weight)
     if width < hidden:
-        # The rank-D matrix nearest to the head: its right singular vectors, from the small Gram
-        # matrix since V may be large.
+        # The nearest matrix of rank D: the head in the basis of its leading right singular vectors,
+        # which the small Gram matrix gives even if V is large.
         _, vectors = np.linalg.eigh(head.T @ head)
         basis = vectors[:, ::-1][:, :width]  # (H, D)
         weight = head @ basis
@@ -133,11 +137,12 @@ def _start_from_head(drafter: Drafter, head: NDArray[np.float32]) -> None:
     last.weight = mx.array(weight.astype(np.float32))
 
 
-def head_matrix(target: Target) -> mx.array | None:
-    """The matrix W with ``logits = W hidden``, or None where the model has no plain head.
+def compute_head_matrix(target: Target) -> mx.array | None:
+    """Compute the matrix W of ``logits = W hidden``; waits for the device.
 
     Returns:
-        float32, shape (V, H), whatever the head is stored as; waits for the device.
+        The matrix in float32, dequantised if need be, shape (V, H), or None if the model has no
+        linear head.
     """
     apply = _find_head(target.model)
     if apply is None:
@@ -146,16 +151,16 @@ def head_matrix(target: Target) -> mx.array | None:
         return None
     identity = mx.eye(target.hidden_size).astype(_float_dtype(target))
     columns = []
-    for start in range(0, target.hidden_size, ROWS):
-        part = apply(identity[start : start + ROWS])
-        mx.eval(part)
-        columns.append(part)
+    for start in range(0, target.hidden_size, CHUNK_SIZE):
+        chunk = apply(identity[start : start + CHUNK_SIZE])
+        mx.eval(chunk)
+        columns.append(chunk)
     matrix = mx.concatenate(columns).T.astype(mx.float32)
     return matrix if matrix.shape == (target.vocab_size, target.hidden_size) else None
 
 
 def _find_head(model: Any) -> Any:
-    """The module ``lm_head`` of the model or of the text model inside it."""
+    """Find the module ``lm_head`` of the model or of the text model inside it."""
     heads = [
         module
         for name, module in model.named_modules()

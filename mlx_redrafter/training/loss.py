@@ -1,11 +1,11 @@
-"""What a drafter is carried_over: the target's distributions along its own unrolled states.
+"""The training losses: distillation of the target along the drafter's own unrolled states.
 
 Axes: B positions, S = L - 1 unroll steps, H hidden size, V rows of the head, k kept tokens.
 
 At position t the drafter sees the hidden state h_t and the tokens x_{t+1} (the root) to x_{t+1+i},
 and predicts x_{t+2+i}: step i of S. The target's own distribution of that token is P_{t+1+i}, which
-one pass over the text gives for all t and i. Taught this on text that the target wrote, the drafter
-minimises the paper's Eq. 2 with its inner expectation taken exactly.
+one pass over the text gives for all t and i. Trained on these distributions along self-generated
+text, the drafter minimises the paper's Eq. 2 with the inner expectation taken exactly.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ import mlx.core as mx
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.options import DISTILLING, LossOptions
 
-# The log-probability of what is impossible; its exponential is zero in float32.
+# Log-probability of impossible tokens, in nats; its exponential is zero in float32.
 IMPOSSIBLE = -1e4
-# Least probability outside the kept tokens that float32 can tell from none.
+# Smallest probability outside the kept tokens that float32 can tell from zero.
 LEAST_TAIL = 1e-7
-# Less probable events count as this probable where probabilities are divided by one another.
+# Lower bound of the log-probabilities in the ratios of `agreement`, in nats.
 LEAST_RATIO_LOG_PROB = -30.0
-# Of agreeing by chance: bounds the gradient where the drafter is wrong.
+# Probability added to the agreement before the logarithm; bounds the gradient of wrong drafts.
 LEAST_AGREEMENT = 1e-4
 
 
 class Batch(NamedTuple):
-    """B positions with what the drafter sees and what it should say.
+    """The drafter's inputs and the target's outputs at B positions.
 
     Attributes:
         hidden: The target's hidden states, shape (B, H).
         tokens: Root and drafts, int32, shape (B, S + 1).
-        labels: Rows of the head of the tokens after the root, int32, shape (B, S); -1 where the
-            head has none.
-        weights: 1 where a step counts, 0 elsewhere, float32, shape (B, S).
-        top_ids: Rows of the head of the target's most probable tokens, int32, shape (B, S, k).
-        top_log_probs: Their natural log-probabilities, float32, shape (B, S, k).
-        tail: The probability of all other tokens, float32, shape (B, S).
+        labels: Rows of the head for the tokens after the root, -1 for tokens without a row, int32,
+            shape (B, S).
+        weights: 1 for steps that count, 0 for the others, float32, shape (B, S).
+        top_ids: Rows of the head for the target's most probable tokens, int32, shape (B, S, k).
+        top_log_probs: Natural log-probabilities of the tokens of ``top_ids``, float32, shape
+            (B, S, k).
+        tail: Probability of all tokens outside ``top_ids``, float32, shape (B, S).
     """
 
     hidden: mx.array
@@ -50,14 +51,14 @@ class Batch(NamedTuple):
     tail: mx.array
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Some of the positions."""
+        """The positions from ``start`` to ``stop``, the latter excluded."""
         return Batch(*(array[start:stop] for array in self))
 
 
 def unrolled_loss(
     drafter: Drafter, embed: Embed, batch: Batch, counts: mx.array, options: LossOptions
 ) -> mx.array:
-    """Loss of a batch, or of a part of it, in nats.
+    """Compute the loss of a batch, or of a part of a batch, in nats.
 
         loss = sum_i w_i (sum_t rho_{t,i} l_{t,i}) / counts_i
 
@@ -70,12 +71,13 @@ def unrolled_loss(
     Args:
         drafter: The network.
         embed: The target's input embedding.
-        batch: Positions, all or some.
-        counts: Steps that count in the whole batch, float32, shape (S,): parts of a batch add up.
-        options: Which loss.
+        batch: All positions of a batch, or some of them.
+        counts: Number of positions of the whole batch whose step i counts, so that the losses of
+            its parts add up, float32, shape (S,).
+        options: Recipe and weights of the loss.
 
     Returns:
-        A float32 scalar.
+        The loss, a float32 scalar.
     """
     logits = unrolled_logits(drafter, embed, batch)
     if options.recipe in DISTILLING:
@@ -88,17 +90,17 @@ def unrolled_loss(
         weights = batch.weights * decay * confidence(logits, batch.labels, options.confidence_floor)
     else:
         losses = cross_entropy(logits, batch.labels)
-        weights = batch.weights * (batch.labels >= 0)  # what cannot be drafted is not carried_over
+        weights = batch.weights * (batch.labels >= 0)  # tokens without a row cannot be drafted
     return mx.sum(mx.sum(weights * losses, axis=0) / mx.maximum(counts, 1.0))
 
 
 def unrolled_logits(drafter: Drafter, embed: Embed, batch: Batch) -> mx.array:
-    """The drafter's logits after the root and after each draft, float32, shape (B, S, V)."""
+    """Compute the drafter's logits after the root and each draft, float32, shape (B, S, V)."""
     num_steps = batch.tokens.shape[1] - 1
-    entered = drafter.project_input(embed(batch.tokens[:, :num_steps]))  # (B, S, H)
-    states = [drafter.start(entered[:, 0])]
+    inputs = drafter.project_input(embed(batch.tokens[:, :num_steps]))  # (B, S, H)
+    states = [drafter.start(inputs[:, 0])]
     for step in range(1, num_steps):
-        states.append(drafter.advance(states[-1], entered[:, step]))
+        states.append(drafter.advance(states[-1], inputs[:, step]))
     hidden = batch.hidden[:, None].astype(drafter.dtype)
     return drafter.logits(hidden, mx.stack(states, axis=1)).astype(mx.float32)
 
@@ -106,20 +108,21 @@ def unrolled_logits(drafter: Drafter, embed: Embed, batch: Batch) -> mx.array:
 def divergence(
     logits: mx.array, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
 ) -> mx.array:
-    """Kullback-Leibler divergence over k + 1 events: each kept token, and any other token.
+    """Compute the Kullback-Leibler divergence over k + 1 events: each kept token, and any other.
 
         KL = sum_k p_k (log p_k - log q_k) + p_tail (log p_tail - log q_tail)
 
-    Renormalising the kept tokens instead would teach the drafter that the others never come.
+    Renormalising the kept tokens instead would teach the drafter that the others never occur.
 
     Args:
-        logits: The drafter's, float32, shape (..., V).
-        top_ids: Distinct rows of the head, shape (..., k); junk where the probability is 0.
-        top_log_probs: The target's, natural logarithm, shape (..., k).
+        logits: The drafter's logits, float32, shape (..., V).
+        top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0, shape
+            (..., k).
+        top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
         tail: The target's probability of all other tokens, shape (...).
 
     Returns:
-        Nats, shape (...).
+        The divergence in nats, shape (...).
     """
     log_q, log_q_tail = _log_probs_of_events(logits, top_ids, top_log_probs)
     kept = mx.sum(mx.exp(top_log_probs) * (top_log_probs - log_q), axis=-1)
@@ -129,22 +132,24 @@ def divergence(
 def agreement(
     logits: mx.array, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
 ) -> mx.array:
-    """The chance that drafter and target, sampling with the same noise, choose the same token.
+    """Compute the probability that drafter and target sample the same token with the same noise.
 
-    With Gumbel noise G both choose i where ``G_i - G_j`` is at least ``log(p_j / p_i)`` and
-    ``log(q_j / q_i)`` for every j, which has the chance ``1 / sum_j max(p_j / p_i, q_j / q_i)``
-    (the coupling of arXiv 2408.07978). Over the k + 1 events of `divergence`, of which the last,
-    any other token, is not taken for the same one. With the events in the order of ``q / p`` the
-    sum over j is that of p up to i, over p_i, and that of q beyond i, over q_i.
+    With Gumbel noise G both choose i if ``G_i - G_j`` is at least ``log(p_j / p_i)`` and
+    ``log(q_j / q_i)`` for every j, which has the probability
+    ``1 / sum_j max(p_j / p_i, q_j / q_i)`` (Gumbel coupling, arXiv 2408.07978). The events are
+    those of `divergence`; the last one, any other token, never counts as agreement. With the events
+    sorted by ``q / p``, the sum over j is the sum of p up to i, divided by p_i, plus the sum of q
+    beyond i, divided by q_i.
 
     Args:
-        logits: The drafter's, float32, shape (..., V).
-        top_ids: As in `divergence`, shape (..., k).
-        top_log_probs: As in `divergence`, shape (..., k).
-        tail: As in `divergence`, shape (...).
+        logits: The drafter's logits, float32, shape (..., V).
+        top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0, shape
+            (..., k).
+        top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
+        tail: The target's probability of all other tokens, shape (...).
 
     Returns:
-        From 0 to 1, shape (...).
+        The probability of agreement, 0 to 1, shape (...).
     """
     log_q, log_q_tail = _log_probs_of_events(logits, top_ids, top_log_probs)
     log_q = mx.where(top_log_probs > IMPOSSIBLE, log_q, LEAST_RATIO_LOG_PROB)
@@ -164,33 +169,42 @@ def agreement(
 def _log_probs_of_events(
     logits: mx.array, top_ids: mx.array, top_log_probs: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """The drafter's log-probabilities of the kept tokens, (..., k), and of any other, (...)."""
+    """Compute the drafter's log-probabilities of kept tokens (..., k) and of any other (...)."""
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     log_q = mx.take_along_axis(logits, top_ids, axis=-1) - total
-    # log(1 - sum q) without the cancellation, and finite where the kept tokens are everything.
+    # log(1 - sum q) without cancellation, and finite even if the kept tokens are all tokens.
     kept = mx.logsumexp(mx.where(top_log_probs > IMPOSSIBLE, log_q, -mx.inf), axis=-1)
     return log_q, mx.log(-mx.expm1(mx.minimum(kept, -LEAST_TAIL)))
 
 
 def cross_entropy(logits: mx.array, labels: mx.array) -> mx.array:
-    """``-log q(label)`` in nats; logits of shape (..., V), rows of shape (...), junk for -1."""
+    """Compute ``-log q(label)``; the result for labels of -1 is arbitrary.
+
+    Args:
+        logits: The drafter's logits, shape (..., V).
+        labels: Rows of the head, shape (...).
+
+    Returns:
+        The cross-entropy in nats, shape (...).
+    """
     rows = mx.maximum(labels, 0)
     chosen = mx.take_along_axis(logits, rows[..., None], axis=-1)[..., 0]
     return mx.logsumexp(logits, axis=-1) - chosen
 
 
 def confidence(logits: mx.array, labels: mx.array, floor: float) -> mx.array:
-    """The chance that the drafts before each step are accepted, smoothed; no gradient.
+    """Estimate the probability that the drafts before each step are accepted; no gradient.
 
         rho_i = prod_{j < i} ((1 - floor) q_j(x_{t+2+j}) + floor)
 
     Args:
-        logits: The drafter's, shape (B, S, V).
-        labels: Rows of the tokens that follow, shape (B, S); -1 is never accepted.
-        floor: From 0 to 1; 1 gives ones.
+        logits: The drafter's logits, shape (B, S, V).
+        labels: Rows of the head for the tokens that follow, -1 for tokens never accepted, shape
+            (B, S).
+        floor: Smoothing, 0 to 1; a floor of 1 gives ones.
 
     Returns:
-        float32, shape (B, S).
+        The smoothed probabilities rho, float32, shape (B, S).
     """
     if floor == 1:
         return mx.ones(labels.shape)

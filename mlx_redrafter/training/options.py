@@ -1,4 +1,4 @@
-"""What a training run can be told, one frozen dataclass per stage."""
+"""Options of a training run, one frozen dataclass per stage."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mlx_redrafter.errors import ConfigError
 
 Recipe = Literal["soft", "coupled", "apple", "rollouts"]
 RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
-# Those that teach the target's distributions; the others teach tokens.
+# Recipes that train on the target's distributions; the others train on tokens.
 DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which texts the drafter learns from.
+    """Options of the texts to train on.
 
     Attributes:
-        max_tokens: Most tokens of text to train on, None for all there is.
-        sequence_length: Longest sequence in tokens; longer texts are cut.
-        written_share: Share of the tokens that the target writes itself, 0 to 1.
-        answer_tokens: Most tokens of one text that the target writes.
-        temp: Temperature of the sampled half of these texts; the other half is greedy.
-        held_out: Texts written by the target that only measure tokens per step.
-        seed: Of the choice of texts and of their sampling.
+        max_tokens: Largest number of tokens to train on, None for all texts.
+        sequence_length: Length of the longest sequence, in tokens; longer texts are cut.
+        written_share: Share of the tokens that the target generates itself, 0 to 1.
+        answer_tokens: Length of the longest self-generated text, in tokens.
+        temp: Sampling temperature of half of the self-generated texts; the other half is greedy.
+        held_out: Number of self-generated texts that only measure tokens per step.
+        seed: Random seed for the choice of texts and for sampling.
     """
 
     max_tokens: int | None = None
@@ -51,14 +51,14 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The shape of the drafter; the defaults suit small and large targets.
+    """Shape of the drafter; the defaults suit small and large targets.
 
     Attributes:
         exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
-        num_layers: Residual blocks before the head.
+        num_layers: Number of residual blocks before the head.
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
-        draft_vocab: Propose only this many tokens, the most frequent ones of the text; None for
-            all. With large vocabularies the head is most of the cost of a draft.
+        draft_vocab: Number of tokens that the drafter can propose, the most frequent ones of the
+            texts; None for all. With large vocabularies the head is most of the cost of a draft.
     """
 
     exit_dim: int | None = None
@@ -77,17 +77,18 @@ class NetworkOptions:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the drafter is carried_over.
+    """Options of the training objective.
 
     Attributes:
-        recipe: "soft": the target's own distributions, from one pass over the text. "coupled":
-            to sample what the target samples with the same noise, from the same pass. "apple":
-            the text itself, as in Apple's released code. "rollouts": greedy continuations of every
-            position by the target, the paper's Eq. 2.
+        recipe: Training objective. "soft": KL divergence from the target's distributions, from one
+            pass over the text. "coupled": probability of sampling the target's token with the same
+            noise, from the same pass. "apple": cross-entropy on the text, as in Apple's released
+            code. "rollouts": cross-entropy on greedy continuations of every position by the
+            target, the paper's Eq. 2.
         position_decay: Weight of each unroll step relative to the one before; `DISTILLING` only.
-        confidence_floor: With a in [0, 1), a draft counts by the chance that the drafts before it
-            are accepted, each chance q raised to ``(1 - a) q + a``; 1 switches this off.
-            `DISTILLING` only.
+        confidence_floor: Smoothing a of the probability that earlier drafts are accepted, by which
+            a draft counts: each acceptance probability q becomes ``(1 - a) q + a``; 1 gives all
+            drafts the same weight. `DISTILLING` only.
     """
 
     recipe: Recipe = "soft"
@@ -103,22 +104,25 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How the drafter is optimised.
+    """Options of the optimisation.
 
     Attributes:
-        epochs: Passes over the text.
-        minutes: Train about this long instead; fixes the number of steps once the speed is known.
+        epochs: Number of passes over the text.
+        minutes: Approximate training time, replaces ``epochs``; the number of steps is fixed once
+            the speed is known.
         batch_tokens: Positions per optimiser step.
-        learning_rate: Peak of the schedule: warm-up, then cosine to a hundredth; None for
-            `default_learning_rate`.
-        warmup: Share of the steps spent warming up.
-        max_grad_norm: Gradients longer than this are scaled down to it.
-        ema_decay: Of the average of the weights that is exported.
-        num_evaluations: Measurements of tokens per step over the whole run.
-        patience: Stop after this many measurements in the second half without a better one.
-        checkpoint_seconds: Longest time between checkpoints; 0 writes one after every step.
-        compute_dtype: Of forward and backward pass; the weights are kept in float32.
-        seed: Of the initial weights and of the order of the positions.
+        learning_rate: Peak of the schedule, which is a linear warm-up, then a cosine to a hundredth
+            of the peak; None for `default_learning_rate`.
+        warmup: Share of the steps spent warming up, 0 to 1.
+        max_grad_norm: Largest norm of the gradient; longer gradients are scaled down.
+        ema_decay: Decay of the moving average of the weights, which is exported.
+        num_evaluations: Number of measurements of tokens per step over the whole run.
+        patience: Number of measurements without improvement, in the second half of the run, that
+            stops training.
+        checkpoint_seconds: Longest time between checkpoints, in seconds; 0 writes one after every
+            step.
+        compute_dtype: Dtype of forward and backward pass; the weights are kept in float32.
+        seed: Random seed for the initial weights and the order of the positions.
     """
 
     epochs: int = 3
@@ -155,7 +159,7 @@ class TrainingOptions:
 
 
 def default_learning_rate(exit_dim: int) -> float:
-    """Narrow heads bear and need larger steps: 2e-3 for 1024, inversely with the width."""
+    """Choose the peak learning rate by the head's width: 2e-3 for 1024, inverse to the width."""
     return min(2.0 / exit_dim, 1.6e-2)
 
 
@@ -167,6 +171,6 @@ def check_number(name: str, value: object, low: float, high: float) -> None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise `ConfigError` unless weights can be written in this dtype."""
+    """Raise `ConfigError` unless ``dtype`` is a dtype of drafters."""
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ConfigError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")

@@ -1,8 +1,8 @@
-"""Noise that a target may have sampled a text with.
+"""Posterior Gumbel noise: the noise of sampling, given the tokens that the target sampled.
 
-Decoding with a seed ranks drafts with the noise that the target will choose with. A text that the
-target sampled does not say what that noise was, but which noise makes the target choose just these
-tokens. Drafting with noise drawn from among it is on average what decoding was.
+Decoding with a seed ranks drafts with the noise that the target will sample with. A sampled text
+does not determine its noise, but it restricts the noise to values with which the target chooses
+these tokens. Drafting with noise from this posterior gives, on average, the result of decoding.
 
 Axes: n choices, k kept tokens, V vocabulary.
 """
@@ -16,27 +16,30 @@ from mlx_redrafter.training.loss import LEAST_TAIL
 from mlx_redrafter.training.teacher_cache import Shard
 
 
-def noise_of_choices(
+def sample_posterior_noise(
     shard: Shard, states: mx.array, vocab_size: int, temp: float, seed: int = 0
 ) -> mx.array:
-    """Gumbel noise under which the target chooses the tokens after some states of a text.
+    """Sample Gumbel noise with which the target chooses the tokens of a text.
 
-    The largest of the noisy log-probabilities is Gumbel distributed and independent of which it
-    is; the others are Gumbel distributed below it (top-down sampling, arXiv 1411.0030).
+    The largest noisy log-probability is Gumbel distributed and independent of its token; the other
+    ones are Gumbel distributed below it (top-down sampling, arXiv 1411.0030). Tokens beyond the
+    kept ones share their probability evenly.
 
     Args:
-        shard: Texts. Tokens beyond the kept ones share their probability evenly.
-        states: Indices of tokens, none of them the last, integer, shape (n,).
+        shard: Sampled texts.
+        states: Indices of the tokens before the choices, none of them the last, integer, shape
+            (n,).
         vocab_size: V.
-        temp: Temperature at which the target samples, above 0.
-        seed: Of what the text leaves open.
+        temp: Sampling temperature of the target, above 0.
+        seed: Random seed for the noise that the text does not determine.
 
     Returns:
-        float32, shape (n, V): ``argmax(log_probs / temp + noise)`` is the token after the state.
+        Noise with ``argmax(log_probs / temp + noise)`` the token after each state, float32, shape
+        (n, V).
     """
-    log_probs = _log_probs(shard, states, vocab_size) / temp
+    log_probs = _expand_log_probs(shard, states, vocab_size) / temp
     log_probs = log_probs - mx.logsumexp(log_probs, axis=-1, keepdims=True)
-    # One more than there are tokens: the largest.
+    # One draw more than there are tokens: the last is the largest noisy log-probability.
     fresh = gumbel_noise(seed, states, vocab_size + 1)
     fresh, largest = fresh[:, :vocab_size], fresh[:, vocab_size:]
     below = -mx.logaddexp(-largest, -(log_probs + fresh))
@@ -45,8 +48,8 @@ def noise_of_choices(
     return noisy - log_probs
 
 
-def _log_probs(shard: Shard, states: mx.array, vocab_size: int) -> mx.array:
-    """The target's, float32, shape (n, V)."""
+def _expand_log_probs(shard: Shard, states: mx.array, vocab_size: int) -> mx.array:
+    """Expand the target's kept log-probabilities to all tokens, float32, shape (n, V)."""
     tail = mx.maximum(shard.tail[states], LEAST_TAIL)
     others = max(1, vocab_size - shard.top_ids.shape[-1])
     spread = mx.repeat(mx.log(tail / others)[:, None], vocab_size, axis=1)

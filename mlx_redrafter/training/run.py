@@ -22,18 +22,17 @@ from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, save_draf
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
-from mlx_redrafter.training.card import Training, write_card
 from mlx_redrafter.training.corpus import Corpus, build_corpus, describe, divide
 from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.data import Encoder, read_items
 from mlx_redrafter.training.files import remove_leftovers
-from mlx_redrafter.training.fingerprinting import fingerprint
+from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import (
-    drafter_config,
-    earlier_drafter,
-    frequent_tokens,
-    head_matrix,
-    initial_drafter,
+    choose_drafter_config,
+    compute_head_matrix,
+    initialise_drafter,
+    load_earlier_drafter,
+    select_frequent_tokens,
 )
 from mlx_redrafter.training.options import (
     DataOptions,
@@ -43,51 +42,52 @@ from mlx_redrafter.training.options import (
     check_dtype,
 )
 from mlx_redrafter.training.resources import check_resources, estimate, estimate_tokens
-from mlx_redrafter.training.self_generated import Writer
-from mlx_redrafter.training.simulation import simulate, written_texts
+from mlx_redrafter.training.self_generated import TextGenerator
+from mlx_redrafter.training.simulation import iterate_generated_texts, simulate
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
 from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.trainer import Lesson, Trainer
+from mlx_redrafter.training.trainer import Trainer, TrainingTask
+from mlx_redrafter.training.training_card import TrainingSummary, write_training_card
 
 STATE_FOLDER, CACHE_FOLDER = "state", "cache"
 
 
 class Reporter(Protocol):
-    """Hears how a run goes on. Raising KeyboardInterrupt from `progress` stops it."""
+    """Receiver of progress and messages; a KeyboardInterrupt from `progress` stops the run."""
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
-        """So much of a stage is done; the total may be unknown."""
+        """Report that ``done`` of ``total`` tokens or steps of a stage are done."""
         ...
 
     def say(self, message: str) -> None:
-        """Something worth a line."""
+        """Report a message of one line."""
         ...
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to train.
+class TrainingRequest:
+    """The files, models and options of a training run.
 
     Attributes:
-        model: The target: a folder or a hub repository.
-        out: The drafter's folder.
+        model: Folder or hub repository of the target.
+        out: Folder of the drafter.
         data: Files of texts, chats or prompts.
         prompts: Files of prompts.
         cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
-            files and data options may share one.
+            files and data options may share a cache.
         adapter_path: LoRA adapter of the target.
-        trust_remote_code: Run code from the target's checkpoint.
-        start_from: A drafter for this or a similar target to go on training, a folder or a hub
-            repository; it keeps its shape. None starts a new one.
-        top_k: Next tokens whose probabilities the target teaches. Of held-out texts, which
-            calibrate the drafter, at least `TOP_TOKENS` are kept.
-        dtype: Of the weights that are written.
-        resume: Go on with the run that was begun in ``out``, if there is one.
-        data_options: Which texts.
-        network: The drafter's shape.
-        loss: What is carried_over.
-        training: How.
+        trust_remote_code: Whether to run code from the target's checkpoint.
+        start_from: Folder or hub repository of a drafter to continue training, made for this or a
+            similar target, whose shape is kept; None for a new drafter.
+        top_k: Number of next tokens whose probabilities are cached. The cache of held-out texts,
+            which calibrate the drafter, keeps at least `TOP_TOKENS`.
+        dtype: Dtype of the written weights.
+        resume: Whether to continue a run that was begun in ``out``.
+        data_options: Options of the texts.
+        network: Shape of a new drafter, and the beam length.
+        loss: Training objective.
+        training: Options of the optimisation.
     """
 
     model: str
@@ -109,12 +109,11 @@ class Request:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         if not self.data and not self.prompts:
-            raise ConfigError("nothing to train on: give --data or --prompts")
+            raise ConfigError("expected files, found nothing to train on; give --data or --prompts")
         if has_state(self.out / STATE_FOLDER) and not self.resume:
             raise ConfigError(
                 f"a run was begun in {self.out}; go on with --resume, or choose another --out"
             )
-
         if self.start_from is not None and self.network != NetworkOptions(
             beam_length=self.network.beam_length
         ):
@@ -125,52 +124,53 @@ class Request:
 
     @property
     def held_out_top_k(self) -> int:
-        """``top_k`` of held-out texts."""
+        """Number of next tokens cached for held-out texts."""
         return max(self.top_k, TOP_TOKENS)
 
 
-class Student(NamedTuple):
-    """What is left of the target once its cache is filled.
+class DistillationInputs(NamedTuple):
+    """Inputs of the distillation beside the teacher cache; the target itself is not needed.
 
     Attributes:
-        embedding: Rows of its input embedding, shape (V, H).
+        embedding: The target's input embedding, shape (V, H).
         drafter: The drafter before training.
-        rows: Of its head.
-        fingerprint: Of the target's weights.
-        start: Fingerprint of the weights of the earlier drafter to start from, if any.
+        rows: Rows of the drafter's head.
+        target_fingerprint: Fingerprint of the target's weights.
+        start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 
     embedding: mx.array
     drafter: Drafter
     rows: HeadRows
-    fingerprint: str
-    start: str | None
+    target_fingerprint: str
+    start_fingerprint: str | None
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run leaves behind.
+class TrainingResult:
+    """The result of a run.
 
     Attributes:
-        drafter: As written to ``out``, in float32.
-        measured: Simulated decoding of held-out texts, by what was drafted.
+        drafter: The drafter in ``out``, but in float32.
+        measured: Statistics of simulated decoding on held-out texts, by the name of the draft
+            shape.
     """
 
     drafter: Drafter
     measured: dict[str, DecodingStats]
 
 
-def train_drafter(request: Request, reporter: Reporter) -> Result:
+def train_drafter(request: TrainingRequest, reporter: Reporter) -> TrainingResult:
     """Train a drafter and write it to ``request.out``.
 
     Raises:
-        RedrafterError: The files, the target, the options, the disk or the memory do not allow it;
-            checked before anything long is begun, as far as possible.
+        RedrafterError: The files, the target, the options, the disk or the memory do not allow the
+            run; checked before any long computation, as far as possible.
     """
     cache_folder = request.cache or request.out / CACHE_FOLDER
     remove_leftovers(request.out)
-    corpus, cache, student = _teach(request, cache_folder, reporter)
-    mx.clear_cache()  # the target is gone
+    corpus, cache, inputs = _run_teacher(request, cache_folder, reporter)
+    mx.clear_cache()  # the target is not referenced any more
     batch_options = BatchOptions(
         request.loss.recipe,
         request.network.beam_length,
@@ -178,50 +178,50 @@ def train_drafter(request: Request, reporter: Reporter) -> Result:
         request.training.seed,
     )
     held_out = [cache.load("held-out", n) for n in range(cache.num_shards("held-out"))]
-    lesson = Lesson(
-        lambda tokens: student.embedding[tokens],
-        BatchOrder(cache, "train", batch_options, student.rows),
+    task = TrainingTask(
+        lambda tokens: inputs.embedding[tokens],
+        BatchOrder(cache, "train", batch_options, inputs.rows),
         held_out,
         request.data_options.temp,
         request.loss,
         request.training,
     )
-    identity = _identity(request, student, corpus)
-    trainer = Trainer(student.drafter, lesson, request.out / STATE_FOLDER, identity)
+    identity = _describe_run(request, inputs, corpus)
+    trainer = Trainer(inputs.drafter, task, request.out / STATE_FOLDER, identity)
     if trainer.progress.step:
         reporter.say(f"going on from step {trainer.progress.step:,}")
     drafter = trainer.run(
         on_step=lambda p: _report_step(p, request.out, reporter),
-        on_best=lambda best: _save(best, request, student.fingerprint),
+        on_best=lambda best: _save(best, request, inputs.target_fingerprint),
     )
-    texts = (text for shard in lesson.held_out for text in written_texts(shard))
-    drafter.config = calibrate(drafter, lesson.embed, texts).applied(drafter.config)
-    measured = measure(drafter, lesson.embed, lesson, request.network.beam_length)
-    _finish(request, student, corpus, trainer, drafter, measured)
+    texts = (text for shard in task.held_out for text in iterate_generated_texts(shard))
+    drafter.config = calibrate(drafter, task.embed, texts).applied(drafter.config)
+    measured = measure(drafter, task.embed, task, request.network.beam_length)
+    _finish(request, inputs, corpus, trainer, drafter, measured)
     if not write_picture(request.out, trainer.progress.curve):
         reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
-    return Result(drafter, measured)
+    return TrainingResult(drafter, measured)
 
 
 def measure(
-    drafter: Drafter, embed: Embed, lesson: Lesson, beam_length: int
+    drafter: Drafter, embed: Embed, task: TrainingTask, beam_length: int
 ) -> dict[str, DecodingStats]:
-    """Simulated decoding of the held-out texts with a chain and with a tree."""
+    """Simulate decoding of the held-out texts with a chain and with a tree."""
     width = min(4, drafter.config.head_rows)
     shapes = {
         f"chain of {beam_length - 1}": TreeShape(1, beam_length),
         "tree of 8": TreeShape(width, beam_length),
     }
     return {
-        name: simulate(drafter, embed, lesson.held_out, shape, lesson.temp)
+        name: simulate(drafter, embed, task.held_out, shape, task.temp)
         for name, shape in shapes.items()
     }
 
 
-def _teach(
-    request: Request, folder: Path, reporter: Reporter
-) -> tuple[Corpus, TeacherCache, Student]:
-    """Everything that needs the target; afterwards its memory is free."""
+def _run_teacher(
+    request: TrainingRequest, folder: Path, reporter: Reporter
+) -> tuple[Corpus, TeacherCache, DistillationInputs]:
+    """Do all work that needs the target, whose memory is free afterwards."""
     options = request.data_options
     data = read_items(request.data)
     prompts = read_items(request.prompts, lines_are_prompts=True)
@@ -235,8 +235,8 @@ def _teach(
     sources = divide(data, prompts, options)
     earlier = None
     if request.start_from is not None:
-        earlier = earlier_drafter(request.start_from, target, tokenizer.vocab_size)
-    config = drafter_config(target, request.network) if earlier is None else earlier.config
+        earlier = load_earlier_drafter(request.start_from, target, tokenizer.vocab_size)
+    config = choose_drafter_config(target, request.network) if earlier is None else earlier.config
     needed = estimate(
         estimate_tokens(sources, options),
         len(sources.held_out) * options.sequence_length,
@@ -248,12 +248,12 @@ def _teach(
         config,
     )
     check_resources(needed, folder)
-    name = fingerprint(model)
+    name = fingerprint_weights(model)
     cache = TeacherCache(
         folder,
         {
             "target": name,
-            "texts": sources.fingerprint,
+            "texts": sources.text_fingerprint,
             "chat template": str(getattr(tokenizer, "chat_template", None)),
             "top_k": request.top_k,
             "top_k held out": request.held_out_top_k,
@@ -262,29 +262,33 @@ def _teach(
     )
     reporter.say(f"needs {needed}")
     encoder = Encoder(tokenizer, options.sequence_length, target.vocab_size)
-    writer = Writer(model, tokenizer, options.seed)
-    corpus = build_corpus(sources, encoder, writer, options, folder, reporter.progress)
+    generator = TextGenerator(model, tokenizer, options.seed)
+    corpus = build_corpus(sources, encoder, generator, options, folder, reporter.progress)
     _check_corpus(corpus)
     _fill(cache, corpus, target, request, reporter)
-    drafter, start = earlier, None if earlier is None else fingerprint(earlier)
+    drafter, start = earlier, None if earlier is None else fingerprint_weights(earlier)
     if drafter is None:
         drafter = _new_drafter(config, target, tokenizer, corpus, request.training.seed)
-    return corpus, cache, _student(target, drafter, name, start)
+    return corpus, cache, _collect_inputs(target, drafter, name, start)
 
 
 def _fill(
-    cache: TeacherCache, corpus: Corpus, target: Target, request: Request, reporter: Reporter
+    cache: TeacherCache,
+    corpus: Corpus,
+    target: Target,
+    request: TrainingRequest,
+    reporter: Reporter,
 ) -> None:
-    """Write down what the target says of all texts, as far as an earlier run has not."""
-    for part, sequences, k in (
+    """Fill the cache with the target's outputs on all texts, except those of earlier runs."""
+    for split, sequences, k in (
         ("train", corpus.train, request.top_k),
         ("held-out", corpus.held_out, request.held_out_top_k),
     ):
         total = sum(map(len, sequences))
-        stage = f"reading {part} text"
+        stage = f"reading {split} text"
         fill_cache(
             cache,
-            part,  # type: ignore[arg-type]
+            split,  # type: ignore[arg-type]
             target,
             sequences,
             k,
@@ -301,13 +305,15 @@ def _fill(
         )
 
 
-def _student(target: Target, drafter: Drafter, name: str, start: str | None) -> Student:
+def _collect_inputs(
+    target: Target, drafter: Drafter, name: str, start: str | None
+) -> DistillationInputs:
     embedding = target.embed(mx.arange(target.vocab_size))
     mx.eval(embedding)
     rows = HeadRows(
         np.array(drafter.token_ids) if drafter.has_draft_vocab else None, target.vocab_size
     )
-    return Student(embedding, drafter, rows, name, start)
+    return DistillationInputs(embedding, drafter, rows, name, start)
 
 
 def _new_drafter(
@@ -316,8 +322,8 @@ def _new_drafter(
     token_ids = None
     if (count := config.draft_vocab_size) is not None:
         stop_tokens = tokenizer.eos_token_ids
-        token_ids = frequent_tokens(corpus.train, stop_tokens, count, target.vocab_size)
-    return initial_drafter(config, head_matrix(target), seed, token_ids)
+        token_ids = select_frequent_tokens(corpus.train, stop_tokens, count, target.vocab_size)
+    return initialise_drafter(config, compute_head_matrix(target), seed, token_ids)
 
 
 def _fit_to_context(options: DataOptions, target: Target, reporter: Reporter) -> DataOptions:
@@ -331,18 +337,18 @@ def _fit_to_context(options: DataOptions, target: Target, reporter: Reporter) ->
 def _check_corpus(corpus: Corpus) -> None:
     if not any(int(s.is_trained.sum()) > 1 for s in corpus.held_out):
         raise DataError(
-            "the target ends every held-out text at once, so nothing can be measured; give other "
-            "prompts"
+            "expected the target to continue held-out prompts, found only empty continuations; "
+            "give other prompts"
         )
 
 
-def _identity(request: Request, student: Student, corpus: Corpus) -> str:
-    """What must be the same for a run to be gone on with."""
+def _describe_run(request: TrainingRequest, inputs: DistillationInputs, corpus: Corpus) -> str:
+    """Render what must be the same for a run to be continued, as JSON."""
     training = {k: v for k, v in asdict(request.training).items() if k != "checkpoint_seconds"}
     return json.dumps(
         {
-            "target": student.fingerprint,
-            "start": student.start,
+            "target": inputs.target_fingerprint,
+            "start": inputs.start_fingerprint,
             "tokens": sum(map(len, corpus.train)),
             "top_k": request.top_k,
             **asdict(request.data_options),
@@ -364,7 +370,7 @@ def _report_step(progress: Any, out: Path, reporter: Reporter) -> None:
     reporter.progress("training", progress.step, progress.total_steps)
 
 
-def _save(drafter: Drafter, request: Request, target_fingerprint: str) -> None:
+def _save(drafter: Drafter, request: TrainingRequest, target_fingerprint: str) -> None:
     copy = copy_drafter(drafter)
     copy.set_dtype(getattr(mx, request.dtype))
     save_drafter(
@@ -375,21 +381,21 @@ def _save(drafter: Drafter, request: Request, target_fingerprint: str) -> None:
 
 
 def _finish(
-    request: Request,
-    student: Student,
+    request: TrainingRequest,
+    inputs: DistillationInputs,
     corpus: Corpus,
     trainer: Trainer,
     drafter: Drafter,
     measured: dict[str, DecodingStats],
 ) -> None:
-    _save(drafter, request, student.fingerprint)
+    _save(drafter, request, inputs.target_fingerprint)
     write_csv(request.out, trainer.progress.curve)
     files = [path.name for path in (*request.data, *request.prompts)]
-    write_card(
+    write_training_card(
         request.out,
-        Training(
+        TrainingSummary(
             shared_name(request.model),
-            student.fingerprint,
+            inputs.target_fingerprint,
             None if request.start_from is None else shared_name(request.start_from),
             files,
             corpus,

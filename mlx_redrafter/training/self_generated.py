@@ -1,7 +1,8 @@
-"""Texts that the target writes itself: what a drafter should know is how the target writes.
+"""Self-generated training data: texts by the target itself, whose text the drafter must predict.
 
-Half of them are greedy, half sampled at the temperature of use (design: ``DataOptions``). Written
-in rounds, each stored whole in a file of its own, so that an interrupted run goes on where it was.
+Half of the texts are greedy, half are sampled at the temperature in `DataOptions`. They are
+generated in rounds, each stored whole in its own file, so that an interrupted run continues with
+the next round.
 """
 
 from __future__ import annotations
@@ -22,28 +23,37 @@ from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
 
+# Texts per file.
 ROUND_SIZE = 64
+# Texts that the target decodes at once.
 BATCH_SIZE = 32
-# Texts that continue a given one start from 4 to this many tokens more of it.
-LONGEST_BEGINNING = 28
+# Length of the shortest beginning of a text that serves as a prompt, in tokens.
+SHORTEST_BEGINNING = 4
+# Number of different lengths of the beginnings of a text.
+NUM_BEGINNINGS = 28
 
 OnTokens = Callable[[int], None]
 
 
-class Job(NamedTuple):
-    """One text to write: what it begins with, token ids, and the temperature, 0 for greedy."""
+class GenerationJob(NamedTuple):
+    """One text to generate.
+
+    Attributes:
+        prompt: Token ids that the text begins with.
+        temp: Sampling temperature; 0 is greedy.
+    """
 
     prompt: list[int]
     temp: float
 
 
 class AnswerLimits(NamedTuple):
-    """When to stop.
+    """Limits of the generation.
 
     Attributes:
-        answer_tokens: Most tokens of one answer.
-        sequence_length: Most tokens of a prompt and its answer.
-        total_tokens: Enough tokens of all answers, None to do every job.
+        answer_tokens: Length of the longest answer, in tokens.
+        sequence_length: Length of the longest prompt with its answer, in tokens.
+        total_tokens: Number of tokens of all answers that is enough, None to do every job.
     """
 
     answer_tokens: int
@@ -51,13 +61,13 @@ class AnswerLimits(NamedTuple):
     total_tokens: int | None = None
 
 
-class Writer:
-    """Lets a target write.
+class TextGenerator:
+    """Generator of texts by the target.
 
     Args:
         model: The target.
-        tokenizer: Its tokenizer, for the stop tokens.
-        seed: Of the sampling.
+        tokenizer: The target's tokenizer, for the stop tokens.
+        seed: Random seed for sampling.
     """
 
     def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper, seed: int):
@@ -65,61 +75,61 @@ class Writer:
         self.stop_tokens = sorted(tokenizer.eos_token_ids)
         self.seed = seed
 
-    def write(
+    def generate(
         self,
-        jobs: Iterator[Job],
+        jobs: Iterator[GenerationJob],
         limits: AnswerLimits,
         folder: Path,
         name: str,
         on_tokens: OnTokens,
     ) -> list[TokenSequence]:
-        """Write texts until there are enough or no more jobs.
+        """Generate texts until there are enough tokens or no more jobs.
 
-        Seeds MLX's global random state. Rounds that ``folder`` holds already are read instead.
+        Seeds MLX's global random state. Rounds whose file exists are read instead of generated.
 
         Args:
-            jobs: What to write; the same ones in the same order when a run is resumed.
-            limits: When to stop.
-            folder: Where the rounds are stored.
-            name: Of their files.
-            on_tokens: Called with the tokens written so far, answers only.
+            jobs: Texts to generate; a resumed run must give the same jobs in the same order.
+            limits: Limits of the generation.
+            folder: Folder of the rounds' files.
+            name: Prefix of the rounds' file names.
+            on_tokens: Called with the number of tokens generated so far, answers only.
 
         Returns:
-            Prompts with their answers, of which the answers are trained on.
+            Prompts with their answers; only the answers are trained on.
 
         Raises:
             UnsupportedTargetError: mlx-lm cannot decode this model in batches.
         """
         sequences: list[TokenSequence] = []
-        written = 0
+        num_generated = 0
         number = 0
-        while limits.total_tokens is None or written < limits.total_tokens:
+        while limits.total_tokens is None or num_generated < limits.total_tokens:
             round_jobs = list(islice(jobs, ROUND_SIZE))
             if not round_jobs:
                 break
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
-                save_arrays(path, pack(self._write_round(round_jobs, limits, number)))
-            texts = unpack(load_arrays(path))
+                save_arrays(path, pack_sequences(self._generate_round(round_jobs, limits, number)))
+            texts = unpack_sequences(load_arrays(path))
             sequences += texts
-            written += sum(int(text.is_trained.sum()) for text in texts)
+            num_generated += sum(int(text.is_trained.sum()) for text in texts)
             number += 1
-            on_tokens(written)
+            on_tokens(num_generated)
         return sequences
 
-    def _write_round(
-        self, jobs: list[Job], limits: AnswerLimits, number: int
+    def _generate_round(
+        self, jobs: list[GenerationJob], limits: AnswerLimits, number: int
     ) -> list[TokenSequence]:
         answers: dict[int, list[int]] = {}
         for group, temp in enumerate(sorted({job.temp for job in jobs})):
             mx.random.seed(self.seed + 1_000_003 * number + group)
             chosen = [i for i, job in enumerate(jobs) if job.temp == temp]
             prompts = [jobs[i].prompt for i in chosen]
-            texts = self._generate(prompts, temp, limits)
+            texts = self._generate_answers(prompts, temp, limits)
             answers.update(zip(chosen, texts, strict=True))
         return [_as_sequence(job.prompt, answers[i]) for i, job in enumerate(jobs)]
 
-    def _generate(
+    def _generate_answers(
         self, prompts: list[list[int]], temp: float, limits: AnswerLimits
     ) -> list[list[int]]:
         room = [
@@ -154,46 +164,48 @@ def _as_sequence(prompt: list[int], answer: list[int]) -> TokenSequence:
 
 
 class PromptSource(NamedTuple):
-    """Where prompts come from.
+    """A source of prompts.
 
     Attributes:
         tokens: Token ids.
-        is_fixed: Use all of them; otherwise a beginning of random length, at least 4.
+        is_fixed: Whether the prompt is always all of ``tokens``; otherwise the prompt is a
+            beginning of random length.
     """
 
     tokens: list[int]
     is_fixed: bool
 
-    def prompt(self, rng: np.random.Generator) -> list[int]:
-        """Token ids of one prompt."""
+    def draw_prompt(self, rng: np.random.Generator) -> list[int]:
+        """Draw the token ids of one prompt."""
         if self.is_fixed:
             return self.tokens
-        return self.tokens[: int(rng.integers(4, 4 + LONGEST_BEGINNING))]
+        longest = SHORTEST_BEGINNING + NUM_BEGINNINGS
+        return self.tokens[: int(rng.integers(SHORTEST_BEGINNING, longest))]
 
 
 def plan_jobs(
     sources: Sequence[PromptSource], temp: float, num_passes: int, seed: int
-) -> Iterator[Job]:
-    """Jobs that take every source in turn, half of them greedy, half sampled.
+) -> Iterator[GenerationJob]:
+    """Plan jobs that use the sources in turn, half of them greedy, half sampled.
 
-    After two passes the greedy answers of fixed prompts would be repetitions, so the rest of those
-    is sampled.
+    A third greedy answer to a fixed prompt would repeat an earlier one, so fixed prompts are only
+    sampled after two passes.
 
     Args:
-        sources: Where prompts come from.
+        sources: Sources of prompts.
         temp: Temperature of the sampled half.
-        num_passes: How often every source is used.
-        seed: Of the random lengths.
+        num_passes: Number of uses of every source.
+        seed: Random seed for the lengths of the prompts.
     """
     rng = np.random.default_rng(seed)
     for turn in range(num_passes):
         for number, source in enumerate(sources):
             is_greedy = (number + turn) % 2 == 0 and (turn < 2 or not source.is_fixed)
-            yield Job(source.prompt(rng), 0.0 if is_greedy else temp)
+            yield GenerationJob(source.draw_prompt(rng), 0.0 if is_greedy else temp)
 
 
-def pack(sequences: Sequence[TokenSequence]) -> dict[str, mx.array]:
-    """Arrays that `unpack` makes the same sequences of."""
+def pack_sequences(sequences: Sequence[TokenSequence]) -> dict[str, mx.array]:
+    """Join sequences into arrays; the inverse of `unpack_sequences`."""
     return {
         "tokens": mx.array(np.concatenate([s.tokens for s in sequences])),
         "is_trained": mx.array(np.concatenate([s.is_trained for s in sequences])),
@@ -201,8 +213,8 @@ def pack(sequences: Sequence[TokenSequence]) -> dict[str, mx.array]:
     }
 
 
-def unpack(arrays: dict[str, mx.array]) -> list[TokenSequence]:
-    """The sequences of `pack`."""
+def unpack_sequences(arrays: dict[str, mx.array]) -> list[TokenSequence]:
+    """Split the arrays of `pack_sequences` into sequences."""
     tokens, is_trained = np.array(arrays["tokens"]), np.array(arrays["is_trained"])
     starts = np.array(arrays["starts"])
     return [TokenSequence(tokens[a:b], is_trained[a:b]) for a, b in pairwise(starts)]

@@ -1,9 +1,9 @@
-"""Tokens per step that decoding would need for texts that the target wrote; the target is not run.
+"""Simulated decoding of self-generated texts: tokens per step, without running the target.
 
-A target that wrote x_1 .. x_n chooses, wherever decoding stands in this text, the next token of it.
-So drafting from the cached hidden states, by the functions that decoding uses, and comparing with
-the text is what decoding does. Texts that were sampled are drafted with noise that the target may
-have sampled them with, as decoding with a seed does.
+Decoding reproduces a text x_1 .. x_n of the target: at each position the target chooses the next
+token of the text. So drafting from the cached hidden states, by the functions that decoding uses,
+and comparing the drafts with the text gives the steps of decoding. Sampled texts are drafted with
+posterior noise, as decoding with a seed drafts with the target's own.
 
 Axes: n tokens of a shard, p positions, N nodes, L beam length.
 """
@@ -23,16 +23,17 @@ from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.calibration import Text
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
-from mlx_redrafter.training.posterior_noise import noise_of_choices
+from mlx_redrafter.training.posterior_noise import sample_posterior_noise
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.tree import NO_TOKEN, best_nodes
 
-# Positions that are drafted for at once, and the bytes of their float32 logits.
+# Largest number of positions drafted at once.
 MAX_POSITIONS = 512
+# Largest size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**26
-# A text with more of the most probable tokens than this was written greedily.
+# Share of most probable tokens in a text above which the text counts as greedy.
 GREEDY_SHARE = 0.97
-# No node of a tree has this token, so nothing is accepted past the end of a text.
+# Token after the end of a text; no node of a tree has it, so no draft is accepted there.
 END = NO_TOKEN - 1
 
 
@@ -44,22 +45,22 @@ def simulate(
     Args:
         drafter: The network.
         embed: The target's input embedding.
-        shards: Texts, each a prompt and what the target wrote after it (``is_trained``).
-        shape: What is drafted; ``select`` is "top_n".
-        temp: Temperature of those texts that are not greedy. 0 drafts them without noise, as
-            decoding by a sampler of mlx-lm's does.
+        shards: Texts, each a prompt and the target's continuation (``is_trained``).
+        shape: Shape of the drafted trees; ``select`` must be "top_n".
+        temp: Sampling temperature of the texts that are not greedy. 0 drafts these texts without
+            noise, as decoding with one of mlx-lm's samplers does.
 
     Returns:
-        Counts over all texts, as if they were one: as ever, the first token of a text belongs to no
-        step, but only one such token is counted, so that ``tokens_per_step`` is right.
+        Counts over all texts as if they were one text. The first token of a text belongs to no
+        step; only one such token is counted, which makes ``tokens_per_step`` exact.
     """
     total = DecodingStats(num_tokens=1)
     for shard in shards:
         accepted = np.zeros(shard.tokens.shape[0], np.int64)
         stretches: dict[float, list[NDArray[np.int64]]] = {0.0: [], temp: []}
-        for start, written in _written(shard):
-            stretch = np.arange(start + written[0], start + written[-1])
-            stretches[0.0 if _is_greedy(shard, start + written) else temp].append(stretch)
+        for start, generated in _find_generated(shard):
+            stretch = np.arange(start + generated[0], start + generated[-1])
+            stretches[0.0 if _is_greedy(shard, start + generated) else temp].append(stretch)
         for noise_temp, roots in stretches.items():
             if roots:
                 places = np.concatenate(roots)
@@ -70,23 +71,23 @@ def simulate(
     return total
 
 
-def _written(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
-    """Of each text with two tokens by the target or more: its start, and where they are in it."""
+def _find_generated(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
+    """Find texts with two generated tokens or more: start and indices of these tokens within."""
     is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)
     texts = [(int(a), np.flatnonzero(is_trained[a:b])) for a, b in pairwise(starts)]
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
 
 
-def _is_greedy(shard: Shard, written: NDArray[np.int64]) -> bool:
-    """Whether the target wrote these tokens greedily; in lower precision a few may be others."""
-    best = np.array(shard.top_ids[:, 0])[written - 1]
-    return bool(np.mean(best == np.array(shard.tokens)[written]) > GREEDY_SHARE)
+def _is_greedy(shard: Shard, generated: NDArray[np.int64]) -> bool:
+    """Tell whether tokens were generated greedily; in low precision a few tokens may differ."""
+    best = np.array(shard.top_ids[:, 0])[generated - 1]
+    return bool(np.mean(best == np.array(shard.tokens)[generated]) > GREEDY_SHARE)
 
 
-def written_texts(shard: Shard) -> Iterator[Text]:
-    """What the target wrote of each text, with what it found probable along the way."""
-    for start, written in _written(shard):
-        first, last = start + int(written[0]), start + int(written[-1]) + 1
+def iterate_generated_texts(shard: Shard) -> Iterator[Text]:
+    """Iterate over the generated part of each text, with the target's outputs."""
+    for start, generated in _find_generated(shard):
+        first, last = start + int(generated[0]), start + int(generated[-1]) + 1
         states = slice(first - 1, last - 1)
         yield Text(
             shard.tokens[first:last],
@@ -101,7 +102,7 @@ def _walk(
 ) -> None:
     nodes = shape.tree_nodes or 0
     while root < last:
-        # The token after the accepted drafts is the target's own, if the text does not end before.
+        # The token after the accepted drafts is the bonus token, unless the text ends before it.
         step = min(int(accepted[root]) + 1, last - root)
         total.count_step(int(accepted[root]), nodes, nodes)
         total.num_tokens += step
@@ -116,32 +117,32 @@ def count_accepted(
     shape: TreeShape,
     temp: float = 0.0,
 ) -> NDArray[np.int64]:
-    """Drafts accepted in a step with each of these tokens as its root.
+    """Count the drafts accepted in a step from each of the given roots.
 
     Args:
         drafter: The network.
         embed: The target's input embedding.
         shard: Texts.
-        roots: Indices of tokens in the shard, none of them the first of a text, shape (p,).
-        shape: What is drafted.
-        temp: At which the texts were sampled; 0 drafts without noise.
+        roots: Indices of the root tokens in the shard, none the first of a text, shape (p,).
+        shape: Shape of the drafted trees.
+        temp: Sampling temperature of the texts; 0 drafts without noise.
 
     Returns:
-        int64, shape (p,).
+        Number of accepted drafts of each root, int64, shape (p,).
     """
     length = shape.beam_length
     widest = max(shape.beam_width, length) if temp else shape.beam_width
     size = LOGITS_BYTES // (4 * drafter.config.head_rows * widest)
     size = max(1, min(MAX_POSITIONS, size))
     tokens = np.array(shard.tokens)
-    following = _following(shard, roots, length)
-    draft = mx.vmap(_drafting(drafter, embed, shape, temp))
+    following = _read_following(shard, roots, length)
+    draft = mx.vmap(_make_drafting_function(drafter, embed, shape, temp))
     counts = []
     for start in range(0, len(roots), size):
         places = roots[start : start + size]
         inputs = [shard.hidden[mx.array(places - 1)], mx.array(tokens[places][:, None])]
         if temp:
-            inputs.append(_noise(shard, places, length, drafter.config.vocab_size, temp))
+            inputs.append(_draw_noise(shard, places, length, drafter.config.vocab_size, temp))
         drafted = draft(*inputs)
         mx.eval(drafted)
         nodes, parents, depths = (np.array(array) for array in drafted)
@@ -149,10 +150,10 @@ def count_accepted(
     return np.concatenate(counts)
 
 
-def _drafting(
+def _make_drafting_function(
     drafter: Drafter, embed: Embed, shape: TreeShape, temp: float
 ) -> Callable[..., tuple[mx.array, ...]]:
-    """Of a hidden state (H,), a root (1,) and, at a temperature, noise (L - 1, V), the tree."""
+    """Make the function from hidden state (H,), root (1,) and optional noise (L - 1, V) to tree."""
     params, enter = SamplingParams(temp=temp), drafter.input_of(embed)
 
     def draft(
@@ -165,19 +166,19 @@ def _drafting(
     return draft
 
 
-def _noise(
+def _draw_noise(
     shard: Shard, roots: NDArray[np.int64], length: int, vocab_size: int, temp: float
 ) -> mx.array:
-    """Noise of the choices that drafts of each depth guess, float32, shape (p, L - 1, V)."""
-    # Past the end of the texts nothing is accepted, whatever is drafted.
+    """Draw noise for the choices after each root, by depth, float32, shape (p, L - 1, V)."""
+    # Any noise will do past the end of the texts, where no draft is accepted.
     states = np.minimum(roots[:, None] + np.arange(length - 1), shard.tokens.shape[0] - 2)
     used, rows = np.unique(states, return_inverse=True)
-    noise = noise_of_choices(shard, mx.array(used), vocab_size, temp)
+    noise = sample_posterior_noise(shard, mx.array(used), vocab_size, temp)
     return noise[mx.array(rows.reshape(states.shape))]
 
 
-def _following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArray[np.int32]:
-    """The L tokens after each root, END after the end of its text, int32, shape (p, L)."""
+def _read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArray[np.int32]:
+    """Read the L tokens after each root, END past the end of its text, int32, shape (p, L)."""
     starts = np.array(shard.starts)
     tokens = np.append(np.array(shard.tokens), np.int32(END))
     ends = starts[np.searchsorted(starts, roots, side="right")]
@@ -191,10 +192,10 @@ def _accept(
     depths: NDArray[np.int32],
     following: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """`mlx_redrafter.decoding.accept.accept` for many trees, each of shape (N,) in an array of (p, N).
+    """Apply `mlx_redrafter.decoding.accept.accept` to p trees of N nodes, in arrays (p, N).
 
-    On the host, and node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of MLX 0.32 read
-    past the end of an operand that is not mapped.
+    The walk runs on the host, node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of
+    MLX 0.32 read past the end of an operand that is not mapped.
     """
     rows = np.arange(len(tokens))
     on_path = np.zeros(tokens.shape, np.bool_)

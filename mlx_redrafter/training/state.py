@@ -1,8 +1,8 @@
-"""Everything that training carries from one step to the next, in one file.
+"""The state that training carries from one step to the next, in one file.
 
-The file is replaced as a whole, so a run that is killed at any moment goes on from a step it has
-really finished. Since batches and schedule depend on the step alone, it ends where an undisturbed
-run ends.
+The file is replaced as a whole, so a run that is killed at any moment continues from a finished
+step. Since batches and schedule depend on the step alone, a resumed run ends in the same weights as
+an undisturbed one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ STATE_FILE = "state.safetensors"
 
 
 @dataclass
-class Curve:
-    """What was measured after a step.
+class CurvePoint:
+    """One measurement of the training curve.
 
     Attributes:
-        step: Steps done.
-        seconds: Time spent training so far.
-        loss: Mean loss since the last measurement, nats; of unequal meaning between recipes.
-        tokens_per_step: Simulated on held-out texts, a chain of ``L - 1`` drafts.
+        step: Number of steps done.
+        seconds: Training time so far, in seconds.
+        loss: Mean loss since the last measurement, not comparable between recipes, in nats.
+        tokens_per_step: Simulated tokens per step on held-out texts, with chains of ``L - 1``
+            drafts.
     """
 
     step: int
@@ -39,17 +40,17 @@ class Curve:
 
 @dataclass
 class Progress:
-    """Numbers of a run.
+    """Counters and measurements of a run.
 
     Attributes:
-        step: Steps done.
-        total_steps: Steps of the whole run; None until the speed is known.
-        seconds: Time spent training so far.
-        best: Most tokens per step measured so far.
-        best_step: When.
-        since_best: Measurements since then in the second half of the run.
-        loss_sum: Of the losses since the last measurement.
-        loss_count: Their number.
+        step: Number of steps done.
+        total_steps: Number of steps of the whole run; None until the speed is known.
+        seconds: Training time so far, in seconds.
+        best: Largest number of tokens per step measured so far.
+        best_step: Number of steps done at the best measurement.
+        since_best: Number of measurements without improvement in the second half of the run.
+        loss_sum: Sum of the losses since the last measurement, in nats.
+        loss_count: Number of steps since the last measurement.
         curve: All measurements.
         is_done: Whether training has ended.
     """
@@ -62,18 +63,18 @@ class Progress:
     since_best: int = 0
     loss_sum: float = 0.0
     loss_count: int = 0
-    curve: list[Curve] = field(default_factory=list)
+    curve: list[CurvePoint] = field(default_factory=list)
     is_done: bool = False
 
     def to_json(self) -> str:
-        """All numbers; floats read back as the same."""
+        """Render all fields as JSON; floats read back unchanged."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Progress:
-        """The inverse of `to_json`."""
+        """Read the JSON of `to_json`."""
         values: dict[str, Any] = json.loads(text)
-        values["curve"] = [Curve(**point) for point in values["curve"]]
+        values["curve"] = [CurvePoint(**point) for point in values["curve"]]
         return cls(**values)
 
 
@@ -84,15 +85,15 @@ def save_state(folder: Path, arrays: Arrays, progress: Progress, identity: str) 
 
 
 def has_state(folder: Path) -> bool:
-    """Whether a run was begun here."""
+    """Tell whether ``folder`` holds the state of a run."""
     return (folder / STATE_FILE).exists()
 
 
 def load_state(folder: Path, identity: str) -> tuple[dict[str, mx.array], Progress]:
-    """The state in ``folder``.
+    """Load the state in ``folder``.
 
     Raises:
-        CheckpointError: It is damaged, or of a run with other options or texts.
+        CheckpointError: The state is damaged, or belongs to a run with other options or texts.
     """
     path = folder / STATE_FILE
     arrays, metadata = load_arrays_and_metadata(path)
@@ -100,18 +101,18 @@ def load_state(folder: Path, identity: str) -> tuple[dict[str, mx.array], Progre
     if found != identity:
         raise CheckpointError(
             f"the run in {folder} was begun with other options or texts "
-            f"({_difference(found, identity)}); resume it with the same ones, or choose another "
-            "--out"
+            f"({_describe_difference(found, identity)}); resume it with the same ones, or choose "
+            "another --out"
         )
     try:
         return arrays, Progress.from_json(metadata["progress"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no state of a training run ({error}); delete it to begin again"
+            f"{path} is not a valid training state ({error}); delete it to begin again"
         ) from error
 
 
-def _difference(found: str, expected: str) -> str:
+def _describe_difference(found: str, expected: str) -> str:
     try:
         before, now = json.loads(found), json.loads(expected)
     except ValueError:

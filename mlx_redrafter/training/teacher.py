@@ -1,7 +1,7 @@
 """One pass of the target over all sequences, and greedy rollouts from every position.
 
-Axes: n tokens, B sequences at once, c tokens of them at once, V vocabulary, H hidden size, k kept
-tokens, L beam length.
+Axes: n tokens, B sequences at once, c tokens of each sequence at once, V vocabulary, H hidden size,
+k kept tokens, L beam length.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from mlx_redrafter.topk import top_k
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import save_arrays
 from mlx_redrafter.training.loss import IMPOSSIBLE
-from mlx_redrafter.training.self_generated import pack
-from mlx_redrafter.training.teacher_cache import Part, Shard, TeacherCache
+from mlx_redrafter.training.self_generated import pack_sequences
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
 from mlx_redrafter.tree import TokenTree, ancestor_mask
 
+# Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
+# Sequences per forward pass.
 BATCH_SEQUENCES = 8
+# Largest number of tokens per forward pass.
 MAX_CHUNK_TOKENS = 2048
-# Float32 logits that exist at one time.
+# Largest size of the float32 logits of a forward pass, in bytes.
 LOGITS_BYTES = 2**27
-# Positions whose rollouts are drafted in one tree.
+# Positions whose rollouts are verified in one tree.
 ROLLOUT_POSITIONS = 48
 
 OnTokens = Callable[[int], None]
 
 
 class TokenOutputs(NamedTuple):
-    """The target's outputs at n tokens; the axes and dtypes are those of `Shard`."""
+    """The target's outputs at n tokens, with the axes and dtypes of `Shard`."""
 
     hidden: NDArray[np.float16]
     top_ids: NDArray[np.int32]
@@ -48,29 +51,29 @@ class TokenOutputs(NamedTuple):
 
 def fill_cache(
     cache: TeacherCache,
-    part: Part,
+    split: Split,
     target: Target,
     sequences: Sequence[TokenSequence],
     k: int,
     on_tokens: OnTokens,
 ) -> None:
-    """Run the target over the sequences; shards that are there already are kept.
+    """Run the target over the sequences; existing shards are kept.
 
     Args:
-        cache: Gets the shards.
-        part: What the sequences are for.
+        cache: Cache to fill.
+        split: Split of the cache to fill.
         target: The teacher.
-        sequences: Any number.
-        k: Next tokens whose log-probabilities are kept.
-        on_tokens: Called with the tokens done so far.
+        sequences: Sequences of the split.
+        k: Number of next tokens whose log-probabilities are kept.
+        on_tokens: Called with the number of tokens done so far.
 
     Raises:
         NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
     """
     done = 0
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
-        if not cache.has(part, number):
-            cache.save(part, number, read_sequences(target, group, k))
+        if not cache.has(split, number):
+            cache.save(split, number, read_sequences(target, group, k))
         done += sum(map(len, group))
         on_tokens(done)
 
@@ -78,7 +81,7 @@ def fill_cache(
 def group_by_tokens(
     sequences: Sequence[TokenSequence], num_tokens: int
 ) -> Iterator[list[TokenSequence]]:
-    """Consecutive groups that close once they have ``num_tokens`` tokens."""
+    """Group consecutive sequences; a group closes once it has ``num_tokens`` tokens."""
     group: list[TokenSequence] = []
     for sequence in sequences:
         group.append(sequence)
@@ -90,10 +93,10 @@ def group_by_tokens(
 
 
 def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -> Shard:
-    """Hidden states and most probable next tokens at every token.
+    """Compute hidden states and most probable next tokens at every token.
 
     Raises:
-        NonFiniteError: As `fill_cache`.
+        NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
     """
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
@@ -104,17 +107,18 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
         np.zeros((total,), np.float32),
     )
     starts = np.cumsum([0, *map(len, sequences)])
-    # Of similar length together: the shorter ones are padded on the right, which nothing before
-    # the padding attends to.
+    # Batches of similar length: shorter sequences are padded on the right, and no token before the
+    # padding attends to it.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     for first in range(0, len(order), BATCH_SEQUENCES):
         _read_batch(target, sequences, starts, order[first : first + BATCH_SEQUENCES], outputs)
     if not np.isfinite(outputs.hidden).all() or not np.isfinite(outputs.tail).all():
         raise NonFiniteError(
             "expected finite hidden states and logits within float16 from the target, found NaN, "
-            "infinity or larger ones; this target cannot be carried_over from"
+            "infinity or larger values; this model cannot be used as a teacher"
         )
-    return Shard(**pack(sequences), **{n: mx.array(v) for n, v in outputs._asdict().items()})
+    arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
+    return Shard(**pack_sequences(sequences), **arrays)
 
 
 def _read_batch(
@@ -152,15 +156,15 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
     """Keep the k most probable next tokens and the probability of the rest; waits for the device.
 
     Args:
-        logits: Shape (B, c, V).
-        hidden: Shape (B, c, H).
-        k: 1 to V.
+        logits: The target's logits, shape (B, c, V).
+        hidden: The target's hidden states, shape (B, c, H).
+        k: Number of kept tokens, 1 to V.
     """
     batch, size, vocab = logits.shape
     flat = logits.reshape(-1, vocab).astype(mx.float32)
     best = top_k(flat, k)
     log_probs = best.values - mx.logsumexp(flat, axis=-1, keepdims=True)
-    # What rounding to float16 took from the kept ones belongs nowhere; the tail is the true one.
+    # The tail is computed before the kept log-probabilities are rounded to float16.
     tail = mx.maximum(1.0 - mx.sum(mx.exp(log_probs), axis=-1), 0.0)
     if k == vocab:
         tail = mx.zeros_like(tail)
@@ -176,21 +180,21 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
 
 
 def fill_rollouts(
-    cache: TeacherCache, part: Part, target: Target, length: int, on_tokens: OnTokens
+    cache: TeacherCache, split: Split, target: Target, length: int, on_tokens: OnTokens
 ) -> None:
-    """Add greedy continuations of every position to all shards; those that are there are kept.
+    """Add greedy continuations of every position to all shards; existing ones are kept.
 
     Args:
         cache: A filled cache.
-        part: Which shards.
+        split: Split of the cache.
         target: The teacher.
-        length: L, tokens of each continuation.
-        on_tokens: Called with the tokens done so far.
+        length: L, number of tokens of each continuation.
+        on_tokens: Called with the number of tokens done so far.
     """
     done = 0
-    for number in range(cache.num_shards(part)):
-        path = cache.rollout_path(part, number, length)
-        shard = cache.load(part, number)
+    for number in range(cache.num_shards(split)):
+        path = cache.rollout_path(split, number, length)
+        shard = cache.load(split, number)
         if not path.exists():
             save_arrays(path, {"rollouts": mx.array(roll_out(target, shard, length))})
         done += shard.tokens.shape[0]
@@ -198,10 +202,13 @@ def fill_rollouts(
 
 
 def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
-    """The greedy continuation of every position of every sequence, int32, shape (n, L).
+    """Continue every position of every sequence greedily.
 
-    The positions of a stretch of text and their continuations form one tree, the text being its
-    trunk, and the target verifies it once for each further token.
+    The positions of a stretch of text and their continuations form one tree with the text as its
+    trunk. The target verifies the tree once for each further token.
+
+    Returns:
+        The continuations, int32, shape (n, L).
     """
     tokens, starts = np.array(shard.tokens), np.array(shard.starts)
     first = np.array(shard.top_ids[:, 0])
@@ -211,14 +218,14 @@ def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
         cache = target.new_cache()
         size = ROLLOUT_POSITIONS
         if end - start + length > (target.context_length or 0):
-            # Where positions may change with the length of the text, `Target.verify` places trees
-            # of drafts exactly, not deeper ones.
+            # Positions may change with the length of the text there, and `Target.verify` places
+            # only trees as deep as drafts exactly.
             size = MAX_BEAM_LENGTH - length + 1
         for begin in range(start, end, size):
             stop = min(begin + size, end)
             trunk = tokens[begin:stop]
             for known in range(1, length):
-                tree = trunk_tree(trunk, rollouts[begin:stop, :known])
+                tree = build_trunk_tree(trunk, rollouts[begin:stop, :known])
                 logits = target.verify(tree, cache).logits[-len(trunk) :]
                 rollouts[begin:stop, known] = np.array(mx.argmax(logits, axis=-1))
             cache.commit(range(len(trunk)))
@@ -226,12 +233,15 @@ def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
     return rollouts
 
 
-def trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
-    """A text of m tokens, each with a branch of j tokens; level by level after the trunk.
+def build_trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
+    """Build the tree of a text of m tokens, each with a branch of j tokens.
 
     Args:
-        trunk: Token ids, shape (m,).
-        branches: Token ids, shape (m, j).
+        trunk: Token ids of the text, shape (m,).
+        branches: Token ids of the branches, shape (m, j).
+
+    Returns:
+        The tree; its nodes are the trunk, then the branches level by level.
     """
     size, levels = branches.shape
     nodes = np.arange(size)

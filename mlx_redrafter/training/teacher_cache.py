@@ -1,10 +1,10 @@
-"""The teacher cache: what the target thinks of every sequence, on disk.
+"""The teacher cache: the target's outputs at every token of every sequence, on disk.
 
 One pass of the target over the sequences gives all that training needs, for every unroll step, so
-the target runs once however long the drafter trains. Axes: n tokens of a shard, d sequences, H
-hidden size, k kept tokens, L beam length.
+the target runs once however long the drafter trains. A cache belongs to one target, one set of
+texts and one set of options; opening it with others is an error.
 
-A cache belongs to one target, one set of texts and one set of options; another one is refused.
+Axes: n tokens of a shard, d sequences, H hidden size, k kept tokens, L beam length.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from mlx_redrafter.training.files import Arrays, load_arrays, load_json, save_ar
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-Part = Literal["train", "held-out"]
+Split = Literal["train", "held-out"]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Sequences, one after the other, and the target's outputs at every token.
+    """Concatenated sequences and the target's outputs at every token.
 
     Attributes:
         tokens: Token ids, int32, shape (n,).
-        is_trained: Tokens that are drafted, bool, shape (n,).
-        starts: Where sequences start, and n, int32, shape (d + 1,).
-        hidden: The target's last hidden state after its final norm, float16, shape (n, H).
+        is_trained: True for tokens to draft, bool, shape (n,).
+        starts: Index of the first token of each sequence, and n, int32, shape (d + 1,).
+        hidden: The target's last hidden state after the final norm, float16, shape (n, H).
         top_ids: The k most probable next tokens, most probable first, int32, shape (n, k).
-        top_log_probs: Their natural log-probabilities, float16, shape (n, k).
-        tail: Probability of all other tokens, float32, shape (n,).
-        rollouts: L greedy tokens after every token, int32, shape (n, L), or None.
+        top_log_probs: Natural log-probabilities of the tokens of ``top_ids``, float16, shape
+            (n, k).
+        tail: Probability of all next tokens outside ``top_ids``, float32, shape (n,).
+        rollouts: Greedy continuation of every token, or None, int32, shape (n, L).
     """
 
     tokens: mx.array
@@ -51,7 +52,7 @@ class Shard:
     rollouts: mx.array | None = None
 
     def arrays(self) -> Arrays:
-        """What is stored; rollouts have a file of their own."""
+        """Arrays in the shard's file, by name; rollouts have their own file."""
         return {name: value for name, value in vars(self).items() if name != "rollouts"}
 
 
@@ -59,11 +60,13 @@ class TeacherCache:
     """A folder of shards.
 
     Args:
-        folder: Where they are.
-        identity: What they were made from and how. Strings and numbers.
+        folder: Folder of the shards and the manifest.
+        identity: Target, texts and options that the cache depends on, as strings and numbers by
+            name.
 
     Raises:
-        CheckpointError: The folder holds a cache with another identity; the difference is named.
+        CheckpointError: The folder holds a cache with another identity; the message names the
+            difference.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
@@ -75,44 +78,44 @@ class TeacherCache:
         else:
             save_json(path, identity)
 
-    def path(self, part: Part, number: int) -> Path:
-        """File of a shard."""
-        return self.folder / f"{part}-{number:05d}.safetensors"
+    def shard_path(self, split: Split, number: int) -> Path:
+        """The file of a shard."""
+        return self.folder / f"{split}-{number:05d}.safetensors"
 
-    def rollout_path(self, part: Part, number: int, length: int) -> Path:
-        """File of the rollouts of a shard, ``length`` tokens each."""
-        return self.folder / f"{part}-rollouts-{length}-{number:05d}.safetensors"
+    def rollout_path(self, split: Split, number: int, length: int) -> Path:
+        """The file of a shard's rollouts of ``length`` tokens."""
+        return self.folder / f"{split}-rollouts-{length}-{number:05d}.safetensors"
 
-    def has(self, part: Part, number: int) -> bool:
-        """Whether a shard is there."""
-        return self.path(part, number).exists()
+    def has(self, split: Split, number: int) -> bool:
+        """Tell whether a shard is stored."""
+        return self.shard_path(split, number).exists()
 
-    def save(self, part: Part, number: int, shard: Shard) -> None:
+    def save(self, split: Split, number: int, shard: Shard) -> None:
         """Store a shard; waits for the device."""
-        save_arrays(self.path(part, number), shard.arrays())
+        save_arrays(self.shard_path(split, number), shard.arrays())
 
-    def load(self, part: Part, number: int, rollout_length: int | None = None) -> Shard:
-        """Read a shard, with its rollouts if their length is given.
+    def load(self, split: Split, number: int, rollout_length: int | None = None) -> Shard:
+        """Read a shard, with its rollouts if ``rollout_length`` is given.
 
         Raises:
             CheckpointError: A file is missing or damaged.
         """
-        arrays = load_arrays(self.path(part, number))
+        arrays = load_arrays(self.shard_path(split, number))
         if rollout_length is not None:
-            path = self.rollout_path(part, number, rollout_length)
+            path = self.rollout_path(split, number, rollout_length)
             arrays["rollouts"] = load_arrays(path)["rollouts"]
         try:
             return Shard(**arrays)
         except TypeError as error:
             raise CheckpointError(
-                f"expected a shard of the teacher cache in {self.path(part, number)}; delete "
-                f"{self.folder} and train again"
+                f"expected a shard of the teacher cache in {self.shard_path(split, number)}, found "
+                f"other arrays; delete {self.folder} and train again"
             ) from error
 
-    def num_shards(self, part: Part) -> int:
-        """Shards in a row from number 0 on."""
+    def num_shards(self, split: Split) -> int:
+        """Count the shards, which are numbered from 0 without gaps."""
         number = 0
-        while self.has(part, number):
+        while self.has(split, number):
             number += 1
         return number
 
@@ -124,31 +127,31 @@ def _check_identity(
         if found.get(name) != expected.get(name):
             raise CheckpointError(
                 f"the cache in {folder} was made with another {name}: expected "
-                f"{expected.get(name)!r}, found {found.get(name)!r}; delete the folder or choose "
-                "another one"
+                f"{expected.get(name)!r}, found {found.get(name)!r}; delete the folder, or choose "
+                "another"
             )
 
 
-def windows(
+def find_draftable_steps(
     tokens: NDArray[np.int32], is_trained: NDArray[np.bool_], starts: NDArray[np.int32], length: int
 ) -> NDArray[np.bool_]:
-    """Which unroll steps of which positions are drafts that serving could see.
+    """Find the unroll steps whose drafts can occur in serving.
 
-    From position t, whose next token is the root, step i drafts the token at t + 2 + i. It counts
-    if root and drafts up to it are in the same sequence and written by the target.
+    Step i at position t, whose next token is the root, drafts the token at t + 2 + i. The step
+    counts if all tokens from the root to this draft are in the same sequence and trained.
 
     Args:
-        tokens: Shape (n,).
-        is_trained: Shape (n,).
-        starts: Shape (d + 1,).
+        tokens: Token ids, shape (n,).
+        is_trained: True for tokens to draft, bool, shape (n,).
+        starts: Index of the first token of each sequence, and n, shape (d + 1,).
         length: L, root included.
 
     Returns:
-        bool, shape (n, L - 1).
+        True for the steps that count, bool, shape (n, L - 1).
     """
     count = len(tokens)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    # Past the end: a sequence of its own, so that nothing runs over.
+    # The padding past the end is another sequence, so that no step reaches into it.
     sequence = np.concatenate([sequence, np.full(length, -1)])
     trained = np.concatenate([is_trained, np.zeros(length, dtype=np.bool_)])
     reaches = np.ones(count, dtype=np.bool_)

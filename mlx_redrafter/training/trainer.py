@@ -1,4 +1,4 @@
-"""The training loop: batch, gradient, step, and now and then a measurement and a checkpoint."""
+"""The training loop: batch, gradient, step, with regular measurements and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ from mlx_redrafter.training.options import (
     default_learning_rate,
 )
 from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.state import Curve, Progress, has_state, load_state, save_state
+from mlx_redrafter.training.state import CurvePoint, Progress, has_state, load_state, save_state
 from mlx_redrafter.training.teacher_cache import Shard
 
-# Float32 logits of one unroll step that exist at one time.
+# Largest size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28
-# Steps whose time says how many fit into the minutes given; the first ones are not typical.
-WARM_STEPS, TIMED_STEPS = 3, 10
-# A measurement must be this much better to count as progress.
+# Untimed steps before the timed ones; the first steps are slower.
+WARM_STEPS = 3
+# Timed steps, which determine the number of steps that fit into the given minutes.
+TIMED_STEPS = 10
+# Smallest ratio to the best measurement that counts as an improvement.
 LEAST_GAIN = 1.002
+# Final learning rate as a share of the peak.
 FINAL_RATE = 0.01
 
 Event = Callable[[Progress], None]
 
 
 class Update(NamedTuple):
-    """Results of one optimiser step, not computed yet.
+    """Results of one optimiser step, not yet evaluated.
 
     Attributes:
-        loss: Float32 scalar.
-        grad_norm: Length of the gradient before clipping, float32 scalar.
+        loss: Loss of the batch in nats, a float32 scalar.
+        grad_norm: Norm of the gradient before clipping, a float32 scalar.
     """
 
     loss: mx.array
@@ -57,11 +60,11 @@ class Optimiser:
     """AdamW with warm-up, cosine, clipping, and a moving average of the weights.
 
     Args:
-        drafter: Trained in place; float32.
+        drafter: The drafter to train in place, in float32.
         embed: The target's input embedding.
-        loss: What it is carried_over.
-        options: How.
-        total_steps: Length of the schedule.
+        loss: Training objective.
+        options: Options of the optimisation.
+        total_steps: Length of the schedule, in steps.
     """
 
     def __init__(
@@ -79,20 +82,20 @@ class Optimiser:
         drafter.freeze(keys=["token_ids"], strict=False)
         peak = options.learning_rate or default_learning_rate(drafter.config.exit_dim)
         self.adam = optim.AdamW(
-            learning_rate=_schedule(peak, options.warmup, total_steps),
+            learning_rate=_make_schedule(peak, options.warmup, total_steps),
             betas=[0.9, 0.95],
             weight_decay=0.0,
             bias_correction=True,
         )
         self.adam.init(drafter.trainable_parameters())
         self._cast = Drafter(drafter.config)
-        self.average: Arrays = {n: mx.array(v) for n, v in self._trained().items()}
+        self.average: Arrays = {n: mx.array(v) for n, v in self._trainable_parameters().items()}
         self._gradient = self._compile(self._part_gradient, [drafter.state])
         state = [drafter.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, state)
 
     def step(self, batch: Batch) -> Update:
-        """Take one step; the batch goes through the head in parts that bound the memory."""
+        """Take one step, in parts of the batch that bound the memory for logits."""
         counts = mx.sum(batch.weights, axis=0)
         size = self._part_size(batch)
         loss = mx.array(0.0)
@@ -105,29 +108,29 @@ class Optimiser:
         return Update(loss, self._apply(gradient))
 
     def arrays(self) -> Arrays:
-        """Weights, optimiser state and average by name."""
+        """Weights, optimiser state and averaged weights by name."""
         flat = dict(tree_flatten(self.adam.state))
         return {
-            **{f"weights.{name}": value for name, value in self._trained().items()},
+            **{f"weights.{name}": value for name, value in self._trainable_parameters().items()},
             **{f"optimiser.{name}": value for name, value in flat.items()},
             **{f"average.{name}": value for name, value in self.average.items()},
         }
 
     def restore(self, arrays: Arrays) -> None:
-        """Continue from what `arrays` returned."""
-        self.drafter.load_weights(list(_under("weights.", arrays).items()), strict=False)
-        state = tree_unflatten(list(_under("optimiser.", arrays).items()))
+        """Restore the state that `arrays` returned."""
+        self.drafter.load_weights(list(_select_prefix("weights.", arrays).items()), strict=False)
+        state = tree_unflatten(list(_select_prefix("optimiser.", arrays).items()))
         self.adam.state = state
-        self.average.update(_under("average.", arrays))
+        self.average.update(_select_prefix("average.", arrays))
         compiled = [self.drafter.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, compiled)
         mx.eval(compiled)
 
-    def averaged(self) -> Drafter:
-        """A drafter with the averaged weights; shares nothing with the trained one."""
-        return with_weights(self.drafter, self.average)
+    def build_averaged_drafter(self) -> Drafter:
+        """Build a drafter with the averaged weights, independent of the trained drafter."""
+        return replace_weights(self.drafter, self.average)
 
-    def _trained(self) -> Arrays:
+    def _trainable_parameters(self) -> Arrays:
         return dict(tree_flatten(self.drafter.trainable_parameters()))
 
     def _part_size(self, batch: Batch) -> int:
@@ -144,20 +147,19 @@ class Optimiser:
     def _loss(self, batch: Batch, counts: mx.array) -> mx.array:
         drafter = self.drafter
         if self.options.compute_dtype == "bfloat16":
-            # A cast inside the gradient: the weights and their gradients stay float32.
+            # The cast is inside the gradient, so weights and gradients stay in float32.
             drafter = self._cast
-            drafter.update(
-                tree_unflatten([(n, v.astype(mx.bfloat16)) for n, v in self._trained().items()])
-            )
+            weights = self._trainable_parameters().items()
+            drafter.update(tree_unflatten([(n, v.astype(mx.bfloat16)) for n, v in weights]))
         return unrolled_loss(drafter, self.embed, batch, counts, self.loss_options)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
         self.adam.update(self.drafter, gradient)
-        # Young averages must not remember the initial weights for long.
+        # A smaller decay in the first steps, so that the average forgets the initial weights.
         steps = self.adam.step.astype(mx.float32)
         decay = mx.minimum(self.options.ema_decay, steps / (steps + 10.0))
-        for name, value in self._trained().items():
+        for name, value in self._trainable_parameters().items():
             self.average[name] = decay * self.average[name] + (1 - decay) * value
         return norm
 
@@ -165,16 +167,16 @@ class Optimiser:
         return mx.compile(function, inputs=state, outputs=state) if compiling_pays() else function
 
 
-class Lesson(NamedTuple):
-    """What a drafter is trained on and measured on.
+class TrainingTask(NamedTuple):
+    """Data and options to train and measure a drafter with.
 
     Attributes:
         embed: The target's input embedding.
         order: Batches to train on.
         held_out: Texts to measure on.
-        temp: At which the sampled ones of these were.
-        loss: What is carried_over.
-        options: How.
+        temp: Sampling temperature of the held-out texts that are not greedy.
+        loss: Training objective.
+        options: Options of the optimisation.
     """
 
     embed: Embed
@@ -186,24 +188,24 @@ class Lesson(NamedTuple):
 
 
 class Trainer:
-    """Trains one drafter, from the beginning or from where an earlier run was stopped.
+    """Trainer of one drafter, from the beginning or from the state of an interrupted run.
 
     Args:
-        drafter: In float32, with the weights that training starts from; trained in place.
-        lesson: What to train it on.
-        folder: Where the state is kept; a state that is there is gone on from.
-        identity: Names texts and options: a state with another identity is refused.
+        drafter: The drafter with its initial weights, trained in place, in float32.
+        task: Data and options.
+        folder: Folder of the state; training continues from a state in the folder.
+        identity: Description of the texts and options, which must equal that of the state.
 
     Raises:
         CheckpointError: The state is damaged or has another identity.
     """
 
-    def __init__(self, drafter: Drafter, lesson: Lesson, folder: Path, identity: str):
+    def __init__(self, drafter: Drafter, task: TrainingTask, folder: Path, identity: str):
         self.drafter = drafter
-        self.lesson = lesson
+        self.task = task
         self.folder = folder
         self.identity = identity
-        length = lesson.order.options.beam_length
+        length = task.order.options.beam_length
         self.shape = TreeShape(beam_width=1, beam_length=length)
         self.progress = Progress()
         self.best: Arrays = {}
@@ -211,20 +213,20 @@ class Trainer:
         self._saved_at = time.monotonic()
         if has_state(folder):
             self._restore(*load_state(folder, identity))
-        elif lesson.options.minutes is None:
-            epochs = lesson.options.epochs
-            self.progress.total_steps = epochs * lesson.order.steps_per_epoch
+        elif task.options.minutes is None:
+            epochs = task.options.epochs
+            self.progress.total_steps = epochs * task.order.steps_per_epoch
 
     def run(self, on_step: Event, on_best: Callable[[Drafter], None]) -> Drafter:
         """Train to the end.
 
         Args:
-            on_step: Called after every step. If it raises KeyboardInterrupt, the state is written
-                and the exception goes on: this is the way to stop without losing a step.
-            on_best: Called with the averaged weights whenever they draft better than before.
+            on_step: Called with the progress after every step. A KeyboardInterrupt from the call
+                passes on after the state is written, so that no step is lost.
+            on_best: Called with the averaged drafter after each measurement better than all before.
 
         Returns:
-            The best averaged weights, float32.
+            The drafter with the best averaged weights, in float32.
 
         Raises:
             NonFiniteError: The loss is NaN or infinite.
@@ -240,14 +242,14 @@ class Trainer:
             if self._is_measurement_due():
                 self._measure(optimiser, on_best)
                 self.save()
-            elif time.monotonic() - self._saved_at >= self.lesson.options.checkpoint_seconds:
+            elif time.monotonic() - self._saved_at >= self.task.options.checkpoint_seconds:
                 self.save()
             try:
                 on_step(progress)
             except KeyboardInterrupt:
                 self.save()
                 raise
-        return with_weights(self.drafter, self.best)
+        return replace_weights(self.drafter, self.best)
 
     def save(self) -> None:
         """Write the state."""
@@ -263,35 +265,35 @@ class Trainer:
         self.progress = progress
         assert progress.total_steps is not None
         self._require_optimiser(progress.total_steps).restore(arrays)
-        self.best = _under("best.", arrays)
+        self.best = _select_prefix("best.", arrays)
 
     def _require_optimiser(self, total_steps: int) -> Optimiser:
         if self._optimiser is None:
-            lesson = self.lesson
+            task = self.task
             self._optimiser = Optimiser(
-                self.drafter, lesson.embed, lesson.loss, lesson.options, total_steps
+                self.drafter, task.embed, task.loss, task.options, total_steps
             )
         return self._optimiser
 
     def _find_total_steps(self) -> int:
-        """How many steps the minutes allow; times some steps on a copy and discards them."""
-        lesson = self.lesson
+        """Find the number of steps that the minutes allow, by timing steps of a discarded copy."""
+        task = self.task
         copy = copy_drafter(self.drafter)
-        optimiser = Optimiser(copy, lesson.embed, lesson.loss, lesson.options, 1000)
+        optimiser = Optimiser(copy, task.embed, task.loss, task.options, 1000)
         start = 0.0
         for step in range(WARM_STEPS + TIMED_STEPS):
             if step == WARM_STEPS:
                 start = time.perf_counter()
-            batch = lesson.order.batch(step % lesson.order.steps_per_epoch)
+            batch = task.order.batch(step % task.order.steps_per_epoch)
             mx.eval(optimiser.step(batch), optimiser.arrays())
         seconds = (time.perf_counter() - start) / TIMED_STEPS
-        assert lesson.options.minutes is not None
-        return max(1, round(60 * lesson.options.minutes / seconds))
+        assert task.options.minutes is not None
+        return max(1, round(60 * task.options.minutes / seconds))
 
     def _step(self, optimiser: Optimiser) -> None:
         progress = self.progress
         start = time.perf_counter()
-        update = optimiser.step(self.lesson.order.batch(progress.step))
+        update = optimiser.step(self.task.order.batch(progress.step))
         mx.eval(update, optimiser.arrays())
         loss = update.loss.item()
         assert isinstance(loss, float)
@@ -307,23 +309,23 @@ class Trainer:
     def _is_measurement_due(self) -> bool:
         progress, total = self.progress, self.progress.total_steps
         assert total is not None
-        count = self.lesson.options.num_evaluations
+        count = self.task.options.num_evaluations
         due = (progress.step * count) // total > ((progress.step - 1) * count) // total
         return due or progress.step >= total
 
     def _measure(self, optimiser: Optimiser, on_best: Callable[[Drafter], None]) -> None:
         progress = self.progress
-        drafter = optimiser.averaged()
-        lesson = self.lesson
-        stats = simulate(drafter, lesson.embed, lesson.held_out, self.shape, lesson.temp)
+        drafter = optimiser.build_averaged_drafter()
+        task = self.task
+        stats = simulate(drafter, task.embed, task.held_out, self.shape, task.temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
-        progress.curve.append(Curve(progress.step, progress.seconds, loss, rate))
+        progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))
         progress.loss_sum, progress.loss_count = 0.0, 0
         total = progress.total_steps
         assert total is not None
         is_progress = rate > LEAST_GAIN * progress.best
-        # While the learning rate is high there may be none, above all from a trained start.
+        # A high learning rate may prevent improvement at first, above all from a trained start.
         is_early = 2 * progress.step < total
         progress.since_best = 0 if is_progress or is_early else progress.since_best + 1
         if rate > progress.best or not self.best:
@@ -331,28 +333,28 @@ class Trainer:
             self.best = {name: mx.array(value) for name, value in optimiser.average.items()}
             mx.eval(self.best)
             on_best(drafter)
-        gave_up = progress.since_best >= self.lesson.options.patience
+        gave_up = progress.since_best >= self.task.options.patience
         progress.is_done = progress.step >= total or gave_up
 
 
 def compiling_pays() -> bool:
-    """On the CPU, MLX compiles by running a C++ compiler for seconds and gains next to nothing."""
+    """Tell whether to compile; on the CPU, MLX runs a C++ compiler for seconds and gains little."""
     return bool(mx.default_device() != mx.Device(mx.cpu))
 
 
-def with_weights(drafter: Drafter, weights: Arrays) -> Drafter:
-    """A drafter of the same shape with other weights; arrays that are not given are shared."""
+def replace_weights(drafter: Drafter, weights: Arrays) -> Drafter:
+    """Copy a drafter with other weights; arrays that are not given are shared."""
     copy = copy_drafter(drafter)
     copy.update(tree_unflatten(list({**named_parameters(drafter), **weights}.items())))
     return copy
 
 
-def _under(prefix: str, arrays: Arrays) -> Arrays:
+def _select_prefix(prefix: str, arrays: Arrays) -> Arrays:
     return {name[len(prefix) :]: v for name, v in arrays.items() if name.startswith(prefix)}
 
 
-def _schedule(peak: float, warmup: float, total_steps: int) -> Callable[[mx.array], mx.array]:
-    """Linear warm-up, then cosine to a hundredth of the peak."""
+def _make_schedule(peak: float, warmup: float, total_steps: int) -> Callable[[mx.array], mx.array]:
+    """Make the schedule: linear warm-up, then cosine to a hundredth of the peak."""
     rising = max(1, round(warmup * total_steps))
     falling = max(1, total_steps - rising)
     return optim.join_schedules(

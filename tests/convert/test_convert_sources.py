@@ -305,12 +305,12 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     phantom = true_owners() | {"phantom": "model-1.safetensors"}
     assert "lack: 'phantom'" in refusal(shards(tmp_path / "source", phantom))
     outside = true_owners() | {"rnn_w.weight": "../model-2.safetensors"}
-    assert "'../model-2.safetensors', which is no file" in refusal(
+    assert "'../model-2.safetensors', which is not a file" in refusal(
         shards(tmp_path / "source", outside)
     )
     loud = true_owners() | {"rnn_w.weight": "model\x1b[2J.safetensors"}
     (tmp_path / "source" / "model\x1b[2J.safetensors").write_bytes(b"")
-    assert "'model\\x1b[2J.safetensors', which is no file" in refusal(
+    assert "'model\\x1b[2J.safetensors', which is not a file" in refusal(
         shards(tmp_path / "source", loud)
     )
     assert "expected a weight_map" in refusal(shards(tmp_path / "source", {}))

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_redrafter import bundled, load, save_drafter
 from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.training import fingerprint
+from mlx_redrafter.training import fingerprint_weights
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import random_drafter
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 def pair() -> Pair:
     folder = find_bundled("target").parent
     model, tokenizer, *_ = mlx_lm.load(str(folder / "target"))
-    stored = fingerprint(model)
+    stored = fingerprint_weights(model)
     model.set_dtype(mx.float32)
     return Pair(folder, model, tokenizer, stored)
 
@@ -125,13 +125,13 @@ def test_load_without_a_name(pair: Pair) -> None:
     model, tokenizer, drafter = load()
     assert drafter is not None
     assert _dtypes(model) == _dtypes(drafter) == {mx.float32}
-    assert fingerprint(model) == fingerprint(pair.model)
+    assert fingerprint_weights(model) == fingerprint_weights(pair.model)
     assert tokenizer.vocab_size == pair.tokenizer.vocab_size
 
 
 def test_a_folder_is_loaded_as_it_is_stored(pair: Pair) -> None:
     model, _, drafter = load(pair.folder / "target")
-    assert fingerprint(model) == pair.stored_fingerprint
+    assert fingerprint_weights(model) == pair.stored_fingerprint
     assert drafter is None
 
 
@@ -149,7 +149,7 @@ def test_card_of_the_target(pair: Pair) -> None:
 
 def test_card_of_the_drafter(pair: Pair) -> None:
     """It names the target's weights, as stored or as they are computed with."""
-    known = {pair.stored_fingerprint, fingerprint(pair.model)}
+    known = {pair.stored_fingerprint, fingerprint_weights(pair.model)}
     folder = pair.folder / "drafter"
     card = (folder / "README.md").read_text(encoding="utf-8")
     recorded = json.loads((folder / "config.json").read_text())["target"]["fingerprint"]

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.training import DataOptions, Request, Result, TrainingOptions, train_drafter
+from mlx_redrafter.training import (
+    DataOptions,
+    TrainingOptions,
+    TrainingRequest,
+    TrainingResult,
+    train_drafter,
+)
 from tests.helpers.models import SHARED, shared_model
 from tests.training.pieces import Silent
 
@@ -26,9 +32,9 @@ def stories_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def small_request(stories: Path, out: Path) -> Request:
+def small_request(stories: Path, out: Path) -> TrainingRequest:
     """A run of some seconds."""
-    return Request(
+    return TrainingRequest(
         model=str(shared_model("stories260k")),
         out=out,
         data=[stories],
@@ -40,10 +46,10 @@ def small_request(stories: Path, out: Path) -> Request:
 class Run:
     """A finished run."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: TrainingRequest):
         self.request = request
         self.reporter = Silent()
-        self.result: Result = train_drafter(request, self.reporter)
+        self.result: TrainingResult = train_drafter(request, self.reporter)
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,10 @@ from mlx_redrafter.host import to_floats
 from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.initial import frequent_tokens
+from mlx_redrafter.training.initial import select_frequent_tokens
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, divergence
-from mlx_redrafter.training.self_generated import pack
-from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, windows
+from mlx_redrafter.training.self_generated import pack_sequences
+from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, find_draftable_steps
 
 H, K, L = 2, 2, 3
 
@@ -28,7 +28,7 @@ def _shard(sequences: list[TokenSequence], first: int) -> Shard:
     count = sum(map(len, sequences))
     numbers = np.arange(first, first + count)
     return Shard(
-        **pack(sequences),
+        **pack_sequences(sequences),
         hidden=mx.array(np.stack([numbers, -numbers], axis=1).astype(np.float16)),
         top_ids=mx.array(np.stack([numbers, numbers + 1], axis=1).astype(np.int32)),
         top_log_probs=mx.array((-numbers[:, None] / np.array([1, 2])).astype(np.float16)),
@@ -53,7 +53,7 @@ def test_windows_are_whole_stretches_of_written_tokens(
 ) -> None:
     trained = np.array([flag for text in texts for flag in text], dtype=np.bool_)
     starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
-    found = windows(np.zeros(len(trained), np.int32), trained, starts, length)
+    found = find_draftable_steps(np.zeros(len(trained), np.int32), trained, starts, length)
     for text, start in zip(texts, starts, strict=False):
         for t in range(len(text)):
             for step in range(length - 1):
@@ -140,9 +140,9 @@ def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
 
 def test_tokens_without_a_row_join_the_tail() -> None:
     rows = HeadRows(np.array([1, 4], np.int32), 6)
-    assert rows.of(mx.array([[1, 0], [5, 4]])).tolist() == [[0, -1], [-1, 1]]
+    assert rows.look_up(mx.array([[1, 0], [5, 4]])).tolist() == [[0, -1], [-1, 1]]
     log_probs = mx.log(mx.array([[0.5, 0.25, 0.125]]))
-    ids, kept, tail = rows.distributions(mx.array([[4, 0, 1]]), log_probs, mx.array([0.125]))
+    ids, kept, tail = rows.map_distributions(mx.array([[4, 0, 1]]), log_probs, mx.array([0.125]))
     assert ids.tolist() == [[1, 0, 0]]
     assert kept[0, 1].item() == IMPOSSIBLE
     assert tail.item() == pytest.approx(0.375)
@@ -156,9 +156,9 @@ def test_tokens_without_a_row_join_the_tail() -> None:
 
 def test_the_most_frequent_tokens_are_kept() -> None:
     sequence = TokenSequence(np.array([5, 5, 3, 3, 3, 2], np.int32), np.ones(6, np.bool_))
-    assert frequent_tokens([sequence], [7], 3, 8).tolist() == [3, 5, 7]
+    assert select_frequent_tokens([sequence], [7], 3, 8).tolist() == [3, 5, 7]
     with pytest.raises(ConfigError, match="draft_vocab must be at most the model's 8, got 9"):
-        frequent_tokens([sequence], [7], 9, 8)
+        select_frequent_tokens([sequence], [7], 9, 8)
 
 
 def test_too_short_texts_are_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def _encoder(tokenizer: WordTokenizer, length: int = 100, vocab_size: int = 1000
     return Encoder(cast(TokenizerWrapper, tokenizer), length, vocab_size)
 
 
-def _written(sequence: TokenSequence, tokenizer: WordTokenizer) -> str:
+def _trained_text(sequence: TokenSequence, tokenizer: WordTokenizer) -> str:
     return tokenizer.decode([int(t) for t in sequence.tokens[sequence.is_trained]])
 
 
@@ -125,7 +125,7 @@ def test_only_the_replies_of_a_chat_are_trained() -> None:
         "x:1",
     )
     (sequence,) = _encoder(tokenizer).encode(chat)
-    assert _written(sequence, tokenizer) == "a model </s> a user </s>"
+    assert _trained_text(sequence, tokenizer) == "a model </s> a user </s>"
     text = tokenizer.decode(sequence.tokens.tolist())
     assert text == tokenizer.apply_chat_template(chat.messages, False, False)
 
@@ -159,8 +159,8 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> N
         "x:1",
     )
     first, second = _encoder(tokenizer).encode(chat)
-    assert _written(first, tokenizer) == "*hm a1 </s>"
-    assert _written(second, tokenizer) == "*oh a2 </s>"
+    assert _trained_text(first, tokenizer) == "*hm a1 </s>"
+    assert _trained_text(second, tokenizer) == "*oh a2 </s>"
     assert "*hm" not in tokenizer.decode(second.tokens.tolist())
 
 
@@ -180,7 +180,7 @@ def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
     )
     (sequence,) = _encoder(tokenizer).encode(row)
     assert tokenizer.decode(sequence.tokens.tolist()) == "<s> a b c d"
-    assert _written(sequence, tokenizer) == "c d"
+    assert _trained_text(sequence, tokenizer) == "c d"
     chat = Conversation([{"role": "system", "content": "x"}, *row.messages], "x:7")
     with pytest.raises(DataError, match="x:7: expected a model with a chat template"):
         list(_encoder(tokenizer).encode(chat))
@@ -189,7 +189,7 @@ def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
 def test_a_refusal_of_the_template_names_the_line() -> None:
     encoder = _encoder(WordTokenizer(strict_roles=True))
     chat = Conversation([{"role": "system", "content": "x"}], "chats.jsonl:4")
-    with pytest.raises(DataError, match=r"chats.jsonl:4: the model's chat template refuses .*user"):
+    with pytest.raises(DataError, match=r"chats.jsonl:4: the model's chat template rejects .*user"):
         encoder.encode_prompt(chat)
 
 
@@ -198,7 +198,7 @@ def test_long_texts_are_cut_and_begin_alike() -> None:
     words = [f"w{i}" for i in range(25)]
     sequences = list(_encoder(tokenizer, 8).encode(Document(" ".join(words), "x:1")))
     assert all(len(s) <= 8 and s.tokens[0] == 0 and not s.is_trained[0] for s in sequences)
-    assert " ".join(_written(s, tokenizer) for s in sequences).split() == words
+    assert " ".join(_trained_text(s, tokenizer) for s in sequences).split() == words
 
 
 def test_token_ids_beyond_the_model_are_refused() -> None:

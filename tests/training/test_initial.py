@@ -9,7 +9,11 @@ import pytest
 
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
+from mlx_redrafter.training.initial import (
+    choose_drafter_config,
+    compute_head_matrix,
+    initialise_drafter,
+)
 from mlx_redrafter.training.options import NetworkOptions
 from tests.helpers.models import tiny_llama, tiny_qwen3
 
@@ -23,7 +27,7 @@ def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: boo
     target = Target(model)
     with captured_output() as outputs:
         logits = model(mx.array([[1, 2, 3]]))
-    head = head_matrix(target)
+    head = compute_head_matrix(target)
     assert head is not None
     np.testing.assert_allclose(
         np.array(outputs[-1][0] @ head.T), np.array(logits[0]), rtol=1e-3, atol=1e-3
@@ -36,12 +40,12 @@ def _fits(module: nn.Module) -> bool:
 
 def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
     target = Target(tiny_llama())
-    config = drafter_config(target, NetworkOptions())
+    config = choose_drafter_config(target, NetworkOptions())
     assert config.exit_dim == 64
     assert not config.has_input_proj
-    head = head_matrix(target)
+    head = compute_head_matrix(target)
     assert head is not None
-    drafter = initial_drafter(config, head, seed=0)
+    drafter = initialise_drafter(config, head, seed=0)
     x = mx.random.normal((3, 64))
     assert mx.array_equal(drafter.lm_head[0](x), x).item()
     assert mx.array_equal(drafter.lm_head[-1].weight[:, :32], head).item()
@@ -49,11 +53,11 @@ def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
 
 def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
     target = Target(tiny_llama())
-    config = drafter_config(target, NetworkOptions(exit_dim=8))
+    config = choose_drafter_config(target, NetworkOptions(exit_dim=8))
     assert config.has_input_proj
-    head = head_matrix(target)
+    head = compute_head_matrix(target)
     assert head is not None
-    weight = np.array(initial_drafter(config, head, seed=0).lm_head[-1].weight)
+    weight = np.array(initialise_drafter(config, head, seed=0).lm_head[-1].weight)
     full = np.array(head)
     left, values, _ = np.linalg.svd(full, full_matrices=False)
     # Its columns span the leading left singular vectors, with their lengths.
@@ -63,7 +67,7 @@ def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
 
 
 def test_the_seed_decides() -> None:
-    config = drafter_config(Target(tiny_llama()), NetworkOptions(exit_dim=8))
-    first, again, other = (initial_drafter(config, None, seed) for seed in (1, 1, 2))
+    config = choose_drafter_config(Target(tiny_llama()), NetworkOptions(exit_dim=8))
+    first, again, other = (initialise_drafter(config, None, seed) for seed in (1, 1, 2))
     assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()
     assert not mx.array_equal(first.rnn_w.weight, other.rnn_w.weight).item()

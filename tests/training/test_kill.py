@@ -21,12 +21,12 @@ from tests.helpers.models import ROOT, shared_model
 SCRIPT = """
 import sys
 from pathlib import Path
-from mlx_redrafter.training import DataOptions, Request, TrainingOptions, train_drafter
+from mlx_redrafter.training import DataOptions, TrainingRequest, TrainingOptions, train_drafter
 from tests.training.pieces import Silent
 
 model, text, out = sys.argv[1:]
 train_drafter(
-    Request(
+    TrainingRequest(
         model=model,
         out=Path(out),
         data=[Path(text)],

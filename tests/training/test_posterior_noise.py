@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.training.posterior_noise import noise_of_choices
+from mlx_redrafter.training.posterior_noise import sample_posterior_noise
 from mlx_redrafter.training.teacher_cache import Shard
 
 V, TEMP = 7, 0.8
@@ -38,7 +38,7 @@ def test_under_it_the_target_chooses_the_text(k: int) -> None:
     log_probs = _log_probs(400)
     tokens = np.random.default_rng(2).integers(0, V, 400)
     shard = _shard(log_probs, tokens, k)
-    noise = np.array(noise_of_choices(shard, mx.arange(399), V, TEMP))
+    noise = np.array(sample_posterior_noise(shard, mx.arange(399), V, TEMP))
     if k < V:  # the others share what is left
         others = np.argsort(-log_probs[0])[k:]
         left = np.log(np.exp(log_probs[0, others]).sum() / len(others))
@@ -51,7 +51,9 @@ def test_over_the_texts_that_the_target_samples_it_is_gumbel_noise() -> None:
     log_probs = _log_probs(n)
     own = np.random.default_rng(3).gumbel(size=(n, V))
     tokens = np.roll(np.argmax(log_probs / TEMP + own, axis=-1), 1)
-    noise = np.array(noise_of_choices(_shard(log_probs, tokens, V), mx.arange(n - 1), V, TEMP))
+    noise = np.array(
+        sample_posterior_noise(_shard(log_probs, tokens, V), mx.arange(n - 1), V, TEMP)
+    )
     np.testing.assert_allclose(noise.mean(0), np.euler_gamma, atol=0.05)
     np.testing.assert_allclose(noise.std(0), np.pi / np.sqrt(6), atol=0.05)
     off_diagonal = np.corrcoef(noise.T) - np.eye(V)
@@ -61,8 +63,8 @@ def test_over_the_texts_that_the_target_samples_it_is_gumbel_noise() -> None:
 def test_a_row_depends_on_its_state_alone() -> None:
     tokens = np.arange(20) % V
     shard = _shard(_log_probs(20), tokens, V)
-    all_rows = noise_of_choices(shard, mx.arange(19), V, TEMP)
-    some = noise_of_choices(shard, mx.array([4, 11]), V, TEMP)
+    all_rows = sample_posterior_noise(shard, mx.arange(19), V, TEMP)
+    some = sample_posterior_noise(shard, mx.array([4, 11]), V, TEMP)
     assert mx.array_equal(some, all_rows[mx.array([4, 11])]).item()
-    other = noise_of_choices(shard, mx.array([4, 11]), V, TEMP, seed=1)
+    other = sample_posterior_noise(shard, mx.array([4, 11]), V, TEMP, seed=1)
     assert not mx.any(other == some).item()

@@ -15,7 +15,7 @@ from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.fingerprinting import fingerprint
+from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import tiny_llama, tiny_qwen3
@@ -86,14 +86,14 @@ def test_complete_shards_are_not_read_again(
     monkeypatch.setattr(teacher, "SHARD_TOKENS", 20)
     target = Target(tiny_llama())
     sequences = _sequences([12, 12, 12, 12, 5])
-    cache = TeacherCache(tmp_path, {"target": fingerprint(target.model)})
+    cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
     fill_cache(cache, "train", target, sequences, K, done.append)
     fill_rollouts(cache, "train", target, 3, lambda n: None)
     assert done == [24, 48, 53]
     assert cache.num_shards("train") == 3
-    first = cache.path("train", 0).read_bytes()
-    cache.path("train", 1).unlink()
+    first = cache.shard_path("train", 0).read_bytes()
+    cache.shard_path("train", 1).unlink()
     calls: list[int] = []
 
     def counted(target: Target, sequences: list[TokenSequence], k: int) -> Shard:
@@ -103,22 +103,22 @@ def test_complete_shards_are_not_read_again(
     monkeypatch.setattr(teacher, "read_sequences", counted)
     fill_cache(cache, "train", target, sequences, K, lambda n: None)
     assert len(calls) == 1
-    assert cache.path("train", 0).read_bytes() == first
+    assert cache.shard_path("train", 0).read_bytes() == first
     assert cache.load("train", 1, rollout_length=3).rollouts is not None
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
-    TeacherCache(tmp_path, {"target": fingerprint(tiny_llama(seed=0)), "top_k": 8})
+    TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=0)), "top_k": 8})
     with pytest.raises(CheckpointError, match="was made with another target: expected"):
-        TeacherCache(tmp_path, {"target": fingerprint(tiny_llama(seed=1)), "top_k": 8})
+        TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=1)), "top_k": 8})
     with pytest.raises(CheckpointError, match="another top_k: expected 16, found 8"):
-        TeacherCache(tmp_path, {"target": fingerprint(tiny_llama(seed=0)), "top_k": 16})
+        TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=0)), "top_k": 16})
 
 
 def test_damaged_shards_are_named(tmp_path: Path) -> None:
     cache = TeacherCache(tmp_path, {})
     cache.save("train", 0, read_sequences(Target(tiny_llama()), _sequences([6]), K))
-    path = cache.path("train", 0)
+    path = cache.shard_path("train", 0)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="train-00000"):
         mx.eval(cache.load("train", 0).tail)
@@ -126,13 +126,13 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
 
 def test_fingerprints_tell_weights_apart() -> None:
     model = tiny_llama()
-    before = fingerprint(model)
-    assert before == fingerprint(tiny_llama())
+    before = fingerprint_weights(model)
+    assert before == fingerprint_weights(tiny_llama())
     weight = model["model"]["layers"][0]["mlp"]["up_proj"].weight
     flat = np.array(weight)
     flat[0, 0], flat[0, 1] = flat[0, 1], flat[0, 0]  # the same sum
     model["model"]["layers"][0]["mlp"]["up_proj"].weight = mx.array(flat)
-    assert fingerprint(model) != before
+    assert fingerprint_weights(model) != before
 
 
 def test_hidden_states_beyond_float16_are_refused() -> None:

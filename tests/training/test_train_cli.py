@@ -161,9 +161,9 @@ def test_what_does_not_fit_is_refused_before_it_starts(
     fine = ("--model", model, "--data", texts)
     many = ("--tokens", 10**13, "--self-written", 1)
     assert "of disk in" in _refusal(_train(capsys, out, *fine, *many))
-    monkeypatch.setattr(resources, "total_memory", lambda: 2**30)
+    monkeypatch.setattr(resources, "read_total_memory", lambda: 2**30)
     assert "of memory, of 1.07 GB 85% can be used" in _refusal(_train(capsys, out, *fine))
-    monkeypatch.setattr(resources, "total_memory", lambda: None)  # the system does not say
+    monkeypatch.setattr(resources, "read_total_memory", lambda: None)  # the system does not say
     few = ("--answer-tokens", 8, "--epochs", 1, "--layers", 0, "--exit-dim", 16)
     result = run(capsys, "train", *fine, "--out", out, *few)
     assert result.code == 0

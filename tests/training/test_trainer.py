@@ -18,7 +18,11 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays_and_metadata
-from mlx_redrafter.training.initial import drafter_config, head_matrix, initial_drafter
+from mlx_redrafter.training.initial import (
+    choose_drafter_config,
+    compute_head_matrix,
+    initialise_drafter,
+)
 from mlx_redrafter.training.options import (
     LossOptions,
     NetworkOptions,
@@ -28,13 +32,13 @@ from mlx_redrafter.training.options import (
 from mlx_redrafter.training.state import STATE_FILE, Progress
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
 from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.trainer import Lesson, Trainer
+from mlx_redrafter.training.trainer import Trainer, TrainingTask
 from tests.helpers.models import tiny_llama
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)
 
 
-class School:
+class TrainingSetup:
     """A tiny target with a filled cache."""
 
     def __init__(self, folder: Path):
@@ -48,7 +52,7 @@ class School:
         fill_cache(self.cache, "train", self.target, texts[:8], 8, lambda n: None)
         fill_cache(self.cache, "held-out", self.target, texts[8:], 8, lambda n: None)
         fill_rollouts(self.cache, "train", self.target, 4, lambda n: None)
-        self.head = head_matrix(self.target)
+        self.head = compute_head_matrix(self.target)
 
     def trainer(
         self,
@@ -58,9 +62,9 @@ class School:
         identity: str = '{"a": 1}',
     ) -> Trainer:
         """A trainer that goes on with what is in ``folder``."""
-        config = drafter_config(self.target, NetworkOptions(exit_dim=16))
+        config = choose_drafter_config(self.target, NetworkOptions(exit_dim=16))
         batch_options = BatchOptions(recipe, 4, options.batch_tokens, options.seed)
-        lesson = Lesson(
+        task = TrainingTask(
             self.target.embed,
             BatchOrder(self.cache, "train", batch_options),
             [self.cache.load("held-out", 0)],
@@ -68,12 +72,12 @@ class School:
             LossOptions(recipe=recipe),
             options,
         )
-        return Trainer(initial_drafter(config, self.head, 0), lesson, folder, identity)
+        return Trainer(initialise_drafter(config, self.head, 0), task, folder, identity)
 
 
 @pytest.fixture(scope="module")
-def school(tmp_path_factory: pytest.TempPathFactory) -> School:
-    return School(tmp_path_factory.mktemp("school"))
+def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainingSetup:
+    return TrainingSetup(tmp_path_factory.mktemp("setup"))
 
 
 def _ignore(value: object) -> None:
@@ -94,22 +98,24 @@ def _same(first: Drafter, second: Drafter) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["soft", "coupled", "apple", "rollouts"])
-def test_every_recipe_learns(school: School, tmp_path: Path, recipe: Recipe) -> None:
+def test_every_recipe_learns(setup: TrainingSetup, tmp_path: Path, recipe: Recipe) -> None:
     options = TrainingOptions(epochs=12, batch_tokens=32, num_evaluations=4, learning_rate=1e-2)
-    trainer = school.trainer(tmp_path, recipe, options)
+    trainer = setup.trainer(tmp_path, recipe, options)
     trainer.run(_ignore, _ignore)
     losses = [point.loss for point in trainer.progress.curve[1:]]
     assert losses[-1] < 0.8 * losses[0]
     assert trainer.progress.step == trainer.progress.total_steps
 
 
-def test_interrupted_and_resumed_is_the_same_as_undisturbed(school: School, tmp_path: Path) -> None:
-    whole = school.trainer(tmp_path / "whole")
+def test_interrupted_and_resumed_is_the_same_as_undisturbed(
+    setup: TrainingSetup, tmp_path: Path
+) -> None:
+    whole = setup.trainer(tmp_path / "whole")
     expected = whole.run(_ignore, _ignore)
     for step in (1, 4, 7):
         with pytest.raises(KeyboardInterrupt):
-            school.trainer(tmp_path / "parts").run(_stop_at(step), _ignore)
-    trainer = school.trainer(tmp_path / "parts")
+            setup.trainer(tmp_path / "parts").run(_stop_at(step), _ignore)
+    trainer = setup.trainer(tmp_path / "parts")
     assert trainer.progress.step == 7
     assert _same(trainer.run(_ignore, _ignore), expected)
     first, second = (
@@ -124,41 +130,41 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(school: School, tmp_
     assert rates[0] == rates[1]
 
 
-def test_a_finished_run_is_not_trained_again(school: School, tmp_path: Path) -> None:
-    expected = school.trainer(tmp_path).run(_ignore, _ignore)
-    again = school.trainer(tmp_path)
+def test_a_finished_run_is_not_trained_again(setup: TrainingSetup, tmp_path: Path) -> None:
+    expected = setup.trainer(tmp_path).run(_ignore, _ignore)
+    again = setup.trainer(tmp_path)
     steps: list[Progress] = []
     assert _same(again.run(steps.append, _ignore), expected)
     assert not steps
 
 
-def test_a_run_with_other_options_is_refused(school: School, tmp_path: Path) -> None:
+def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        school.trainer(tmp_path).run(_stop_at(1), _ignore)
+        setup.trainer(tmp_path).run(_stop_at(1), _ignore)
     with pytest.raises(CheckpointError, match="a: expected 2, found 1"):
-        school.trainer(tmp_path, identity='{"a": 2}')
+        setup.trainer(tmp_path, identity='{"a": 2}')
     path = tmp_path / STATE_FILE
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):
-        school.trainer(tmp_path)
+        setup.trainer(tmp_path)
 
 
-def test_a_diverging_run_is_stopped(school: School, tmp_path: Path) -> None:
-    trainer = school.trainer(tmp_path)
+def test_a_diverging_run_is_stopped(setup: TrainingSetup, tmp_path: Path) -> None:
+    trainer = setup.trainer(tmp_path)
     trainer.drafter.rnn_w.weight = trainer.drafter.rnn_w.weight * float("nan")
     with pytest.raises(NonFiniteError, match="the loss became nan at step 1"):
         trainer.run(_ignore, _ignore)
 
 
 def test_parts_of_a_batch_give_the_same_step(
-    school: School, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlx_redrafter.training import trainer as module
 
     options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1)
-    whole = school.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
+    whole = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
     monkeypatch.setattr(module, "LOGITS_BYTES", 4 * 64 * 3 * 5)  # five positions at a time
-    parts = school.trainer(tmp_path / "b", "soft", options).run(_ignore, _ignore)
+    parts = setup.trainer(tmp_path / "b", "soft", options).run(_ignore, _ignore)
     for (name, a), (_, b) in zip(
         tree_flatten(whole.parameters()), tree_flatten(parts.parameters()), strict=True
     ):
@@ -166,7 +172,7 @@ def test_parts_of_a_batch_give_the_same_step(
 
 
 def test_compiled_steps_are_the_same_steps(
-    school: School, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs on a GPU; here MLX compiles with the C++ compiler of the system."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -174,11 +180,11 @@ def test_compiled_steps_are_the_same_steps(
     from mlx_redrafter.training import trainer as module
 
     options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1, checkpoint_seconds=0)
-    plain = school.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
+    plain = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
     monkeypatch.setattr(module, "compiling_pays", lambda: True)
     with pytest.raises(KeyboardInterrupt):
-        school.trainer(tmp_path / "b", "soft", options).run(_stop_at(2), _ignore)
-    trainer = school.trainer(tmp_path / "b", "soft", options)
+        setup.trainer(tmp_path / "b", "soft", options).run(_stop_at(2), _ignore)
+    trainer = setup.trainer(tmp_path / "b", "soft", options)
     compiled = trainer.run(_ignore, _ignore)
     assert trainer.progress.step == trainer.progress.total_steps
     for (name, a), (_, b) in zip(
@@ -187,28 +193,28 @@ def test_compiled_steps_are_the_same_steps(
         np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-4, err_msg=str(name))
 
 
-def test_bfloat16_keeps_weights_in_float32(school: School, tmp_path: Path) -> None:
+def test_bfloat16_keeps_weights_in_float32(setup: TrainingSetup, tmp_path: Path) -> None:
     options = TrainingOptions(epochs=4, batch_tokens=32, compute_dtype="bfloat16")
-    trainer = school.trainer(tmp_path, "soft", options)
+    trainer = setup.trainer(tmp_path, "soft", options)
     drafter = trainer.run(_ignore, _ignore)
     assert drafter.dtype == mx.float32
     losses = [point.loss for point in trainer.progress.curve[1:]]
     assert losses[-1] < losses[0]
 
 
-def test_minutes_fix_the_number_of_steps(school: School, tmp_path: Path) -> None:
+def test_minutes_fix_the_number_of_steps(setup: TrainingSetup, tmp_path: Path) -> None:
     options = TrainingOptions(minutes=0.001, batch_tokens=32, patience=99)
-    trainer = school.trainer(tmp_path, "soft", options)
+    trainer = setup.trainer(tmp_path, "soft", options)
     trainer.run(_ignore, _ignore)
     assert trainer.progress.step == trainer.progress.total_steps
-    assert school.trainer(tmp_path, "soft", options).progress.total_steps == trainer.progress.step
+    assert setup.trainer(tmp_path, "soft", options).progress.total_steps == trainer.progress.step
 
 
-def test_patience_ends_a_run_that_does_not_improve(school: School, tmp_path: Path) -> None:
+def test_patience_ends_a_run_that_does_not_improve(setup: TrainingSetup, tmp_path: Path) -> None:
     options = TrainingOptions(
         epochs=50, batch_tokens=32, num_evaluations=100, patience=2, learning_rate=1e-9
     )
-    trainer = school.trainer(tmp_path, "soft", options)
+    trainer = setup.trainer(tmp_path, "soft", options)
     trainer.run(_ignore, _ignore)
     assert len(trainer.progress.curve) == 52, "the first, those of the first half, and two"
     assert trainer.progress.is_done

@@ -1,4 +1,4 @@
-"""The card of a trained drafter: ``README.md`` beside its weights."""
+"""The model card of a trained drafter: ``README.md`` beside the weights."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ from mlx_redrafter.training.options import (
 from mlx_redrafter.training.state import Progress
 from mlx_redrafter.version import __version__
 
-RECIPES = {
-    "soft": "the target's own distributions (KL over its most probable tokens and the rest)",
-    "coupled": "to sample what the target samples with the same noise, from its distributions",
-    "apple": "the text itself (cross-entropy, as in Apple's released code)",
-    "rollouts": "greedy continuations by the target at every position (arXiv 2403.09919, Eq. 2)",
+# Training objective of each recipe, as the card describes it.
+OBJECTIVES = {
+    "soft": "KL divergence from the target's distributions (most probable tokens and the rest)",
+    "coupled": "probability of sampling the target's token with the same noise",
+    "apple": "cross-entropy on the text, as in Apple's released code",
+    "rollouts": "cross-entropy on greedy continuations by the target at every position "
+    "(arXiv 2403.09919, Eq. 2)",
 }
+# Length of the n-grams whose repetition the card reports, in tokens.
 NGRAM = 4
 
 
 @dataclass(frozen=True)
-class Training:
-    """All that a card tells.
+class TrainingSummary:
+    """The contents of a training card.
 
     Attributes:
-        target: The model's name.
-        fingerprint: Of its weights.
-        start: The earlier drafter's name, None for a new one.
-        files: Names of the files it was trained on.
-        corpus: Their tokens.
-        config: The drafter's shape.
-        loss: What it was carried_over.
-        options: How.
-        progress: What came out.
-        measured: Simulated decoding of held-out texts, by what was drafted.
+        target: Name of the target.
+        target_fingerprint: Fingerprint of the target's weights.
+        start: Name of the earlier drafter that training started from, None for new weights.
+        files: Names of the training files.
+        corpus: Sequences of the run.
+        config: The drafter's shape and calibration.
+        loss: Training objective.
+        options: Options of the optimisation.
+        progress: Counters and curve of the finished run.
+        measured: Statistics of simulated decoding on held-out texts, by the name of the draft
+            shape.
     """
 
     target: str
-    fingerprint: str
+    target_fingerprint: str
     start: str | None
     files: Sequence[str]
     corpus: Corpus
@@ -59,27 +63,26 @@ class Training:
     measured: dict[str, DecodingStats]
 
 
-def write_card(folder: Path, training: Training) -> None:
+def write_training_card(folder: Path, summary: TrainingSummary) -> None:
     """Write ``README.md``."""
-    text = render(training)
+    text = render_training_card(summary)
     write_atomically(folder / "README.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def render(training: Training) -> str:
-    """The card's text."""
-    config, progress, options = training.config, training.progress, training.options
-    recipe = training.loss.recipe
-    hub = f"base_model: {training.target}\n" if training.target.count("/") == 1 else ""
+def render_training_card(summary: TrainingSummary) -> str:
+    """Render the card as Markdown."""
+    config, progress, options = summary.config, summary.progress, summary.options
+    hub = f"base_model: {summary.target}\n" if summary.target.count("/") == 1 else ""
     rows = {
-        "target": f"`{training.target}`, weights {training.fingerprint}",
-        "started from": "new weights" if training.start is None else f"`{training.start}`",
+        "target": f"`{summary.target}`, weights {summary.target_fingerprint}",
+        "started from": "new weights" if summary.start is None else f"`{summary.start}`",
         "head": f"{config.exit_dim} wide, {config.num_draft_layers} residual blocks, "
         f"{config.head_rows} tokens",
         "calibration": f"score scale {config.score_scale:.2f}, noise share {config.noise_share:g}",
-        "carried_over": RECIPES[recipe],
-        "files": ", ".join(f"`{name}`" for name in training.files),
-        "tokens": f"{_trained(training.corpus.given):,} given, "
-        f"{_trained(training.corpus.written):,} written by the target",
+        "objective": OBJECTIVES[summary.loss.recipe],
+        "files": ", ".join(f"`{name}`" for name in summary.files),
+        "tokens": f"{_count_trained(summary.corpus.given):,} given, "
+        f"{_count_trained(summary.corpus.self_generated):,} written by the target",
         "steps": f"{progress.step:,} of {progress.total_steps or 0:,}, of "
         f"{options.batch_tokens:,} positions, in {progress.seconds / 60:.1f} minutes; the weights "
         f"are the averaged ones of step {progress.best_step:,}",
@@ -89,11 +92,11 @@ def render(training: Training) -> str:
     }
     return _TEMPLATE.format(
         base_model=hub,
-        target=training.target,
+        target=summary.target,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        acceptance="\n".join(_acceptance_row(n, s) for n, s in training.measured.items()),
-        num_texts=len(training.corpus.held_out),
-        repeated=repeated_share(training.corpus.held_out),
+        acceptance="\n".join(_render_acceptance(n, s) for n, s in summary.measured.items()),
+        num_texts=len(summary.corpus.held_out),
+        repeated=measure_repetition(summary.corpus.held_out),
         curve="\n".join(
             f"| {p.step:,} | {p.seconds:.0f} | {'' if p.step == 0 else f'{p.loss:.3f}'} | "
             f"{p.tokens_per_step:.2f} |"
@@ -102,8 +105,8 @@ def render(training: Training) -> str:
     )
 
 
-def repeated_share(sequences: Sequence[TokenSequence]) -> float:
-    """Share of the 4-grams of the trained tokens that occurred before in the same sequence."""
+def measure_repetition(sequences: Sequence[TokenSequence]) -> float:
+    """Measure the share of 4-grams of trained tokens that occurred earlier in their sequence."""
     seen = total = 0
     for sequence in sequences:
         tokens = [int(token) for token in sequence.tokens[np.flatnonzero(sequence.is_trained)]]
@@ -113,11 +116,11 @@ def repeated_share(sequences: Sequence[TokenSequence]) -> float:
     return seen / total if total else 0.0
 
 
-def _trained(sequences: Sequence[TokenSequence]) -> int:
+def _count_trained(sequences: Sequence[TokenSequence]) -> int:
     return sum(int(sequence.is_trained.sum()) for sequence in sequences)
 
 
-def _acceptance_row(name: str, stats: DecodingStats) -> str:
+def _render_acceptance(name: str, stats: DecodingStats) -> str:
     rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance_rate_by_depth)
     return f"| {name} | {stats.tokens_per_step or 1.0:.2f} | {rates} |"
 
@@ -140,16 +143,16 @@ text as it is. It fits these weights only.
 
 ## Drafts accepted
 
-Simulated on {num_texts} texts that the target wrote from held-out beginnings, half greedily, half
-sampled; {repeated:.0%} of their {ngram}-grams repeat. Other parts of the files that these
-beginnings come from may have been trained on. Sampled texts are drafted with the noise of the
-target, as decoding with a seed does.
+Simulated on {num_texts} texts that the target generated from held-out beginnings, half greedily,
+half sampled; {repeated:.0%} of the {ngram}-grams in these texts repeat. The training text may
+include other parts of the files that the beginnings come from. Sampled texts are drafted with the
+target's noise, as in decoding with a seed.
 
 | drafting | tokens/step | accepted at least 1, 2, ... drafts |
 |---|---|---|
 {acceptance}
 
-## Curve
+## CurvePoint
 
 | step | seconds | loss (nats) | tokens/step |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""The README.md of a converted drafter, a model card in the form of the Hugging Face Hub."""
+"""The model card of a converted drafter, ``README.md`` in the format of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ The licence is that of `{source}`; read it there before you pass these weights o
 """
 
 
-def model_card(
+def render_conversion_card(
     title: str,
     config: DrafterConfig,
     quantization: str,
     provenance: Mapping[str, Any],
 ) -> str:
-    """The text of the card.
+    """Render the card as Markdown.
 
     Args:
-        title: The folder's or the repository's name.
-        config: The drafter's.
-        quantization: How the weights are stored, such as "float16" or "4 bits, groups of 64".
-        provenance: As it is stored in ``config.json``.
+        title: Name of the folder or the repository.
+        config: The drafter's config.
+        quantization: Format of the weights, such as "float16" or "4 bits, groups of 64".
+        provenance: Provenance, as in ``config.json``.
     """
     target = provenance["target"]
     rows = {
         "hidden size of the target": config.hidden_size,
-        "vocabulary": _vocabulary(config),
+        "vocabulary": _describe_vocabulary(config),
         "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
         "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
         "weights": quantization,
@@ -70,7 +70,7 @@ def model_card(
     )
 
 
-def _vocabulary(config: DrafterConfig) -> str:
+def _describe_vocabulary(config: DrafterConfig) -> str:
     if config.draft_vocab_size is None:
         return str(config.vocab_size)
     return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

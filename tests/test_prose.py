@@ -1,0 +1,67 @@
+"""Descriptions in docstrings stand alone: none begins with a preposition or a question word."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_architecture import SOURCES
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+DANGLING = re.compile(
+    r" {4}([*\w.]+: +)?"
+    r"(Of|That|At|With|Under|By|From|In|On|As|Which|What|How|Where|When|Why|Who)\b"
+)
+
+
+def _dangling(source: str) -> Iterator[str]:
+    """Descriptions that begin with a forbidden word."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED))
+    for docstring in filter(None, map(ast.get_docstring, nodes)):
+        section = ""
+        for line in docstring.splitlines():
+            if line and not line.startswith(" "):
+                section = line
+            elif section in ("Attributes:", "Args:", "Returns:") and DANGLING.match(line):
+                yield line.strip()
+            if section == "Returns:" and line != section:
+                section = ""  # the following lines continue the description
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_descriptions_stand_alone(module: str) -> None:
+    assert list(_dangling(SOURCES[module].read_text(encoding="utf-8"))) == []
+
+
+def test_the_checker_finds_dangling_descriptions() -> None:
+    source = '''
+class Point:
+    """What it is.
+
+    Attributes:
+        step: Of the run, which
+            On this line continues.
+        name: Name of the point.
+
+    Example:
+        x: At no time checked.
+    """
+    def read(self, *names):
+        """Read.
+
+        Args:
+            *names: Where they are.
+
+        Returns:
+            As in `names`. The second
+            By this line.
+        """
+'''
+    assert list(_dangling(source)) == [
+        "step: Of the run, which",
+        "*names: Where they are.",
+        "As in `names`. The second",
+    ]
