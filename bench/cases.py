@@ -1,7 +1,7 @@
-"""Cases that drafts are made badly for: what a drafter has not been trained on, and no training.
+"""Prompts that drafters predict badly: text unlike their training, and a drafter without training.
 
-The texts are old enough to belong to everybody: Lönnrot's Kalevala, Goethe, Yunus Emre, and English
-novels. The source code was written for this file.
+The texts are in the public domain: Lönnrot's Kalevala, Goethe, Yunus Emre, and English novels. The
+source code was written for this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODE = "source code"
 RANDOM_DRAFTER = "random drafter"
 NAMES = (RANDOM_TOKENS, LANGUAGE, CODE, RANDOM_DRAFTER)
 NUM_RANDOM_TOKENS = 64
-# Words that are left of a text however often it has been used.
+# Fewest words left of a text, however often it has been used.
 LEAST_WORDS = 8
 
 OTHER_LANGUAGES = (
@@ -116,9 +116,9 @@ class Case:
     """Prompts, and the drafter that drafts after them.
 
     Attributes:
-        name: Of the case.
-        drafter: The one that is measured, or a random one.
-        prompt: The prompts by number, from 0; there is no last one.
+        name: Name of the case.
+        drafter: The drafter that is measured, or a random one.
+        prompt: Function from numbers, 0 and up without end, to prompts.
     """
 
     name: str
@@ -136,14 +136,14 @@ def make_cases(
     """The cases of these names, all by default.
 
     Args:
-        tokenizer: The target's.
-        drafter: The target's.
-        use_template: Apply the chat template to texts, if there is one.
-        seed: Of random tokens and random weights.
-        names: Which.
+        tokenizer: Tokenizer of the target.
+        drafter: Drafter of the target.
+        use_template: Whether the chat template, if there is one, is applied to texts.
+        seed: Random seed of random tokens and random weights.
+        names: Names of the cases.
 
     Raises:
-        ConfigError: There is no case of a name.
+        ConfigError: A name is not the name of a case.
     """
     for name in names:
         if name not in NAMES:
@@ -183,7 +183,7 @@ def ordinary_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def random_twin(drafter: Drafter, seed: int) -> Drafter:
-    """A drafter of the same config, dtype and quantisation with random weights: as dear, no use."""
+    """A drafter of the same config, dtype and quantisation, with random weights."""
     mx.random.seed(seed)
     twin = Drafter(drafter.config)
     twin.set_dtype(drafter.dtype)
@@ -209,7 +209,7 @@ def _random_prompt(ids: Sequence[int], seed: int, number: int) -> EncodedPrompt:
 def _text_prompt(
     tokenizer: Any, case: str, texts: Sequence[str], use_template: bool, number: int
 ) -> EncodedPrompt:
-    """The texts in turn, in every further round without one more of their first words."""
+    """The texts in turn, each without its first n words in round n, counted from 0."""
     text = texts[number % len(texts)]
     left_out = (number // len(texts)) % (len(text.split()) - LEAST_WORDS)
     text = text.split(maxsplit=left_out)[-1] if left_out else text

@@ -1,4 +1,4 @@
-"""Published facts about Apple's chips, for predictions: what they have, and what a verify costs.
+"""Published facts about Apple's chips, for predictions: their hardware, and the cost of a verify.
 
 Bandwidth, cores and arithmetic are Apple's figures for the largest variant of each chip; verify
 curves are measurements that others published, named with each curve.
@@ -19,10 +19,10 @@ class Chip:
     """A chip.
 
     Attributes:
-        name: As Apple writes it.
-        generation: 1 for M1.
-        bandwidth: Of its memory, GB/s; None where no figure was at hand.
-        teraflops: Of its GPU at float16 or float32; None where it is not needed.
+        name: Apple's name of the chip.
+        generation: Number of the generation, 1 for M1.
+        bandwidth: Memory bandwidth, GB/s; None if no figure was at hand.
+        teraflops: Arithmetic of the GPU in float16 or float32; None if it is not needed.
     """
 
     name: str
@@ -53,13 +53,13 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class VerifyCurve:
-    """Measured time of a forward pass over T tokens, over that of one.
+    """Measured time of a forward pass over T tokens, relative to one token.
 
     Attributes:
-        chips: Names of the chips it is used for; the first is the one it was measured on.
-        bits: Of the weights.
+        chips: Names of the chips it is used for, first the one it was measured on.
+        bits: Bits of the weights.
         ratios: verify(T) / verify(1) by T.
-        source: Who measured what.
+        source: Model, chip and origin of the measurement.
     """
 
     chips: tuple[str, ...]
@@ -68,7 +68,7 @@ class VerifyCurve:
     source: str
 
     def at(self, tokens: float) -> float | None:
-        """Ratio for so many tokens, linear between measurements, None beyond them."""
+        """Ratio for ``tokens``, linear between measurements, None beyond them."""
         if tokens > max(self.ratios):
             return None
         return float(np.interp(tokens, list(self.ratios), list(self.ratios.values())))
@@ -116,7 +116,7 @@ CURVES = (
 
 
 def find_chip(name: str) -> Chip:
-    """A chip by name, in any case, "Apple" left out or not."""
+    """A chip by its name, in any case, with or without "Apple"."""
     wanted = name.lower().removeprefix("apple").strip()
     for chip in CHIPS.values():
         if chip.name.lower() == wanted:
@@ -128,7 +128,7 @@ def find_curve(chip: Chip, bits: int) -> VerifyCurve:
     """The measured curve for a chip and a number of bits.
 
     Raises:
-        ConfigError: Nobody published one.
+        ConfigError: No measurement was published.
     """
     for curve in CURVES:
         if chip.name in curve.chips and curve.bits == bits:

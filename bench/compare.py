@@ -1,4 +1,4 @@
-"""Ways of decoding side by side, on the same prompts, in turns."""
+"""Comparison of ways of decoding, on the same prompts, in turns."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import OnProgress, timed
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
+from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found.
+    """Results of a comparison.
 
     Attributes:
-        rows: Over all prompts.
-        by_category: Over the prompts of each category; empty where there is one only.
+        rows: One row per way of decoding, over all prompts.
+        by_category: The same over the prompts of each category; empty if there is only one.
     """
 
     rows: list[Row]
@@ -47,7 +49,7 @@ class Comparison:
 
 def compare(
     setting: Setting,
-    shapes: Sequence[TreeShape],
+    plans: Sequence[DraftPlan],
     prompts: Sequence[EncodedPrompt],
     repeats: int,
     recording: Recording,
@@ -60,21 +62,21 @@ def compare(
     """Decode every prompt in every way, ``repeats`` times, in turns.
 
     Args:
-        setting: What the ways share.
-        shapes: Trees to compare.
+        setting: Settings that all ways share.
+        plans: Fixed plans to compare.
         prompts: The prompts.
         repeats: Rounds per prompt.
-        recording: Gets the runs; turns that it has are not repeated.
-        draft_model: For mlx-lm's own speculative decoding.
-        num_draft_tokens: Of it.
+        recording: Record of the runs; turns that it has are not repeated.
+        draft_model: Draft model of mlx-lm's own speculative decoding, None to leave that out.
+        num_draft_tokens: Drafts of that model per step.
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
-        on_progress: Called with turns done and their number.
+        on_progress: Callback for the turns done and their number.
     """
     arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: plain_arm(setting)}
     if draft_model is not None:
         arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
-    arms |= {arm_name(shape): drafted_arm(setting, shape) for shape in shapes}
+    arms |= {arm_name(plan): drafted_arm(setting, plan) for plan in plans}
     arms[AUTO] = drafted_arm(setting, None)
     if setting.temp:
         arms[UNCOUPLED] = drafted_arm(replace(setting, couple=False), None)
@@ -105,20 +107,21 @@ def compare(
 
 
 def time_shapes(setting: Setting, longest: int, recording: Recording) -> None:
-    """Record how long it takes to time the shapes of `auto`, for prompts of up to some length.
+    """Record the time of timing the plans of `auto`, for prompts of up to ``longest`` tokens.
 
-    That is done once per model and machine, and kept; no answer's time has it.
+    Plans are timed once per model and machine; the time is not part of any answer's.
     """
-    target, drafter = Target(setting.model), setting.drafter
+    target = Target(setting.model)
+    network = None if isinstance(setting.drafter, Lookup) else as_proposer(setting.drafter)
     seconds = sum(
-        timed(partial(time_steps, target, drafter, context))
+        timed(partial(time_steps, target, network, context))
         for context in contexts(target, longest)
     )
-    step_costs(target, drafter, longest)
+    step_costs(target, network, longest)
     recording.result["calibration_seconds"] = seconds
 
 
-def arm_name(shape: TreeShape) -> str:
-    """How tables call a shape."""
-    nodes = "" if shape.tree_nodes is None else f" n{shape.tree_nodes}"
-    return f"{shape.select} w{shape.beam_width} l{shape.beam_length}{nodes}"
+def arm_name(plan: DraftPlan) -> str:
+    """Name of a plan in tables."""
+    nodes = "" if plan.shape.select == "beam" else f" n{plan.num_nodes}"
+    return f"{plan.shape.select} w{plan.shape.width} l{plan.shape.length}{nodes}"

@@ -1,4 +1,4 @@
-"""Made-up text and trees of any size: what they hold does not change what they cost."""
+"""Caches and trees of any size, with arbitrary tokens: tokens do not change the cost of a pass."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree, ancestor_mask
+from mlx_redrafter.tree import TokenTree
 
-# Prompt tokens per forward pass. Below mlx-lm's 2,048, so that memory for attention scores, which
-# both ways of decoding need, does not hide what differs.
+# Prompt tokens per forward pass. Below mlx-lm's 2,048, so that the memory of attention scores,
+# which both ways of decoding need, does not hide the difference.
 PREFILL_STEP = 512
 
 
@@ -28,16 +28,7 @@ def filled_cache(target: Target, length: int) -> TreeCache:
 
 
 def bushy_tree(size: int) -> TokenTree:
-    """A tree of ``size`` nodes, every node with two children as far as they go."""
-    parents = mx.maximum((mx.arange(size, dtype=mx.int32) - 1) // 2, 0)
-    depths = mx.array([(node + 1).bit_length() - 1 for node in range(size)], dtype=mx.int32)
-    tree = TokenTree(
-        tokens=mx.arange(size, dtype=mx.int32),
-        parents=parents,
-        depths=depths,
-        ancestors=ancestor_mask(parents, size.bit_length()),
-        num_nodes=size,
-        num_unmerged=size,
-    )
+    """A binary tree of ``size`` nodes, filled level by level."""
+    tree = TokenTree.of(range(size), [max(node - 1, 0) // 2 for node in range(size)])
     mx.eval(tree.arrays)
     return tree

@@ -1,4 +1,4 @@
-"""What a step costs on a chip, from what the chip has and what one plain step takes there.
+"""Cost of a step on a chip, from the chip's hardware and the time of a plain step there.
 
 For 16-bit weights on M1 and M2, with the kernels of MLX up to 0.30.4 (up to 15 tokens in one
 16-row tile, 16 and more by a general matrix product):
@@ -7,8 +7,8 @@ For 16-bit weights on M1 and M2, with the kernels of MLX up to 0.30.4 (up to 15 
            + row * T * 2 P / FLOP/s + cliff if T >= 16
 
 Theory says base = draft = row = 1 (weights are read once per forward pass, arithmetic runs at the
-chip's peak and is not hidden) and fixed = cliff = 0. The parameters are theory's, moved by measured
-steps as far as those are better than a tenth: Bayesian linear regression on relative errors.
+chip's peak and is not hidden) and fixed = cliff = 0. Bayesian linear regression on relative errors
+moves the parameters from theory towards measured steps, whose errors are taken to be a tenth.
 
 Axes: T tokens per forward pass, P parameters of the target, L beam length.
 """
@@ -25,9 +25,9 @@ import numpy.typing as npt
 from mlx_redrafter.bench.chips import Chip
 from mlx_redrafter.errors import ConfigError
 
-# From so many tokens on MLX up to 0.30.4 used a general matrix product.
+# Fewest tokens for which MLX up to 0.30.4 used a general matrix product.
 CLIFF_TOKENS = 16
-# Relative error that a chip as a whole may have; weighs measurements against theory.
+# Relative error allowed for a chip as a whole; weighs measurements against theory.
 DISCREPANCY = 0.1
 # Parameters of the model that the cliff was measured on.
 CLIFF_PARAMETERS = 6.74e9
@@ -35,16 +35,16 @@ CLIFF_PARAMETERS = 6.74e9
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of the cost model; the module's docstring has the equation.
+    """Parameters of the cost model; the module's docstring has the equation.
 
     Attributes:
         base: Factor of a plain step.
         fixed: Milliseconds per step.
         draft: Factor of reading the drafter once per level.
         row: Factor of the arithmetic of every token at the chip's peak.
-        cliff: Milliseconds from 16 tokens on, for a model of 6.74B parameters. The time of a matrix
-            product that is too small for the GPU is that of its inner loop, layers times hidden
-            size in all, hence scaled by the number of parameters to the power 2/3.
+        cliff: Milliseconds from 16 tokens on, for a model of 6.74B parameters. A matrix product
+            too small for the GPU takes the time of its inner loop, layers times hidden size in all,
+            hence it grows with the number of parameters to the power 2/3.
     """
 
     base: float
@@ -61,15 +61,15 @@ FREEDOM = Parameters(base=0.1, fixed=5.0, draft=0.3, row=0.5, cliff=100.0)
 
 @dataclass(frozen=True)
 class Step:
-    """A step whose cost is asked for.
+    """A step to estimate the cost of.
 
     Attributes:
-        chip: M1 or M2 of some kind.
+        chip: Chip of the M1 or M2 generation.
         plain: Milliseconds of a plain step of the same model there.
-        num_parameters: P.
-        drafter_share: What drafting reads per level, as a share of what a plain step reads.
-        tokens: T.
-        length: L.
+        num_parameters: Parameters of the target, P.
+        drafter_share: Bytes read per level of drafting, as a share of those of a plain step.
+        tokens: Tokens per forward pass, T.
+        length: Beam length, L.
     """
 
     chip: Chip
@@ -101,11 +101,11 @@ def step_time(step: Step, parameters: Parameters) -> float:
 
 
 def fit(steps: Sequence[Step], measured: Sequence[float]) -> Parameters:
-    """The most probable parameters given measured steps; every chip counts the same.
+    """The most probable parameters given measured steps; every chip has the same weight.
 
     Args:
-        steps: What was measured.
-        measured: Milliseconds.
+        steps: The steps.
+        measured: Milliseconds of each step.
     """
     chips = [step.chip.name for step in steps]
     weights = [1 / np.sqrt(chips.count(name)) for name in chips]
@@ -122,7 +122,7 @@ def fit(steps: Sequence[Step], measured: Sequence[float]) -> Parameters:
 def _non_negative(
     matrix: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Least squares with no negative unknown, by trying every subset of the few there are."""
+    """Least squares with no negative unknown, by trying every subset of the few unknowns."""
     size = matrix.shape[1]
     best, least = np.zeros(size), np.inf
     for count in range(1, size + 1):

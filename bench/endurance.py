@@ -1,14 +1,14 @@
-"""One long text: do memory and the time of a step stay what its K/V rows make of them?
+"""Soak test: one long text, in which memory and step time must not grow beyond its K/V rows.
 
-Both are looked at in windows of so many tokens. Every window also times forward passes alone, at
-its own length: what attention to a longer text costs is in both, so that their ratio must not grow.
+Both are measured in windows of tokens. Every window also times forward passes alone at its length.
+Attention to a longer text costs the same in both, so their ratio must not grow.
 
 Axes: N nodes of the tree, L beam length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median
@@ -22,27 +22,32 @@ from mlx_redrafter.bench.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.memory import Finding, allocated_rows, num_bytes
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
-from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams, TreeShape, check_int
+from mlx_redrafter.config import MAX_BEAM_LENGTH, DraftPlan, SamplingParams, check_int
+from mlx_redrafter.decoding.protocols import DraftPolicy, Step
+from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Decoder, Request
+from mlx_redrafter.decoding.text import Text, decode
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, DraftPolicy, Drafts, FixedPolicy
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.profiling import step_costs
+from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree, best_nodes
+from mlx_redrafter.tree import TokenTree
 
-# The first window has the drafter's first steps in it; the next four are what the end is judged by.
+# The windows that the end is compared with; the first one has the drafter's first steps in it.
 EARLY = slice(1, 5)
-# So that the last quarter begins after them.
+# Fewest windows, so that the last quarter begins after those.
 LEAST_WINDOWS = 8
-# TargetOutputs passes alone are timed so many times per window, so that steps and they see the same
-# machine, however busy it is.
+# Parts of a window, each with its own timing of forward passes alone, so that a busy machine slows
+# both down.
 PARTS = 4
-# Every part has two steps, however many drafts are accepted.
+# Fewest tokens per window: two steps per part, however many drafts are accepted.
 LEAST_WINDOW = PARTS * 2 * MAX_BEAM_LENGTH
 # Nodes of the tree that every window verifies.
 FIXED_NODES = 16
@@ -57,11 +62,12 @@ TIME_RATIO = 1.10
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of one shape in a window.
+    """The steps of one plan in a window.
 
     Attributes:
-        seconds: Of each step.
-        alone: Median seconds of a forward pass over as many nodes alone, at the same lengths.
+        seconds: Time of each step.
+        alone: Median time of a forward pass over as many nodes alone, at the same lengths, in
+            seconds.
     """
 
     seconds: list[float]
@@ -69,24 +75,24 @@ class Steps:
 
     @property
     def median(self) -> float:
-        """Seconds of the median step."""
+        """Median time of a step, in seconds."""
         return median(self.seconds)
 
 
 @dataclass(frozen=True)
 class Window:
-    """So many tokens of the text.
+    """Results of one stretch of the text.
 
     Attributes:
-        length: Tokens in the K/V cache at its middle.
-        tokens_per_step: Of the decoder.
-        steps: By name of the shape, "plain" for plain decoding.
-        forwards: Median seconds of forward passes alone: of stock mlx-lm over one token, and of a
-            verify over FIXED_NODES nodes.
-        memory: Bytes in use at its end beyond weights, K/V rows and what only the benchmark needs.
-        peak: The same of the most that was in use.
-        kv_bytes: Bytes of the K/V buffers at its end.
-        kv_rows: Rows that each layer's buffers have at its end.
+        length: Tokens in the K/V cache at the window's middle.
+        tokens_per_step: Tokens per step of the decoder.
+        steps: Steps by the name of their plan, "plain" for plain decoding.
+        forwards: Median times of forward passes alone, in seconds: of stock mlx-lm over one token,
+            and of a verify over FIXED_NODES nodes.
+        memory: Bytes in use at the window's end beyond weights, K/V rows and the benchmark's own.
+        peak: Largest number of bytes in use beyond the same.
+        kv_bytes: Bytes of the K/V buffers at the window's end.
+        kv_rows: Rows of each layer's buffers at the window's end.
     """
 
     length: int
@@ -100,11 +106,11 @@ class Window:
 
     @property
     def most_frequent(self) -> str:
-        """The shape of most steps."""
+        """The plan of most steps."""
         return max(self.steps, key=lambda name: len(self.steps[name].seconds))
 
     def ratio(self, name: str | None) -> float:
-        """A step's time by that of its forward pass alone; None takes the steps of all shapes."""
+        """Time of a step relative to its forward pass alone; None takes the steps of all plans."""
         chosen = self.steps.values() if name is None else [self.steps[name]]
         weighted = [(len(one.seconds), one) for one in chosen]
         alone = sum(count * one.alone for count, one in weighted)
@@ -112,51 +118,52 @@ class Window:
 
 
 class Watch:
-    """A controller that keeps the times of another one's steps.
+    """A policy that keeps the step times of another one.
 
     Attributes:
-        seconds: By shape, since `begin`.
+        seconds: Step times by plan, since `begin`.
     """
 
-    def __init__(self, controller: DraftPolicy):
-        self.controller = controller
+    def __init__(self, policy: DraftPolicy):
+        self.policy = policy
         self.begin()
 
     def begin(self) -> None:
         """Forget all steps."""
-        self.seconds: dict[TreeShape | None, list[float]] = {}
+        self.seconds: dict[DraftPlan | None, list[float]] = {}
 
-    def choose(self) -> TreeShape | None:
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        return self.controller.choose()
+        return self.policy.choose(outlook)
 
-    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
-        """See `DraftPolicy.cut`."""
-        return self.controller.cut(shape, read)
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+        """See `DraftPolicy.keep`."""
+        return self.policy.keep(plan, tree)
 
-    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
+    def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`."""
-        if seconds is not None:
-            self.seconds.setdefault(shape, []).append(seconds)
-        self.controller.observe(shape, accepted, seconds)
+        if step.seconds is not None:
+            plan = step.plan and DraftPlan(step.plan.shape, step.num_nodes)
+            self.seconds.setdefault(plan, []).append(step.seconds)
+        self.policy.observe(step)
 
 
 def endure(
     model: nn.Module,
     drafter: Drafter,
     prompt: Sequence[int],
-    shape: TreeShape | None,
+    plan: DraftPlan | None,
     num_tokens: int,
     window: int,
 ) -> Iterator[Window]:
-    """Decode one text greedily, past its end if need be, and yield its windows.
+    """Decode one text greedily, past its end if necessary, and yield its windows.
 
     Args:
         model: The target.
-        drafter: Its drafter.
+        drafter: Drafter of the target.
         prompt: Token ids.
-        shape: What is drafted, with ``select="top_n"``; None lets every step choose.
-        num_tokens: Tokens to generate; what does not fill a window is left out.
+        plan: Plan of every step, with ``select="top_n"``; None for adaptive drafting.
+        num_tokens: Tokens to generate; a last window that is not full is left out.
         window: Tokens per window.
 
     Raises:
@@ -173,14 +180,14 @@ def endure(
             f"model's context is {limit}; ask for fewer tokens, or raise it with "
             "`redrafter-mlx bench widen --context`"
         )
-    return _windows(_Bench(target, drafter, prompt, shape, total), num_tokens // window, window)
+    return _windows(_Bench(target, drafter, prompt, plan, total), num_tokens // window, window)
 
 
 def judge(windows: Sequence[Window]) -> list[Finding]:
     """Compare the end of a text with its beginning.
 
     Args:
-        windows: All of them, at least LEAST_WINDOWS.
+        windows: All windows, at least LEAST_WINDOWS.
     """
     early, late = windows[EARLY], windows[-(len(windows) // 4) :]
     name = _in_both(early, late)
@@ -196,7 +203,7 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
             "MB",
         ),
         Finding(
-            f"step by its verify alone, {name or 'all shapes'}, last quarter",
+            f"step by its verify alone, {name or 'all plans'}, last quarter",
             found,
             TIME_RATIO * expected,
             "",
@@ -205,7 +212,7 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
 
 
 def _in_both(early: Sequence[Window], late: Sequence[Window]) -> str | None:
-    """The shape of most steps among those both parts have; None where they share none."""
+    """The plan of most steps among those that both parts have; None if they share none."""
     early_counts, late_counts = (_counts(part) for part in (early, late))
     shared = early_counts.keys() & late_counts.keys()
     return max(shared, key=lambda name: min(early_counts[name], late_counts[name]), default=None)
@@ -236,28 +243,30 @@ class _Bench:
         target: Target,
         drafter: Drafter,
         prompt: Sequence[int],
-        shape: TreeShape | None,
+        plan: DraftPlan | None,
         longest: int,
     ):
         self.target, self.drafter = target, drafter
+        proposer = RecurrentProposer(drafter)
         chosen = (
-            AdaptivePolicy(step_costs(target, drafter, len(prompt)))
-            if shape is None
-            else FixedPolicy(shape)
+            AdaptivePolicy(step_costs(target, proposer, len(prompt)))
+            if plan is None
+            else FixedPolicy(plan)
         )
         self.watch = Watch(chosen)
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-        self.decoder = Decoder(target, target.new_cache(), chooser, drafter, self.watch)
         request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
-        self.tokens: Iterator[object] = self.decoder.decode(request)
+        drafting = proposer.open(target, prompt, True, [])
+        self.text = Text(target, target.new_cache(), chooser, request, drafting, self.watch)
+        self.tokens: Iterator[object] = decode(self.text)
         self.beside = target.blank_cache(longest + FIXED_NODES)
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
-        self.trees: dict[TreeShape, TokenTree] = {}
+        self.trees: dict[DraftPlan, TokenTree] = {}
         next(self.tokens)
 
     def decode_until(self, num_tokens: int) -> Window:
-        """The window that ends with so many tokens generated."""
-        stats, cache = self.decoder.stats, self.decoder.cache
+        """The window that ends with ``num_tokens`` generated."""
+        stats, cache = self.text.stats, self.text.cache
         tokens, steps, start = stats.num_tokens, stats.steps, cache.length
         self.watch.begin()
         alone: dict[str, list[float]] = {}
@@ -274,8 +283,8 @@ class _Bench:
             length=(start + cache.length) // 2,
             tokens_per_step=(stats.num_tokens - tokens) / (stats.steps - steps),
             steps={
-                _name(shape): Steps(seconds, forwards[_name(shape)])
-                for shape, seconds in self.watch.seconds.items()
+                _name(plan): Steps(seconds, forwards[_name(plan)])
+                for plan, seconds in self.watch.seconds.items()
             },
             forwards={name: forwards[name] for name in (STOCK, FIXED)},
             memory=memory,
@@ -285,32 +294,32 @@ class _Bench:
         )
 
     def _decode_part(self, num_tokens: int) -> int:
-        """Decode until so many tokens are there, and return the peak as in `Window`."""
+        """Decode until there are ``num_tokens``, and return the peak as in `Window`."""
         mx.reset_peak_memory()
-        while self.decoder.stats.num_tokens < num_tokens:
+        while self.text.stats.num_tokens < num_tokens:
             next(self.tokens)
         mx.synchronize(generation_stream)
         return mx.get_peak_memory() - self._known_bytes
 
     @property
     def _known_bytes(self) -> int:
-        """Of weights, K/V rows and the second cache."""
-        return _kv_bytes(self.decoder.cache) + self._constant_bytes
+        """Bytes of weights, K/V rows and the second cache."""
+        return _kv_bytes(self.text.cache) + self._constant_bytes
 
     @cached_property
     def _constant_bytes(self) -> int:
-        """Of the weights and of the second cache."""
+        """Bytes of the weights and of the second cache."""
         return num_bytes(self.target.model) + num_bytes(self.drafter) + _kv_bytes(self.beside)
 
     def _time_alone(self, length: int) -> dict[str, list[float]]:
-        """Seconds of forward passes alone, those of the window's shapes by their names."""
+        """Seconds of forward passes alone, those of the window's plans by their names."""
         jobs = {
             STOCK: partial(self._forward, length),
             FIXED: partial(self._verify, self._fixed, length),
         }
-        for shape in self.watch.seconds:
-            if shape is not None:
-                jobs[_name(shape)] = partial(self._verify, self._tree(shape), length)
+        for plan in self.watch.seconds:
+            if plan is not None:
+                jobs[_name(plan)] = partial(self._verify, self._tree(plan), length)
         return take_turns(jobs, ROUNDS, warm_up=1)
 
     def _forward(self, length: int) -> float:
@@ -330,19 +339,19 @@ class _Bench:
     def _fixed(self) -> TokenTree:
         return bushy_tree(FIXED_NODES)
 
-    def _tree(self, shape: TreeShape) -> TokenTree:
-        """Some tree of this shape; which tokens it has does not change what it costs."""
-        if shape not in self.trees:
+    def _tree(self, plan: DraftPlan) -> TokenTree:
+        """A tree of this plan with arbitrary tokens, which do not change its cost."""
+        if plan not in self.trees:
             hidden = mx.zeros((self.target.hidden_size,))
-            enter = input_lookup(self.drafter, self.target)
-            expansion = expand(self.drafter, enter, hidden, self.root, shape)
-            self.trees[shape] = best_nodes(expansion, self.root, shape)
-            mx.eval(self.trees[shape].arrays)
-        return self.trees[shape]
+            project_input = input_lookup(self.drafter, self.target)
+            expansion = expand(self.drafter, project_input, hidden, self.root, plan.shape)
+            self.trees[plan] = best_nodes(expansion, self.root, plan)
+            mx.eval(self.trees[plan].arrays)
+        return self.trees[plan]
 
 
-def _name(shape: TreeShape | None) -> str:
-    return PLAIN if shape is None else arm_name(shape)
+def _name(plan: DraftPlan | None) -> str:
+    return PLAIN if plan is None else arm_name(plan)
 
 
 def _kv_bytes(cache: TreeCache) -> int:

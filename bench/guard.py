@@ -1,7 +1,7 @@
-"""Is drafting ever slower than stock mlx-lm? Where drafts are bad, in pairs of whole answers.
+"""Worst-case regression: speed against stock mlx-lm on bad drafts, in pairs of whole answers.
 
-Every step chooses its own shape, so where drafts do not pay the answer should take as long as
-stock's. The probes that find this out are part of it; timing the shapes once is not.
+Every step has a plan of its own, so an answer whose drafts do not pay should take as long as
+stock's. Its time includes the probes that find this out; it excludes timing the plans once.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from mlx_redrafter.bench.runs import (
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
 from mlx_redrafter.policy.profiling import CONTEXT
 
-# Least median of stock's time by ours.
+# Smallest median of stock's time relative to the time with drafts.
 LEAST_RATIO = 0.97
-# Shorter answers are left out: two of their tokens more or less weigh too much.
+# Length of the shortest answer that counts, in tokens: below, single tokens weigh too much.
 LEAST_TOKENS = 32
-# Prompts that are tried for every pair wanted, as some have short answers.
+# Prompts tried per pair wanted, as some have short answers.
 DRAWS = 4
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case. Ratios are stock mlx-lm's time by the time with drafts: above 1 is faster.
+    """Results of a case. Ratios are stock mlx-lm's time over ours: above 1, drafting is faster.
 
     Attributes:
-        case: Its name.
-        decode: From the first token to the last; None without a pair.
-        total: From the prompt to the last token.
-        worst: The pair with the smallest ratio from the first token to the last.
-        tokens_per_step: With drafts.
-        plain_share: Share of those steps that were plain.
-        num_pairs: Pairs measured.
-        num_missing: Pairs that are lacking because too many answers were short.
-        num_short: Pairs left out for that.
-        num_different: Texts with drafts that are not the target's own, of all pairs.
+        case: Name of the case.
+        decode: Ratio from the first token to the last; None without a pair.
+        total: Ratio from the prompt to the last token.
+        worst: Smallest ratio of a pair from the first token to the last.
+        tokens_per_step: Tokens per step with drafts.
+        plain_share: Share of plain steps among them.
+        num_pairs: Number of pairs measured.
+        num_missing: Number of pairs missing because too many answers were short.
+        num_short: Number of pairs left out because an answer was short.
+        num_different: Number of drafted texts, of all pairs, that are not the target's own.
     """
 
     case: str
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether it was measured, is not slower, and all texts are right."""
+        """Whether the case was measured, is not slower, and all texts are right."""
         is_fast = self.decode is not None and self.decode.median >= LEAST_RATIO
         return is_fast and self.num_missing == 0 and self.num_different == 0
 
@@ -84,11 +84,11 @@ def guard(
     """Measure every case.
 
     Args:
-        setting: What all answers share; each case has its own drafter.
+        setting: Settings of all answers, except that each case has its own drafter.
         cases: The cases.
         num_pairs: Pairs of each case that count.
-        recording: Gets the runs; turns that it has are not repeated.
-        on_progress: Called with pairs done and their number.
+        recording: Record of the runs; turns that it has are not repeated.
+        on_progress: Callback for the pairs done and their number.
     """
     if "calibration_seconds" not in recording.result:
         time_shapes(setting, CONTEXT, recording)
@@ -111,13 +111,13 @@ def guard(
 
 
 def judge(case: str, runs: Sequence[Run], setting: Setting, num_pairs: int) -> Verdict:
-    """What the runs of a case say.
+    """The verdict on a case.
 
     Args:
-        case: Its name.
-        runs: All of its runs.
-        setting: Says how long answers may be, and by the temperature whose texts are right.
-        num_pairs: Pairs wanted.
+        case: Name of the case.
+        runs: All runs of the case.
+        setting: Settings, of which the length of answers and the temperature are used.
+        num_pairs: Number of pairs wanted.
     """
     reference = STOCK if setting.temp == 0 else PLAIN
     turns: dict[tuple[str, int, str, int], list[Run]] = {}

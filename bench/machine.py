@@ -1,4 +1,4 @@
-"""What a result was measured on: machine, versions, commit."""
+"""Origin of a result: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "transformers")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions and commit, as they go into every result."""
+    """Machine, versions and commit, for every result."""
     return {
         "machine": {
             "system": _system(),
@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Name of the chip, as the system has it."""
+    """Name of the chip, given by the system."""
     if sys.platform == "darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     try:
@@ -52,7 +52,7 @@ def processor_name() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the working tree this package runs from, "+changes" if edited; None elsewhere."""
+    """Commit of the working tree that this package runs from, "+changes" if edited, or None."""
     folder = str(Path(__file__).resolve().parent)
     head = _output("git", "-C", folder, "rev-parse", "HEAD")
     if not head:
@@ -62,7 +62,7 @@ def commit() -> str | None:
 
 
 def has_openblas() -> bool | None:
-    """Whether this process has loaded OpenBLAS; None where that cannot be told."""
+    """Whether this process has loaded OpenBLAS; None if that is unknown."""
     try:
         return "openblas" in Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:

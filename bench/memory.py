@@ -1,7 +1,7 @@
-"""What drafting costs in memory, against bounds: every line says what was expected and found.
+"""Memory that drafting takes, each number with its bound.
 
 The model is a random Llama unless one is given: memory does not depend on the values. The drafter's
-weights are counted apart; everything else must hardly show beside plain decoding by stock mlx-lm.
+weights are counted separately; all else must be small beside plain decoding by stock mlx-lm.
 
 Axes: N nodes of the tree, L beam length, V vocabulary.
 """
@@ -22,16 +22,19 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
-from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
+from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Decoder, Request
-from mlx_redrafter.policy.adaptive import FixedPolicy
+from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.caches.tree_cache import reserve_rows
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.target import Target
 
 NUM_TOKENS = 64
-# Buffers of the largest capacity hold this many times the tokens there are.
+# Capacities of K/V buffers to compare, relative to the tokens in them.
 CAPACITIES = (1, 16)
 CAPACITY_ROUNDS = 30
 # Allowed growth.
@@ -45,10 +48,10 @@ class Finding:
     """One number and its bound.
 
     Attributes:
-        name: What was measured.
-        found: The number.
-        bound: The largest allowed.
-        unit: Of both.
+        name: Name of the measurement.
+        found: Number found.
+        bound: Largest number allowed.
+        unit: Unit of both.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether the bound is kept."""
+        """Whether the number is within its bound."""
         return self.found <= self.bound
 
 
@@ -67,9 +70,9 @@ class Peaks:
     """Peak memory of one request, in bytes, the weights of target and drafter included.
 
     Attributes:
-        prefill: Up to the first token.
-        decoding: After it.
-        rows: K/V rows that each layer has allocated, after each token.
+        prefill: Peak up to the first token.
+        decoding: Peak after the first token.
+        rows: K/V rows allocated per layer, after each token.
     """
 
     prefill: int
@@ -103,7 +106,7 @@ def random_pair(vocab_size: int = 32000, seed: int = 0) -> tuple[nn.Module, Draf
 def measure_memory(
     model: nn.Module,
     drafter: Drafter,
-    shape: TreeShape,
+    plan: DraftPlan,
     prompt_tokens: int = 4096,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Finding]:
@@ -111,30 +114,30 @@ def measure_memory(
 
     Args:
         model: The target.
-        drafter: Its drafter.
-        shape: What is drafted.
+        drafter: Drafter of the target.
+        plan: Plan of every step.
         prompt_tokens: Length of the prompt.
-        on_progress: Called with measurements done and their number.
+        on_progress: Callback for the measurements done and their number.
     """
     target = Target(model)
     prompt = [i % target.vocab_size for i in range(prompt_tokens)]
     stock = _peaks(lambda: _stock_tokens(model, prompt))
     on_progress(1, 4)
-    drafted = _peaks(lambda: _drafted_tokens(target, drafter, shape, prompt))
+    drafted = _peaks(lambda: _drafted_tokens(target, drafter, plan, prompt))
     on_progress(2, 4)
     prefill = drafted.prefill - num_bytes(model) - num_bytes(drafter)
     logits = prompt_tokens * target.vocab_size * mx.float32.size
     name = "prefill beyond the weights; bound: logits of the whole prompt"
     findings = [Finding(name, prefill / 1e6, logits / 1e6, "MB")]
-    findings += _compare(stock, drafted, drafter, shape)
-    findings += _capacities(target, drafter, shape, prompt[: prompt_tokens // 4])
+    findings += _compare(stock, drafted, drafter, plan)
+    findings += _capacities(target, drafter, plan, prompt[: prompt_tokens // 4])
     on_progress(4, 4)
     return findings
 
 
-def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, shape: TreeShape) -> list[Finding]:
+def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, plan: DraftPlan) -> list[Finding]:
     weights = num_bytes(drafter)
-    extra = (shape.tree_nodes or shape.max_nodes) + shape.beam_length
+    extra = plan.num_nodes + plan.shape.length
     block = KVCache.step
     rows = [
         (found, -(-(plain + extra) // block) * block)
@@ -142,7 +145,7 @@ def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, shape: TreeShape) -
     ]
     found, bound = max(rows, key=lambda pair: pair[0] - pair[1])
     return [
-        # Both peaks include both models' weights, stock's too, so that nothing else differs.
+        # All peaks, stock's too, include the weights of both models.
         Finding(
             "peak of the prefill against stock's",
             drafted.prefill / 1e6,
@@ -190,7 +193,7 @@ def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> 
 
 
 def allocated_rows(caches: Sequence[KVCache]) -> int:
-    """K/V rows that each layer has buffers for; at least one token is in the caches."""
+    """K/V rows of each layer's buffers; the caches hold at least one token."""
     return max(cache.keys.shape[2] for cache in caches if cache.keys is not None)
 
 
@@ -211,32 +214,34 @@ def _stock_tokens(
 def _drafted_tokens(
     target: Target,
     drafter: Drafter,
-    shape: TreeShape,
+    plan: DraftPlan,
     prompt: Sequence[int],
     caches: Sequence[Any] | None = None,
 ) -> tuple[Sequence[KVCache], Iterator[object]]:
     caches = make_prompt_cache(target.model) if caches is None else caches
     chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-    decoder = Decoder(target, target.new_cache(caches), chooser, drafter, FixedPolicy(shape))
-    return caches, decoder.decode(Request(list(prompt), prefill_step_size=PREFILL_STEP))
+    request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
+    drafting = RecurrentProposer(drafter).open(target, prompt, True, [])
+    cache = target.new_cache(caches)
+    return caches, decode(Text(target, cache, chooser, request, drafting, FixedPolicy(plan)))
 
 
 def _capacities(
-    target: Target, drafter: Drafter, shape: TreeShape, prompt: Sequence[int]
+    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int]
 ) -> list[Finding]:
     """Decoding with buffers of the usual capacity and of a much larger one.
 
-    Peak memory is that of the steps beyond what is allocated between them.
+    Memory is the peak within a step beyond the memory in use before it.
     """
     peaks: dict[str, list[int]] = {}
     jobs = {}
     for factor in CAPACITIES:
-        tokens = _decoding_with_capacity(target, drafter, shape, prompt, factor)
+        tokens = _decoding_with_capacity(target, drafter, plan, prompt, factor)
         name = str(factor)
         peaks[name] = []
 
         def step(tokens: Iterator[object] = tokens, name: str = name) -> float:
-            next(tokens)  # gets it going again
+            next(tokens)  # the pipeline is empty after the wait
             mx.synchronize(generation_stream)
             held = mx.get_active_memory()
             mx.reset_peak_memory()
@@ -268,7 +273,7 @@ def _capacities(
 
 
 def _decoding_with_capacity(
-    target: Target, drafter: Drafter, shape: TreeShape, prompt: Sequence[int], factor: int
+    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int], factor: int
 ) -> Iterator[object]:
     """A running decoder whose buffers have at least ``factor`` times the rows of the prompt."""
     caches, tokens = _stock_tokens(target.model, prompt)
@@ -278,6 +283,6 @@ def _decoding_with_capacity(
     for cache in caches:
         cache.trim(cache.offset - len(prompt) + 1)
     reserve_rows(caches, factor * (len(prompt) // KVCache.step + 4) * KVCache.step)
-    _, drafted = _drafted_tokens(target, drafter, shape, prompt[-1:], caches)
+    _, drafted = _drafted_tokens(target, drafter, plan, prompt[-1:], caches)
     next(drafted)
     return drafted

@@ -1,4 +1,4 @@
-"""What a decoding step costs beyond its two networks.
+"""Overhead of a decoding step: its cost beyond the two networks.
 
 ``overhead = t_step - t_verify(N) - t_draft``, from triples measured in turns: a step of the running
 decoder, the target's forward pass over a tree of the same size at the same length alone, and the
@@ -10,7 +10,7 @@ Axes: N nodes of the tree, L beam length.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -19,32 +19,35 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
-from mlx_redrafter.config import SamplingParams, TreeShape
+from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.text import Decoder, Request, normalise
+from mlx_redrafter.decoding.text import Text, decode, normalise
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.policy.adaptive import Drafts, FixedPolicy
+from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree, best_nodes
+from mlx_redrafter.tree import TokenTree
 
 WARM_UP = 5
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Where a step's time goes, in seconds.
+    """Parts of a step's time, in seconds.
 
     Attributes:
         overhead: Median of the differences of each triple.
-        unhidden: The same, but with building a graph counted as overhead, not as verify or draft.
+        unhidden: The same with the building of graphs counted as overhead, not as verify or draft.
         parts: Everything that was timed, by name.
-        tokens_per_step: Of the texts that were timed.
+        tokens_per_step: Tokens per step of the texts that were timed.
         samples: Raw seconds by name, one per round.
     """
 
@@ -64,7 +67,7 @@ def measure_overhead(
     model: nn.Module,
     drafter: Drafter,
     prompt: Sequence[int],
-    shape: TreeShape,
+    plan: DraftPlan,
     rounds: int = 100,
     temp: float = 0.0,
     max_tokens: int = 1000,
@@ -74,20 +77,20 @@ def measure_overhead(
 
     Args:
         model: The target.
-        drafter: Its drafter.
+        drafter: Drafter of the target.
         prompt: Token ids; every part sees at least this much context.
-        shape: What is drafted; ``select`` is "top_n", whose trees all have N nodes.
+        plan: Plan of every step, with ``select="top_n"``, whose trees all have N nodes.
         rounds: Triples that count.
         temp: Temperature of the decoder; noise is part of the overhead.
-        max_tokens: After so many tokens the text begins again: over a longer one attention takes
-            more time, and scatters by more.
-        on_progress: Called with rounds done and their number.
+        max_tokens: Tokens after which the text begins again: attention to a longer one takes more
+            time, which also varies more.
+        on_progress: Callback for the rounds done and their number.
     """
-    if shape.select != "top_n":
+    if plan.shape.select != "top_n":
         raise ConfigError(
             "the overhead is measured with select='top_n', whose trees are all of one size"
         )
-    bench = _Bench(model, drafter, prompt, shape, temp, max_tokens)
+    bench = _Bench(model, drafter, prompt, plan, temp, max_tokens)
     samples = take_turns(
         {
             "stock step": bench.stock_step,
@@ -119,20 +122,20 @@ def measure_overhead(
     )
 
 
-class _ReadShape(FixedPolicy):
-    """A fixed shape for which the decoder waits as it does for `AdaptivePolicy`."""
+class _ReadingPolicy(FixedPolicy):
+    """A fixed plan whose scores the decoder waits for, as it does for `AdaptivePolicy`."""
 
-    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
-        """All of it, once its scores are there."""
-        read()
-        return shape
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+        """All nodes, once their scores are there."""
+        tree.read()
+        return tree.size
 
 
 class _Bench:
-    """The things that are timed.
+    """Everything that is timed.
 
-    The decoder that runs and the forward passes that are timed alone have caches of their own, at
-    the same length.
+    The running decoder and the forward passes timed alone have caches of their own, of the same
+    length.
     """
 
     def __init__(
@@ -140,18 +143,18 @@ class _Bench:
         model: nn.Module,
         drafter: Drafter,
         prompt: Sequence[int],
-        shape: TreeShape,
+        plan: DraftPlan,
         temp: float,
         max_tokens: int,
     ):
         self.prompt, self.max_tokens = list(prompt), max_tokens
-        self.shape, self.drafter = shape, drafter
+        self.plan, self.drafter = plan, drafter
         self.target = Target(model)
-        self.enter = input_lookup(drafter, self.target)
+        self.project_input = input_lookup(drafter, self.target)
         self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
         self.texts: list[DecodingStats] = []
-        # Beyond the tokens after which a text ends, those of two steps and of what is in flight.
-        self.cache = filled_cache(self.target, len(prompt) + max_tokens + 4 * shape.beam_length)
+        # Room for the longest text, two steps more, and the pass in flight.
+        self.cache = filled_cache(self.target, len(prompt) + max_tokens + 4 * plan.shape.length)
         self.hidden = mx.zeros((self.target.hidden_size,))
         self.root = mx.array([prompt[-1]], dtype=mx.int32)
         self.tree = self._draft()
@@ -167,14 +170,14 @@ class _Bench:
 
     @property
     def tokens_per_step(self) -> float:
-        """Over all texts, without the first token of each."""
+        """Tokens per step of all texts, without the first token of each."""
         tokens = sum(text.num_tokens - 1 for text in self.texts)
         return tokens / sum(text.steps for text in self.texts)
 
     def step(self) -> float:
-        """One step of the running decoder, after one that only gets it going again."""
+        """One step of the running decoder, after one that fills the pipeline again."""
         mx.synchronize(generation_stream)
-        if self.decoder.stats.num_tokens >= self.max_tokens:
+        if self.text.stats.num_tokens >= self.max_tokens:
             self._begin()
         self._next_step()
         seconds = timed(self._next_step)
@@ -182,7 +185,7 @@ class _Bench:
         return seconds
 
     def stock_step(self) -> float:
-        """One step of stock mlx-lm, likewise."""
+        """One step of stock mlx-lm, likewise after another one."""
         next(self.stock)
         seconds = timed(lambda: next(self.stock))
         mx.synchronize(generation_stream)
@@ -190,7 +193,7 @@ class _Bench:
 
     def draft_and_verify(self) -> float:
         """Draft one tree and verify it, each alone, at the length that the decoder has reached."""
-        self.cache.settle(self.decoder.cache.length)
+        self.cache.settle(self.text.cache.length)
         with mx.stream(generation_stream):
             start = time.perf_counter()
             self.tree = self._draft()
@@ -199,12 +202,12 @@ class _Bench:
             drafted = time.perf_counter()
             forward = self.target.verify(self.tree, self.cache)
             verify_built = time.perf_counter()
-            mx.eval(forward.logits, forward.hiddens)
+            mx.eval(forward.logits, forward.hidden_states)
             verified = time.perf_counter()
             # Once more, with the rows of two accepted nodes to move as well.
             self.cache.commit([0, 2])
             commit = timed(lambda: mx.eval(*self.target.verify(self.tree, self.cache)))
-        self.logits, self.hidden = forward.logits, forward.hiddens[0]
+        self.logits, self.hidden = forward.logits, forward.hidden_states[0]
         mx.eval(self.hidden)
         for name, seconds in (
             ("draft", drafted - start),
@@ -218,33 +221,32 @@ class _Bench:
 
     def verify_one(self) -> float:
         """A forward pass over one token alone."""
-        self.cache.settle(self.decoder.cache.length)
+        self.cache.settle(self.text.cache.length)
         with mx.stream(generation_stream):
             return timed(lambda: mx.eval(*self.target.advance(self.root, self.cache)))
 
     def accept(self) -> float:
-        """Choose and accept, from logits that are there."""
+        """Choice of tokens and acceptance, from logits already computed."""
 
         def work() -> list[int]:
             log_probs = normalise(self.logits)
-            length, depths = self.shape.beam_length, self.tree.depths
+            length, depths = self.plan.shape.length, self.tree.depths
             noise = self.chooser.noise(mx.array([self.cache.length]), length)
-            chosen = self.chooser.choose(log_probs, depths, noise, length)
-            path, num_accepted, bonus = accept(self.tree, chosen, self.shape.beam_length)
+            chosen = self.chooser.sample(log_probs, depths, noise, length)
+            path, num_accepted, bonus = accept(self.tree, chosen)
             return to_ints(mx.concatenate([num_accepted, bonus, path, self.tree.tokens[path]]))
 
         with mx.stream(generation_stream):
             return timed(work)
 
     def _begin(self) -> None:
-        """Begin the text, in both ways."""
-        controller = _ReadShape(self.shape)
-        self.decoder = Decoder(
-            self.target, self.target.new_cache(), self.chooser, self.drafter, controller
-        )
-        self.texts.append(self.decoder.stats)
+        """Begin the text, drafted and with stock mlx-lm."""
         request = Request(self.prompt, prefill_step_size=PREFILL_STEP)
-        self.tokens: Iterator[object] = self.decoder.decode(request)
+        drafting = RecurrentProposer(self.drafter).open(self.target, self.prompt, True, [])
+        cache, policy = self.target.new_cache(), _ReadingPolicy(self.plan)
+        self.text = Text(self.target, cache, self.chooser, request, drafting, policy)
+        self.texts.append(self.text.stats)
+        self.tokens: Iterator[object] = decode(self.text)
         prompt = mx.array(self.prompt)
         self.stock = generate_step(
             prompt, self.target.model, max_tokens=-1, prefill_step_size=PREFILL_STEP
@@ -253,10 +255,12 @@ class _Bench:
         next(self.stock)
 
     def _draft(self) -> TokenTree:
-        expansion = expand(self.drafter, self.enter, self.hidden, self.root, self.shape)
-        return best_nodes(expansion, self.root, self.shape)
+        expansion = expand(
+            self.drafter, self.project_input, self.hidden, self.root, self.plan.shape
+        )
+        return best_nodes(expansion, self.root, self.plan)
 
     def _next_step(self) -> None:
-        steps = self.decoder.stats.steps
-        while self.decoder.stats.steps == steps:
+        steps = self.text.stats.steps
+        while self.text.stats.steps == steps:
             next(self.tokens)

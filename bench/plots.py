@@ -11,7 +11,7 @@ from mlx_redrafter.bench.endurance import Window
 from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.sweep import Point, group_name
 from mlx_redrafter.checkpoint import write_atomically
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import RedrafterError
 
 NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"
@@ -25,9 +25,9 @@ def plot_sweep(folder: Path, points: Sequence[Point], title: str) -> list[Path]:
     """Draw a heat map of the speedup for every group, and speed against acceptance.
 
     Args:
-        folder: Where the PNG files go.
+        folder: Folder for the PNG files.
         points: Results of a sweep.
-        title: What was measured on what.
+        title: Title with the names of model and machine.
 
     Returns:
         The files.
@@ -39,10 +39,10 @@ def plot_sweep(folder: Path, points: Sequence[Point], title: str) -> list[Path]:
     for point in points:
         nodes = (
             ""
-            if point.shape.tree_nodes is None or _has_default_nodes(point)
-            else (f" n{point.shape.tree_nodes}")
+            if point.plan.shape.select == "beam" or _has_default_nodes(point)
+            else (f" n{point.plan.num_nodes}")
         )
-        name = f"{point.shape.select}{nodes}, {group_name(point.dtype, point.temp)}"
+        name = f"{point.plan.shape.select}{nodes}, {group_name(point.dtype, point.temp)}"
         groups.setdefault(name, []).append(point)
     files = []
     for name, group in groups.items():
@@ -128,15 +128,15 @@ def plot_endurance(path: Path, windows: Sequence[Window], title: str) -> Path:
 
 
 def _has_default_nodes(point: Point) -> bool:
-    return point.shape == TreeShape(point.shape.beam_width, point.shape.beam_length)
+    return point.plan == DraftPlan.of(point.plan.shape.width, point.plan.shape.length)
 
 
 def _heat_map(axes: Any, points: Sequence[Point]) -> None:
-    widths = sorted({point.shape.beam_width for point in points})
-    lengths = sorted({point.shape.beam_length for point in points})
+    widths = sorted({point.plan.shape.width for point in points})
+    lengths = sorted({point.plan.shape.length for point in points})
     cells = [[float("nan")] * len(widths) for _ in lengths]
     for point in points:
-        row, column = lengths.index(point.shape.beam_length), widths.index(point.shape.beam_width)
+        row, column = lengths.index(point.plan.shape.length), widths.index(point.plan.shape.width)
         if point.row.speedup is not None:
             cells[row][column] = point.row.speedup.median
             text = f"{point.row.speedup.median:.2f}"

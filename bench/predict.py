@@ -1,4 +1,4 @@
-"""What drafting would do on a chip that is not at hand. A prediction, and it always says so.
+"""Prediction of drafting on a chip that is not at hand, always marked as a prediction.
 
 Axes: W beam width, L beam length, T tokens per forward pass.
 """
@@ -14,7 +14,7 @@ from mlx_redrafter.bench.cost_model import Parameters, Step, step_time
 from mlx_redrafter.bench.result_file import read_result
 from mlx_redrafter.errors import ConfigError
 
-# Fitted by `validation.fit_all` on all three of Apple's sweeps; a test holds that it still is.
+# Result of `validation.fit_all` on all three of Apple's sweeps; a test checks that it still is.
 FITTED = Parameters(base=1.0613, fixed=3.939, draft=1.0632, row=1.1883, cliff=37.91)
 # Share of the bandwidth that plain decoding reaches: 0.72, 0.85 and 0.67 in Apple's sweeps.
 BANDWIDTH_SHARE = 0.75
@@ -24,14 +24,14 @@ BYTES = {16: 2.0, 8: 1.0625, 4: 0.5625}
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How far a shape gets per step.
+    """Tokens per step of a shape.
 
     Attributes:
-        width: W.
-        length: L.
-        tokens: T, what is verified per step.
-        tokens_per_step: What a step yields.
-        name: As tables call it.
+        width: Beam width, W.
+        length: Beam length, L.
+        tokens: Tokens verified per step, T.
+        tokens_per_step: Tokens emitted per step.
+        name: Name in tables.
     """
 
     width: int
@@ -41,9 +41,9 @@ class Acceptance:
     name: str
 
 
-# Vicuna-7B with Apple's drafter, float16, greedy, 200 tokens after one prompt: mean of the chips in
-# Apple's sweeps (apple/ml-recurrent-drafter, recurrent_drafting/mlx/experiments). Shared prefixes
-# are verified once per beam there.
+# Vicuna-7B with Apple's drafter, float16, greedy, 200 tokens after one prompt: mean over the chips
+# of Apple's sweeps (apple/ml-recurrent-drafter, recurrent_drafting/mlx/experiments), which verify
+# shared prefixes once per beam.
 _APPLE_TOKENS_PER_STEP = {
     (1, 2): 1.59, (1, 3): 1.82, (1, 4): 2.15, (1, 5): 2.35,
     (2, 2): 1.74, (2, 3): 2.00, (2, 4): 2.38, (2, 5): 2.52,
@@ -58,15 +58,15 @@ APPLE_ACCEPTANCE = tuple(
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A pair and a chip to predict for.
 
     Attributes:
-        chip: Where it would run.
-        num_parameters: Of the target.
-        bits: Of its weights: 16, 8 or 4.
-        drafter_parameters: Read per level of drafting: all but embeddings.
-        drafter_bits: Of the drafter's weights.
-        plain: Milliseconds of a plain step, if it was measured; otherwise from the bandwidth.
+        chip: The chip.
+        num_parameters: Parameters of the target.
+        bits: Bits of the target's weights: 16, 8 or 4.
+        drafter_parameters: Parameters read per level of drafting: all but embeddings.
+        drafter_bits: Bits of the drafter's weights.
+        plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
     """
 
     chip: Chip
@@ -97,25 +97,25 @@ class Question:
 
     @property
     def drafter_share(self) -> float:
-        """What a level of drafting reads, as a share of what a plain step reads."""
+        """Bytes read per level of drafting, as a share of those of a plain step."""
         read = self.drafter_parameters * BYTES[self.drafter_bits]
         return read / (self.num_parameters * BYTES[self.bits])
 
     @property
     def has_model(self) -> bool:
-        """Whether the fitted cost model covers it, rather than a published curve."""
+        """Whether the fitted cost model covers the chip, rather than a published curve."""
         return self.bits == 16 and self.chip.generation <= 2
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a shape would do.
+    """Predicted speed of a shape.
 
     Attributes:
-        acceptance: The shape and how far it gets.
+        acceptance: The shape and its tokens per step.
         step: Milliseconds per step.
-        tokens_per_second: Of decoding.
-        speedup: Over plain decoding.
+        tokens_per_second: Tokens per second of decoding.
+        speedup: Speed relative to plain decoding.
     """
 
     acceptance: Acceptance
@@ -128,7 +128,7 @@ def predict(question: Question, acceptances: Sequence[Acceptance]) -> list[Predi
     """Predict every shape whose cost is known, the fastest first.
 
     Raises:
-        ConfigError: Nothing is known about such a target on such a chip.
+        ConfigError: No costs are known for the target on the chip.
     """
     curve = None if question.has_model else find_curve(question.chip, question.bits)
     found = []
@@ -143,7 +143,7 @@ def predict(question: Question, acceptances: Sequence[Acceptance]) -> list[Predi
 
 
 def assumptions(question: Question) -> list[str]:
-    """What the prediction rests on, one sentence each."""
+    """Assumptions of the prediction, one sentence each."""
     given = (
         "measured, as you say"
         if question.plain is not None
@@ -170,10 +170,10 @@ def assumptions(question: Question) -> list[str]:
 
 
 def read_acceptances(path: Path) -> list[Acceptance]:
-    """How far shapes got in a ``sweep.json``, greedily if that was swept.
+    """Tokens per step of the shapes in a ``sweep.json``, those of its first dtype and temperature.
 
     Raises:
-        CheckpointError: The file is no sweep.
+        CheckpointError: The file is not a sweep.
         ConfigError: The sweep is not finished.
     """
     result = read_result(path, "sweep")

@@ -1,4 +1,4 @@
-"""Where a step goes: verifying T tokens at several lengths, drafting level by level, the rest.
+"""Profile of a step: verifying T tokens at several lengths, drafting level by level, the rest.
 
 Axes: T tokens per forward pass, W beam width, L beam length.
 """
@@ -17,26 +17,27 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.bench.contexts import bushy_tree, filled_cache
 from mlx_redrafter.bench.overhead import Overhead, measure_overhead
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree, best_nodes
+from mlx_redrafter.tree import TokenTree
 
 WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class VerifyCost:
-    """What a forward pass over T tokens costs.
+    """Cost of a forward pass over T tokens.
 
     Attributes:
-        context: Tokens before them.
-        tokens: T; one token is processed as in plain decoding, more as a tree.
+        context: Tokens in the cache before.
+        tokens: Tokens of the pass, T: one as in plain decoding, more as a tree.
         seconds: Time, the host's part included.
-        ratio: Median over the median for one token at the same length.
+        ratio: Median time relative to one token at the same length.
         samples: Raw seconds.
     """
 
@@ -49,12 +50,12 @@ class VerifyCost:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What drafting costs.
+    """Cost of drafting.
 
     Attributes:
-        width: W.
-        length: L: the search has L - 1 levels.
-        seconds: Of the whole search and the choice of the tree.
+        width: Beam width, W.
+        length: Beam length, L; the search has L - 1 levels.
+        seconds: Time of the whole search and the choice of the tree.
         samples: Raw seconds.
     """
 
@@ -66,7 +67,7 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """All of it."""
+    """All costs."""
 
     verify: list[VerifyCost]
     draft: list[DraftCost]
@@ -76,7 +77,7 @@ class Profile:
 def profile(
     model: nn.Module,
     drafter: Drafter,
-    shape: TreeShape,
+    plan: DraftPlan,
     contexts: Sequence[int],
     tokens: Sequence[int],
     widths: Sequence[int],
@@ -87,13 +88,13 @@ def profile(
 
     Args:
         model: The target.
-        drafter: Its drafter.
-        shape: Of the step whose parts are measured.
-        contexts: Lengths at which verifying is measured.
+        drafter: Drafter of the target.
+        plan: Plan of the step whose parts are measured.
+        contexts: Lengths for verifying.
         tokens: Values of T; 1 is always measured.
-        widths: Values of W; L goes from 2 to ``shape.beam_length``.
-        rounds: Samples of each.
-        on_progress: Called with parts done and their number.
+        widths: Values of W; L goes from 2 to ``plan.shape.length``.
+        rounds: Samples of each number.
+        on_progress: Callback for the parts done and their number.
     """
     target = Target(model)
     total = len(contexts) + len(widths) + 1
@@ -104,10 +105,10 @@ def profile(
     draft: list[DraftCost] = []
     for i, width in enumerate(widths):
         on_progress(len(contexts) + i, total)
-        draft += _draft_costs(target, drafter, width, shape.beam_length, rounds)
+        draft += _draft_costs(target, drafter, width, plan.shape.length, rounds)
     on_progress(total - 1, total)
     prompt = [token % target.vocab_size for token in range(min(contexts))]
-    step = measure_overhead(model, drafter, prompt, shape, rounds)
+    step = measure_overhead(model, drafter, prompt, plan, rounds)
     on_progress(total, total)
     return Profile(verify, draft, step)
 
@@ -140,18 +141,18 @@ def _draft_costs(
     target: Target, drafter: Drafter, width: int, length: int, rounds: int
 ) -> list[DraftCost]:
     hidden, root = mx.zeros((target.hidden_size,)), mx.zeros((1,), dtype=mx.int32)
-    shapes = {str(size): TreeShape(width, size) for size in range(2, length + 1)}
-    enter = input_lookup(drafter, target)
+    plans = {str(size): DraftPlan.of(width, size) for size in range(2, length + 1)}
+    project_input = input_lookup(drafter, target)
 
-    def draft(shape: TreeShape) -> float:
+    def draft(plan: DraftPlan) -> float:
         def work() -> Any:
-            expansion = expand(drafter, enter, hidden, root, shape)
-            mx.eval(best_nodes(expansion, root, shape).arrays)
+            expansion = expand(drafter, project_input, hidden, root, plan.shape)
+            mx.eval(best_nodes(expansion, root, plan).arrays)
 
         with mx.stream(generation_stream):
             return timed(work)
 
-    jobs = {name: partial(draft, shape) for name, shape in shapes.items()}
+    jobs = {name: partial(draft, plan) for name, plan in plans.items()}
     samples = take_turns(jobs, rounds, WARM_UP)
     return [
         DraftCost(width, int(name), estimate(values), values) for name, values in samples.items()

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.chat import encode_question
 from mlx_redrafter.errors import ConfigError
 
 # Spec-Bench counts MT-bench's eight categories as one of its six.
@@ -20,12 +21,12 @@ NO_CATEGORY = "all"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """A prompt.
 
     Attributes:
-        name: Distinct in its file.
-        category: Kind of task, "all" where the file has none.
-        text: Without a chat template.
+        name: Name, distinct in its file.
+        category: Kind of task, "all" if the file has none.
+        text: Text of the prompt, without a chat template.
     """
 
     name: str
@@ -63,7 +64,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def choose(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+def take_in_turn(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
     """The first ``count`` prompts, taken from all categories in turn; None keeps all."""
     if count is None or count >= len(prompts):
         return list(prompts)
@@ -81,24 +82,19 @@ def encode(
     """Token ids of a prompt, cut to its first ``max_tokens``.
 
     Args:
-        tokenizer: The target's.
+        tokenizer: Tokenizer of the target.
         prompt: The prompt.
-        use_template: Apply the chat template if there is one.
-        max_tokens: None for no limit.
+        use_template: Whether the chat template, if there is one, is applied.
+        max_tokens: Most token ids, None for no limit.
     """
-    if use_template and tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt.text}]
-        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-    else:
-        ids = list(tokenizer.encode(prompt.text))
-    return ids[:max_tokens]
+    return encode_question(tokenizer, prompt.text, use_template)[:max_tokens]
 
 
 def _read_line(line: str, place: str, number: int) -> Prompt:
     try:
         values: Any = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{place} is no JSON: {error}") from error
+        raise ConfigError(f"{place} is not valid JSON: {error}") from error
     if isinstance(values, str):
         values = {"text": values}
     if not isinstance(values, dict):
@@ -114,7 +110,7 @@ def _read_line(line: str, place: str, number: int) -> Prompt:
 
 
 def _as_spec_bench(prompts: list[Prompt]) -> list[Prompt]:
-    """Spec-Bench's six categories, where the file is Spec-Bench."""
+    """Spec-Bench's six categories, if the file is Spec-Bench."""
     if not any(prompt.category in SPEC_BENCH_CATEGORIES for prompt in prompts):
         return prompts
     known = {*SPEC_BENCH_CATEGORIES, NO_CATEGORY}

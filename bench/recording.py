@@ -11,7 +11,7 @@ from mlx_redrafter.bench.result_file import new_result, read_result, write_resul
 from mlx_redrafter.bench.runs import Run
 from mlx_redrafter.errors import ConfigError
 
-# What must be the same when a benchmark goes on.
+# Parts of a result that must be the same for a benchmark to go on.
 FIXED = ("configuration", "versions")
 
 
@@ -19,7 +19,7 @@ class Recording:
     """The runs of a benchmark, kept in a file after every turn.
 
     Attributes:
-        result: What the file holds; add to it what was found.
+        result: Content of the file except the runs; results are to be added to it.
         runs: All runs so far.
     """
 
@@ -29,13 +29,13 @@ class Recording:
         """Start a recording, or go on with the one in the file.
 
         Args:
-            path: The file; None keeps nothing.
+            path: The file, None for no file.
             kind: The benchmark's name.
-            configuration: What is run, as JSON has it.
-            resume: Go on where the file ends, if there is one.
+            configuration: Settings of the benchmark, of types that JSON has.
+            resume: Whether to go on with the file, if there is one.
 
         Raises:
-            ConfigError: The file exists and is not to be resumed, or was measured otherwise.
+            ConfigError: The file exists and is not to be resumed, or has other settings.
         """
         self.path = path
         self.runs: list[Run] = []
@@ -49,7 +49,7 @@ class Recording:
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:
-        """Whether the runs of a turn are there."""
+        """Whether there are the runs of a turn."""
         return turn in self._done
 
     def add(self, runs: Iterable[Run]) -> None:

@@ -14,18 +14,19 @@ class Row:
     """One way of decoding over some prompts.
 
     Attributes:
-        arm: The way of decoding.
-        speedup: Over stock mlx-lm, one ratio per prompt and repeat; None without a stock run.
-        tokens_per_second: Decoding only.
-        prompt_speedup: The same for the prompt, until the first token.
-        tokens_per_step: Over all steps; None for stock mlx-lm.
-        acceptance_rate_by_depth: At index d - 1, the share of steps accepting at least d drafts.
+        arm: Name of the way of decoding.
+        speedup: Speed relative to stock mlx-lm, one ratio per prompt and repeat; None without a
+            stock run.
+        tokens_per_second: Speed of decoding, without the prompt.
+        prompt_speedup: Speed relative to stock mlx-lm until the first token.
+        tokens_per_step: Tokens per step over all steps; None for stock mlx-lm.
+        acceptance_rate_by_depth: Share of steps accepting at least d drafts, at index d - 1.
         nodes_per_step: Tokens verified per step.
         merged: Share of the beams' tokens that merging prefixes saved.
         repeated: Share of 4-grams that occurred before in their text.
-        num_texts: Texts that count.
-        num_different: Texts, whether they count or not, that are not the reference's; None where
-            they need not be.
+        num_texts: Number of texts that count.
+        num_different: Number of texts, counted or not, that differ from the reference's; None if
+            they may.
     """
 
     arm: str
@@ -45,10 +46,10 @@ def summarise(runs: Sequence[Run], reference: str = STOCK, max_repeated: float =
     """One row per way of decoding, in the order of their first runs.
 
     Args:
-        runs: Runs of one group that were made in turns.
-        reference: The way whose texts are right: stock mlx-lm when greedy, this package's plain
-            decoding at a temperature, as its noise is not mlx-lm's.
-        max_repeated: Texts with a larger share of repeated 4-grams do not count.
+        runs: Runs of one group, made in turns.
+        reference: Name of the way whose texts are right: stock mlx-lm for greedy decoding, this
+            package's plain decoding at a temperature, as its noise is not mlx-lm's.
+        max_repeated: Largest share of repeated 4-grams of a text that counts.
     """
     texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
     counted = [run for run in runs if repetition(run.tokens) <= max_repeated]

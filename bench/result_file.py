@@ -1,4 +1,4 @@
-"""Result files: JSON that says what was measured, on what, with which settings, and raw numbers."""
+"""Result files: JSON with the settings, the machine, and raw and derived numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint import shared_name, write_atomically
+from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.policy.precision import bits_of
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.loading import LoadedDrafter
 
 FORMAT = 1
-# A list of numbers as `json` indents it. Put on one line, it takes a fifth of the room.
+# A list of numbers as `json` indents it; on one line it takes a fifth of the space.
 NUMBERS = re.compile(r"\[\n[-+.,\dEe\s]+\]")
 
 
@@ -26,9 +26,9 @@ def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> di
     """A result of this machine.
 
     Args:
-        kind: The benchmark's name.
-        configuration: What was run, complete enough to run it again.
-        **values: What was found.
+        kind: Name of the benchmark.
+        configuration: Settings, complete enough to repeat the benchmark.
+        **values: Results.
     """
     return {
         "kind": kind,
@@ -52,7 +52,7 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
     """Read a result back.
 
     Raises:
-        CheckpointError: The file is damaged, or of another benchmark.
+        CheckpointError: The file is damaged, or belongs to another benchmark.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -78,22 +78,27 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object
 
 
 def checkpoint_name(path_or_repo: str | None) -> str:
-    """How a result names a model: a repository as it is, a folder by its last part."""
+    """Name of a model in a result: a repository as it is, a folder by its last part."""
     if path_or_repo is None:
         return "bundled"
     return shared_name(path_or_repo)
 
 
-def pair_names(model: str | None, drafter: str | None, loaded: Drafter) -> dict[str, Any]:
-    """How a result names a pair, and the bits of its drafter's weights where those are quantised.
+def pair_names(model: str | None, drafter: str | None, loaded: LoadedDrafter) -> dict[str, Any]:
+    """Names of a pair in a result, and the bits of its drafter's weights if they are quantised.
 
-    `load` quantises drafters where that is faster, so a name alone does not say.
+    `load` quantises recurrent drafters where that is faster, so a name alone does not say.
     """
     return {
         "model": checkpoint_name(model),
         "drafter": checkpoint_name(drafter),
-        "drafter_bits": bits_of(loaded),
+        "drafter_bits": _drafter_bits(loaded),
     }
+
+
+def _drafter_bits(drafter: LoadedDrafter) -> int | None:
+    parts = (part for network in as_proposer(drafter).modules for part in network.modules())
+    return next((part.bits for part in parts if hasattr(part, "bits")), None)
 
 
 def _to_json(value: object) -> object:

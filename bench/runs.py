@@ -1,4 +1,4 @@
-"""Runs: one way of decoding, one prompt, timed; and rounds of several ways in turns."""
+"""Timed runs of one way of decoding on one prompt, and rounds of several ways in turns."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.generation import GenerationResponse, stream_generate
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.loading import LoadedDrafter
+from mlx_redrafter.responses import GenerationResponse
 
 STOCK = "mlx-lm"
 PLAIN = "plain"
 STOCK_DRAFT = "mlx-lm draft model"
 AUTO = "auto"
 UNCOUPLED = "auto, uncoupled"
-# Tokens of a prompt that are enough to warm up with.
+# Most tokens of a prompt for warming up.
 WARM_UP_PROMPT = 512
 
 
@@ -33,20 +34,20 @@ class Run:
     """One text, decoded in one way.
 
     Attributes:
-        group: What distinguishes settings whose speeds are not compared, such as the dtype.
-        block: Runs of one block were made in turns.
-        arm: The way of decoding.
+        group: Name of settings whose speeds are not compared with others', such as the dtype.
+        block: Number of the block of runs that were made in turns.
+        arm: Name of the way of decoding.
         prompt: Name of the prompt.
-        category: Of the prompt.
-        repeat: Counts from 0.
+        category: Category of the prompt.
+        repeat: Number of the round, from 0.
         prompt_tokens: Length of the prompt.
-        prompt_seconds: Until the first token.
-        decode_seconds: From the first token to the last.
+        prompt_seconds: Time until the first token.
+        decode_seconds: Time from the first token to the last.
         tokens: Token ids of the text, stop token included.
-        accepted_counts: At index a, the steps that accepted a drafts; empty for stock mlx-lm.
-        num_verified: Nodes verified in all steps.
-        num_unmerged: The same without merging prefixes.
-        num_plain: Steps that verified one token only: plain decoding.
+        accepted_counts: Number of steps that accepted a drafts, at index a; empty for stock mlx-lm.
+        num_verified: Number of nodes verified in all steps.
+        num_unmerged: Number of nodes without merging of prefixes.
+        num_plain: Number of steps that verified one token only: plain decoding.
     """
 
     group: str
@@ -62,21 +63,21 @@ class Run:
     accepted_counts: list[int]
     num_verified: int
     num_unmerged: int
-    num_plain: int = 0  # files of before it was counted lack it
+    num_plain: int = 0  # older files lack it
 
     @property
     def steps(self) -> int:
-        """Verifies whose outcome was used."""
+        """Number of verifies whose outcome was used."""
         return sum(self.accepted_counts)
 
     @property
     def seconds_per_token(self) -> float:
-        """Of decoding: the first token belongs to the prompt."""
+        """Time of decoding per token; the first token belongs to the prompt."""
         return self.decode_seconds / (len(self.tokens) - 1)
 
     @property
     def turn(self) -> tuple[str, int, str, int]:
-        """What the runs that are compared with each other share."""
+        """Key that runs compared with each other share."""
         return self.group, self.block, self.prompt, self.repeat
 
     @property
@@ -96,35 +97,35 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ways of decoding share.
+    """Settings that all ways of decoding share.
 
     Attributes:
         model: The target.
-        tokenizer: Its tokenizer.
-        drafter: Its drafter.
+        tokenizer: Tokenizer of the target.
+        drafter: Whatever drafts for the target.
         max_tokens: Most tokens of a text.
         temp: Temperature.
-        seed: Of the noise.
-        couple: Rank drafts with the noise that the target will choose with.
+        seed: Key of the noise.
+        couple: Whether drafts are ranked with the noise of the target.
     """
 
     model: nn.Module
     tokenizer: Any
-    drafter: Drafter
+    drafter: LoadedDrafter
     max_tokens: int
     temp: float = 0.0
     seed: int = 0
     couple: bool = True
 
 
-# A way of decoding: a prompt's ids to a stream of responses.
+# A way of decoding: from the ids of a prompt to a stream of responses.
 Arm = Callable[[list[int]], Iterator[Any]]
 
 
 def stock_arm(
     setting: Setting, draft_model: nn.Module | None = None, num_draft_tokens: int = 3
 ) -> Arm:
-    """``mlx_lm.stream_generate``, with mlx-lm's own draft model if there is one."""
+    """Decoding by ``mlx_lm.stream_generate``, with its own draft model if there is one."""
 
     def decode(ids: list[int]) -> Iterator[Any]:
         mx.random.seed(setting.seed)
@@ -143,14 +144,14 @@ def stock_arm(
     return decode
 
 
-def drafted_arm(setting: Setting, shape: TreeShape | None) -> Arm:
-    """This package with trees of this shape; None lets it choose the shape of every step."""
-    sizes = {} if shape is None else vars(shape)
+def drafted_arm(setting: Setting, plan: DraftPlan | None) -> Arm:
+    """Decoding by this package with trees of this plan; None for adaptive drafting."""
+    sizes = {} if plan is None else plan.options
     return _own_arm(setting, drafter=setting.drafter, couple=setting.couple, **sizes)
 
 
 def plain_arm(setting: Setting) -> Arm:
-    """This package without a drafter."""
+    """Decoding by this package without a drafter."""
     return _own_arm(setting)
 
 
@@ -177,7 +178,7 @@ class Turn:
         group: See `Run`.
         block: See `Run`.
         prompt: The prompt.
-        repeat: Counts from 0.
+        repeat: Number of the round, from 0.
     """
 
     group: str
@@ -187,7 +188,7 @@ class Turn:
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        """`Run.turn` of its runs."""
+        """Key of the round's runs, their `Run.turn`."""
         return self.group, self.block, self.prompt.name, self.repeat
 
 
@@ -227,11 +228,11 @@ def run(name: str, arm: Arm, turn: Turn) -> Run:
 
 
 def take_turn(arms: dict[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[Run]:
-    """Every way of decoding once, on one prompt; each repeat starts with another one.
+    """Run every way of decoding once, on one prompt; each repeat starts with another way.
 
     Args:
         arms: Ways of decoding by name.
-        turn: Which round it is.
+        turn: The round.
         cool_down: Seconds to rest before every run.
     """
     names = list(arms)
@@ -244,7 +245,7 @@ def take_turn(arms: dict[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[
 
 
 def warm_up(arms: dict[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
-    """Let every way of decoding compile and allocate what it needs; nothing is recorded."""
+    """Let every way of decoding compile and allocate; nothing is recorded."""
     for arm in arms.values():
         with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]
             for _ in islice(responses, num_tokens):
@@ -252,9 +253,9 @@ def warm_up(arms: dict[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) ->
 
 
 def repetition(tokens: Sequence[int], size: int = 4) -> float:
-    """Share of the n-grams of a text that occurred before in it.
+    """Share of the n-grams of a text that occurred in it before.
 
-    Drafts of a text that repeats itself are right more often than they deserve.
+    A text that repeats itself is easier to predict than others.
     """
     grams = Counter(tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1))
     total = sum(grams.values())

@@ -1,6 +1,6 @@
-"""Beam width x beam length (x tree nodes x selection x dtype x temperature), as Apple swept it.
+"""Sweep over beam width and length, tree nodes, selection, dtype and temperature, like Apple's.
 
-Stock mlx-lm is measured once per block of a few shapes, in turns with them.
+Stock mlx-lm is measured once per block of a few plans, in turns with them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import OnProgress
-from mlx_redrafter.config import Selection, TreeShape
+from mlx_redrafter.config import DraftPlan, Selection
+from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import ConfigError
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# Apple's columns, in Apple's order, and after them what Apple did not vary.
+# Apple's columns in Apple's order, then those of options that Apple did not vary.
 DRAFTED_COLUMNS = (
     "run",
     "beam_width",
@@ -70,14 +71,14 @@ PLAIN_COLUMNS = (
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept.
+    """Values of every option swept.
 
     Attributes:
         widths: Beam widths.
         lengths: Beam lengths.
-        nodes: Tree nodes with "top_n", None for the default; those a tree cannot have are left out.
-        selections: "top_n", "beam".
-        dtypes: Names; None for the dtype that the checkpoint has.
+        nodes: Tree nodes with "top_n", None for the default; impossible ones are left out.
+        selections: Selections, "top_n" and "beam".
+        dtypes: Names of dtypes, None for the checkpoint's own.
         temps: Temperatures.
     """
 
@@ -92,68 +93,68 @@ class Grid:
         for name in self.dtypes:
             if name is not None and name not in DTYPES:
                 raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-        if not self.shapes:
+        if not self.plans:
             raise ConfigError("no tree has as many nodes as asked for; give fewer nodes")
 
     @property
-    def shapes(self) -> list[TreeShape]:
-        """All shapes, without repetitions."""
-        found: dict[TreeShape, None] = {}
+    def plans(self) -> list[DraftPlan]:
+        """All plans, without repetitions."""
+        found: dict[DraftPlan, None] = {}
         for selection in self.selections:
             for width in self.widths:
                 for length in self.lengths:
                     for nodes in self.nodes if selection == "top_n" else (None,):
-                        most = TreeShape(width, length, select=selection).max_nodes
+                        most = DraftPlan.of(width, length, select=selection).shape.max_nodes
                         if nodes is None or nodes <= most:
-                            found[TreeShape(width, length, nodes, selection)] = None
+                            found[DraftPlan.of(width, length, nodes, selection)] = None
         return list(found)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One shape of a sweep.
+    """Results of one plan of a sweep.
 
     Attributes:
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         temp: Temperature.
-        shape: What was drafted.
-        row: What was found.
+        plan: Plan of every step.
+        row: Results.
     """
 
     dtype: str
     temp: float
-    shape: TreeShape
+    plan: DraftPlan
     row: Row
 
 
 @dataclass(frozen=True)
 class Block:
-    """Shapes that are measured in turns with one another and with stock mlx-lm.
+    """Plans that are measured in turns with one another and with stock mlx-lm.
 
     Attributes:
-        dtype: Of the weights.
-        setting: With the temperature.
-        number: Counts from 0 for each dtype and temperature.
-        shapes: A few.
+        dtype: Dtype of the weights.
+        setting: Settings, the temperature among them.
+        number: Number of the block of its dtype and temperature, from 0.
+        plans: Plans of the block.
     """
 
     dtype: str
     setting: Setting
     number: int
-    shapes: list[TreeShape]
+    plans: list[DraftPlan]
 
     @property
     def group(self) -> str:
-        """Names dtype and temperature."""
+        """Name of dtype and temperature."""
         return group_name(self.dtype, self.setting.temp)
 
     @property
     def arms(self) -> dict[str, Arm]:
-        """Stock mlx-lm and the shapes; in the first block also plain decoding by this package."""
+        """Stock mlx-lm and the plans; in the first block also plain decoding by this package."""
         arms: dict[str, Arm] = {STOCK: stock_arm(self.setting)}
         if self.number == 0:
             arms[PLAIN] = plain_arm(self.setting)
-        return arms | {arm_name(shape): drafted_arm(self.setting, shape) for shape in self.shapes}
+        return arms | {arm_name(plan): drafted_arm(self.setting, plan) for plan in self.plans}
 
 
 def sweep(
@@ -167,22 +168,22 @@ def sweep(
     max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Point]:
-    """Measure every shape of the grid.
+    """Measure every plan of the grid.
 
     Args:
         setting: Model, drafter and limits; the models are cast to each dtype in turn, in place.
-        grid: What is swept.
+        grid: The grid.
         prompts: The prompts.
         repeats: Rounds per prompt.
-        recording: Gets the runs; turns that it has are not repeated.
-        shapes_per_block: Shapes per run of stock mlx-lm.
+        recording: Record of the runs; turns that it has are not repeated.
+        shapes_per_block: Plans per run of stock mlx-lm.
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
-        on_progress: Called with turns done and their number.
+        on_progress: Callback for the turns done and their number.
     """
     blocks = list(_blocks(setting, grid, shapes_per_block))
     total, done = len(blocks) * repeats * len(prompts), 0
-    casts = [_Cast(module) for module in (setting.model, setting.drafter)]
+    casts = [_Cast(one) for one in (setting.model, *as_proposer(setting.drafter).modules)]
     for block in blocks:
         turns = [
             Turn(block.group, block.number, prompt, repeat)
@@ -208,12 +209,12 @@ def sweep(
 
 
 def _points(block: Block, runs: Sequence[Run], max_repeated: float) -> Iterator[Point]:
-    """What was found about the shapes of a block."""
+    """Results of the plans of a block."""
     group = [run for run in runs if run.group == block.group]
     reference = STOCK if block.setting.temp == 0 else PLAIN
     rows = {row.arm: row for row in summarise(group, reference, max_repeated)}
-    for shape in block.shapes:
-        yield Point(block.dtype, block.setting.temp, shape, rows[arm_name(shape)])
+    for plan in block.plans:
+        yield Point(block.dtype, block.setting.temp, plan, rows[arm_name(plan)])
 
 
 def write_tables(
@@ -221,7 +222,7 @@ def write_tables(
 ) -> None:
     """Write ``recurrent_drafting.csv`` and ``autoregression.csv`` as Apple did, times in ms."""
     settings = {
-        (group_name(point.dtype, point.temp), arm_name(point.shape)): point for point in points
+        (group_name(point.dtype, point.temp), arm_name(point.plan)): point for point in points
     }
     drafted = []
     plain = []
@@ -237,12 +238,12 @@ def write_tables(
 
 
 def group_name(dtype: str, temp: float) -> str:
-    """How runs call what they share."""
+    """Name of dtype and temperature in runs."""
     return f"{dtype} temp {temp:g}"
 
 
 class _Cast:
-    """Casts the floating-point weights of a module, each time from those it had at first."""
+    """Casts of a module's floating-point weights, each from the original ones."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -262,12 +263,12 @@ class _Cast:
 
 
 def _blocks(setting: Setting, grid: Grid, size: int) -> Iterator[Block]:
-    shapes = grid.shapes
+    plans = grid.plans
     own = _dtype_name(setting.model)
     for dtype in grid.dtypes:
         for temp in grid.temps:
-            for number, start in enumerate(range(0, len(shapes), size)):
-                few = shapes[start : start + size]
+            for number, start in enumerate(range(0, len(plans), size)):
+                few = plans[start : start + size]
                 yield Block(dtype or own, replace(setting, temp=temp), number, few)
 
 
@@ -281,11 +282,11 @@ def _dtype_name(module: nn.Module) -> str:
 
 
 def _drafted_row(run: Run, point: Point, max_tokens: int) -> tuple[Any, ...]:
-    shape = point.shape
+    plan = point.plan
     return (
         run.repeat,
-        shape.beam_width,
-        shape.beam_length,
+        plan.shape.width,
+        plan.shape.length,
         f"mlx.core.{point.dtype}",
         max_tokens,
         point.temp == 0,
@@ -293,8 +294,8 @@ def _drafted_row(run: Run, point: Point, max_tokens: int) -> tuple[Any, ...]:
         run.prompt_tokens,
         run.prompt_tokens + len(run.tokens),
         1e3 * (run.prompt_seconds + run.decode_seconds),
-        shape.select,
-        shape.tree_nodes or "",
+        plan.shape.select,
+        plan.options["tree_nodes"] or "",
         point.temp,
         run.prompt,
         1e3 * run.decode_seconds,

@@ -1,6 +1,6 @@
-"""Timing in turns, and what to say about the samples: medians with their uncertainty.
+"""Timing in turns, and medians of the samples with their uncertainty.
 
-Machines get hot and are shared, so what is compared is measured in turns in one run, and compared
+Machines get hot and are shared, so times to compare are measured in turns in one run, and compared
 sample by sample.
 """
 
@@ -23,10 +23,10 @@ class Estimate:
     """A median and its uncertainty, in the unit of the samples.
 
     Attributes:
-        median: Of the samples.
+        median: Median of the samples.
         low: Lower end of the 95% bootstrap interval of the median.
-        high: Upper end.
-        quartiles: First and third quartile of the samples: their spread.
+        high: Upper end of that interval.
+        quartiles: First and third quartile of the samples.
         count: Number of samples.
     """
 
@@ -37,7 +37,7 @@ class Estimate:
     count: int
 
     def scaled(self, factor: float) -> Estimate:
-        """The same in another unit; ``factor`` is positive."""
+        """The estimate in another unit; ``factor`` is positive."""
         first, third = self.quartiles
         return Estimate(
             self.median * factor,
@@ -60,7 +60,7 @@ def estimate(samples: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes; it waits for the device itself."""
+    """Seconds that ``work`` takes, which itself waits for the device."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -76,14 +76,14 @@ def take_turns(
     """Run every job once per round, each round starting with another one.
 
     Args:
-        jobs: Return the seconds they measured.
+        jobs: Jobs by name; each returns the seconds that it measured.
         rounds: Rounds that count.
-        warm_up: Rounds before them that do not.
+        warm_up: Earlier rounds that do not count.
         cool_down: Seconds to rest before every round.
-        on_progress: Called with rounds done and their number.
+        on_progress: Callback for the rounds done and their number.
 
     Returns:
-        For each job its samples, one per round that counts, in seconds.
+        Samples by job, one per round that counts, in seconds.
     """
     names = list(jobs)
     samples: dict[str, list[float]] = {name: [] for name in names}

@@ -1,11 +1,11 @@
-"""Is the cost model any good? Fitted on two of Apple's chips it predicts the third.
+"""Validation of the cost model: fitted on two of Apple's chips, it predicts the third.
 
 Apple's sweeps: Vicuna-7B and its drafter at 16 bits on M1 Max, M2 and M2 Ultra, one prompt, 200
 tokens, W x L tokens per verify (shared prefixes were verified more than once).
 
-The terms of the model were chosen knowing all three chips; what is left out is each chip's numbers
-but for its plain decoding. M2 Ultra is taken for the variant with 76 GPU cores, which the source
-does not say.
+The terms of the model were chosen with all three chips known; left out are the third chip's numbers
+except its plain decoding. M2 Ultra is assumed to be the variant with 76 GPU cores; the source does
+not say.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Measured:
     """One of Apple's rows.
 
     Attributes:
-        chip: Where.
+        chip: The chip.
         dtype: "float16" or "bfloat16".
-        greedy: Whether tokens were the most probable ones.
-        width: W.
-        length: L.
-        plain: Milliseconds of a plain step of the same dtype there.
+        greedy: Whether decoding was greedy.
+        width: Beam width, W.
+        length: Beam length, L.
+        plain: Milliseconds of a plain step of the same dtype on the chip.
         time: Milliseconds of a step.
-        tokens_per_step: Of the one text.
+        tokens_per_step: Tokens per step of the text.
     """
 
     chip: Chip
@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def step(self) -> Step:
-        """For the cost model."""
+        """The step, for the cost model."""
         return Step(
             self.chip,
             self.plain,
@@ -65,7 +65,7 @@ class Measured:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding."""
+        """Speed relative to plain decoding."""
         return self.tokens_per_step * self.plain / self.time
 
     @property
@@ -84,8 +84,8 @@ class BestShape:
     """The shape that the model would choose on a chip it was not fitted on.
 
     Attributes:
-        dtype: Of the weights.
-        greedy: Whether tokens were the most probable ones.
+        dtype: Dtype of the weights.
+        greedy: Whether decoding was greedy.
         predicted: W and L with the best predicted speedup.
         measured: W and L with the best measured speedup.
         share: Measured speedup of the predicted shape over that of the measured one.
@@ -100,13 +100,13 @@ class BestShape:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """How well two chips predict the third.
+    """Prediction of one chip from the other two.
 
     Attributes:
-        chip: The third.
-        parameters: Fitted on the other two.
-        errors: Predicted over measured step time, minus 1, for each of its rows.
-        best: One per dtype and way of choosing tokens.
+        chip: Name of the chip.
+        parameters: Parameters fitted on the other two.
+        errors: Predicted over measured step time, minus 1, for each row of the chip.
+        best: Best shape for each dtype, greedy and sampled.
     """
 
     chip: str
@@ -140,7 +140,7 @@ def leave_one_out(rows: Sequence[Measured]) -> list[LeftOut]:
 
 
 def fit_all(rows: Sequence[Measured]) -> Parameters:
-    """The parameters that all chips give."""
+    """The parameters fitted on all chips."""
     return fit([row.step for row in rows], [row.time for row in rows])
 
 
@@ -179,7 +179,7 @@ def _leave_out(name: str, rows: Sequence[Measured]) -> LeftOut:
 def _best_shape(
     own: Sequence[Measured], acceptance: dict[tuple[int, int], float], parameters: Parameters
 ) -> BestShape:
-    """Acceptance is the other chips' too; it hardly depends on the chip."""
+    """The best shape, predicted with the acceptance found on other chips, hardly a difference."""
     predicted = {
         row.shape: acceptance[row.shape] * row.plain / step_time(row.step, parameters)
         for row in own

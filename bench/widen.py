@@ -1,13 +1,13 @@
-"""Widen a small trained Llama, and its drafter, without changing what they compute.
+"""Zero-padded growth of a small trained Llama, and of its drafter, that computes the same.
 
-For speed work where no large model is at hand: text and acceptance are the small model's, memory
-traffic and arithmetic those of a large one. Nothing that is measured on a widened model says
-anything about the quality of a model of that size. Only a longer context changes what is computed.
+For speed work without a large model: text and acceptance are the small model's, memory traffic and
+arithmetic those of a large one. No measurement on a widened model says anything about the quality
+of a model of that size. Only a longer context changes the results.
 
 The widened hidden state is the small one followed by zeros. With k the growth of the hidden size,
-a norm over it computes the old values when its weight is divided by sqrt(k) and its epsilon by k.
-Whatever writes into the zeros is zero, heads, neurons and layers that are new have no output, and
-weights that only ever meet zeros, or whose result is dropped, are arbitrary.
+a norm over it computes the old values if its weight is divided by sqrt(k) and its epsilon by k.
+Weights that write into the zeros are zero, new heads, neurons and layers have no output, and
+weights that only meet zeros, or whose results are dropped, are arbitrary.
 
 Axes: H hidden size, D size of a head, V vocabulary.
 """
@@ -18,7 +18,6 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
+from mlx_redrafter.bench.llama_shape import LlamaShape, widened_shape
 from mlx_redrafter.checkpoint import (
     CONFIG_FILE,
     find_checkpoint,
@@ -35,125 +35,18 @@ from mlx_redrafter.checkpoint import (
     write_atomically,
     write_checkpoint,
 )
-from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
-# New sizes are multiples of it, and heads smaller than it are widened towards it.
-ALIGNMENT = 64
-# Standard deviation of arbitrary weights; only its being finite matters.
+# Standard deviation of arbitrary weights; any finite one would do.
 NOISE = 0.02
 # RoPE's base in a config that names none, as mlx-lm's Llama reads it.
 ROPE_THETA = 10000.0
 
 Array = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
-
-
-@dataclass(frozen=True)
-class LlamaShape:
-    """The sizes of a Llama, named as in its ``config.json``."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> LlamaShape:
-        """Read a ``config.json``.
-
-        Raises:
-            CheckpointError: It is no plain Llama: another architecture, quantised, or with biases.
-        """
-        found = config.get("model_type")
-        if found != "llama":
-            raise CheckpointError(f"only model_type 'llama' can be widened, found {found!r}")
-        for key in ("quantization", "attention_bias", "mlp_bias", "sliding_window"):
-            if config.get(key):
-                raise CheckpointError(
-                    f"a model with {key} cannot be widened; use an unquantised plain Llama"
-                )
-        heads = config["num_attention_heads"]
-        return cls(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            tie_word_embeddings=config.get("tie_word_embeddings", True),
-        )
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the model; a tied head counts once."""
-        attention = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        layer = self.hidden_size * (attention + 3 * self.intermediate_size + 2)
-        embeddings = self.vocab_size * (1 if self.tie_word_embeddings else 2)
-        return layer * self.num_hidden_layers + self.hidden_size * (embeddings + 1)
-
-
-def widened_shape(
-    old: LlamaShape, num_parameters: int, num_layers: int | None = None, keep_heads: bool = False
-) -> LlamaShape:
-    """The shape nearest to a number of parameters that contains the old one.
-
-    Args:
-        old: The small model's.
-        num_parameters: Wanted, at least the small model's.
-        num_layers: Wanted, by default as many as there are.
-        keep_heads: Do not enlarge the heads themselves.
-
-    Raises:
-        ConfigError: The small model does not fit into that.
-    """
-    layers = old.num_hidden_layers if num_layers is None else num_layers
-    if layers < old.num_hidden_layers:
-        raise ConfigError(
-            f"layers must be at least the model's {old.num_hidden_layers}, got {layers}"
-        )
-    repeats = old.num_attention_heads // old.num_key_value_heads
-    head_dim = old.head_dim * (1 if keep_heads else max(1, ALIGNMENT // old.head_dim))
-
-    def with_hidden_size(hidden_size: int) -> LlamaShape:
-        groups = hidden_size // (head_dim * repeats)
-        neurons = old.intermediate_size * hidden_size / old.hidden_size
-        return dataclasses.replace(
-            old,
-            hidden_size=hidden_size,
-            intermediate_size=max(old.intermediate_size, round(neurons / ALIGNMENT) * ALIGNMENT),
-            num_hidden_layers=layers,
-            num_attention_heads=groups * repeats,
-            num_key_value_heads=groups,
-            head_dim=head_dim,
-        )
-
-    # Whole heads fill the hidden state; transformers, which loads the tokenizer, insists on it.
-    step = math.lcm(ALIGNMENT, head_dim * repeats)
-    size = -(-max(old.hidden_size, old.num_attention_heads * head_dim) // step) * step
-    best = with_hidden_size(size)
-    if best.num_parameters > 2 * num_parameters:
-        raise ConfigError(
-            f"the widened model has at least {best.num_parameters} parameters, got "
-            f"{num_parameters}; ask for more"
-        )
-    while best.num_parameters < num_parameters:
-        previous, size = best, size + step
-        best = with_hidden_size(size)
-        if num_parameters - previous.num_parameters < best.num_parameters - num_parameters:
-            best = previous
-            break
-    missing = num_parameters - best.num_parameters
-    neurons = best.intermediate_size + missing / (3 * best.hidden_size * layers)
-    neurons = max(old.intermediate_size, round(neurons / ALIGNMENT) * ALIGNMENT)
-    return dataclasses.replace(best, intermediate_size=neurons)
 
 
 def widen_target(
@@ -169,19 +62,18 @@ def widen_target(
     Args:
         source: Checkpoint folder or hub repository of the small model.
         destination: Folder to write.
-        num_parameters: About how many the copy gets.
-        num_layers: Layers of the copy, by default as many as there are; new ones come last.
-        context_length: Replaces ``max_position_embeddings``. Where it is larger, RoPE's base grows
-            with it, so that the text goes on meaning something: the copy no longer computes
-            exactly what the small model does.
-        seed: Of the arbitrary weights.
+        num_parameters: Approximate number of parameters of the copy.
+        num_layers: Layers of the copy, by default the small model's; new ones come last.
+        context_length: Value for ``max_position_embeddings``. RoPE's base grows with it, so that
+            longer texts go on meaning something; the copy then no longer computes exactly the same.
+        seed: Random seed of the arbitrary weights.
 
     Returns:
         The shape of the copy.
 
     Raises:
-        CheckpointError: The model is no plain Llama, or its files are damaged.
-        ConfigError: It does not fit into ``num_parameters`` and ``num_layers``.
+        CheckpointError: The model is not a plain Llama, or its files are damaged.
+        ConfigError: The model does not fit into ``num_parameters`` and ``num_layers``.
     """
     folder = find_checkpoint(source)
     config = read_config(folder)
@@ -234,10 +126,10 @@ def widen_drafter(
     Args:
         source: Folder or hub repository of the small target's drafter.
         destination: Folder to write.
-        hidden_size: Of the widened target.
-        exit_dim: Of the copy, by default the drafter's own; one that is twice the hidden size stays
-            so.
-        seed: Of the arbitrary weights.
+        hidden_size: Hidden size of the widened target.
+        exit_dim: Width of the copy's head, by default the drafter's own, or twice the hidden size
+            if that was so.
+        seed: Random seed of the arbitrary weights.
 
     Returns:
         The copy's config.
@@ -308,9 +200,9 @@ def _widened_exit_dim(old: DrafterConfig, hidden_size: int, wanted: int | None) 
 def _place(
     value: Array, rows: Indices, columns: Indices, size: tuple[int, int], rng: np.random.Generator
 ) -> Array:
-    """A matrix (or bias) with ``value`` at ``rows`` x ``columns``; other inputs are zero for sure.
+    """A matrix (or bias) with ``value`` at ``rows`` x ``columns``, whose other inputs are zero.
 
-    Rows that are not named get no contribution from ``columns``: their output is zero.
+    Other rows get no contribution from ``columns``: their output is zero.
     """
     if value.ndim == 1:
         bias = np.zeros(size[0], dtype=np.float32)
@@ -327,13 +219,13 @@ def _noise(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
 
 
 class _Widening:
-    """Where the weights of an old model go in a new one."""
+    """Places of an old model's weights in a new one."""
 
     def __init__(self, old: LlamaShape, new: LlamaShape, rng: np.random.Generator):
         self.old, self.new, self.rng = old, new, rng
         self.hidden = np.arange(old.hidden_size)
         self.neurons = np.arange(old.intermediate_size)
-        # A head that is m times as large rotates its pair m i as the old one its pair i.
+        # A head m times as large rotates its pair m * i like the old head its pair i.
         step = new.head_dim // old.head_dim
         half = step * np.arange(old.head_dim // 2)
         rotated = np.concatenate([half, half + new.head_dim // 2])
@@ -365,7 +257,7 @@ class _Widening:
                 yield prefix + name, tensor
 
     def _layer(self, layer: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """One layer; with no old weights one that adds nothing."""
+        """One layer; without old weights one that adds nothing."""
         new = self.new
         hidden, neurons = new.hidden_size, new.intermediate_size
         heads, groups = (
@@ -394,12 +286,12 @@ class _Widening:
         is_free: bool,
         name: str = "",
     ) -> mx.array:
-        """The old matrix inside arbitrary weights (``is_free``) or zeros."""
+        """The old matrix inside arbitrary weights (``is_free``) or inside zeros."""
         placed = _noise(self.rng, size) if is_free else np.zeros(size, dtype=np.float32)
         if weight is not None:
             old = np.array(weight.astype(mx.float32))
             if name == "self_attn.q_proj":
-                # New places in old heads must not reach the scores, whatever the keys hold there.
+                # New places in old heads must not reach the scores, whatever the keys have there.
                 placed[: self.old.num_attention_heads * self.new.head_dim] = 0
                 old = old * np.float32(self.query_scale)
             placed[np.ix_(rows, columns)] = old

@@ -30,26 +30,30 @@ app.command()(endurance)
 
 @app.command()
 def widen(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A small Llama.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Small Llama.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     parameters: Annotated[
-        str, typer.Option(help="About how many the copy gets, such as 0.2B or 150M.")
+        str, typer.Option(help="Approximate size of the copy, such as 0.2B or 150M.")
     ] = "0.2B",
-    layers: Annotated[int | None, typer.Option(help="Layers; new ones add nothing.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="The small model's drafter.")] = None,
-    drafter_out: Annotated[Path | None, typer.Option(help="Folder for its copy.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of the copy; new ones add nothing.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter of the small model.")] = None,
+    drafter_out: Annotated[Path | None, typer.Option(help="Folder for the drafter's copy.")] = None,
     drafter_exit_dim: Annotated[
-        int | None, typer.Option(help="Of the drafter's copy.", show_default="the drafter's own")
+        int | None,
+        typer.Option(help="Width of the copied drafter's head.", show_default="the drafter's own"),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Context, in tokens; a longer one changes RoPE's base.")
+        int | None,
+        typer.Option(help="Context of the copy, in tokens; a longer one changes RoPE's base."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the arbitrary weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the arbitrary weights.")] = 0,
 ) -> None:
-    """Widen a small Llama without changing what it computes, for speed work.
+    """Widen a small Llama by zero-padded growth: it computes the same, at a large model's cost.
 
-    Text and acceptance stay the small model's; a step costs what a large model's does. Only a
-    longer context than the small model's changes the text, so that it goes on meaning something.
+    Text and acceptance are the small model's, for speed work. Only a context longer than the small
+    model's changes the text, so that it goes on meaning something.
     """
     if (drafter is None) != (drafter_out is None):
         raise ConfigError("--drafter and --drafter-out belong together; give both or neither")

@@ -1,4 +1,4 @@
-"""``redrafter-mlx bench endurance``: one long text."""
+"""``redrafter-mlx bench endurance``: soak test on one long text."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from mlx_redrafter.cli import options
-from mlx_redrafter.cli.bench_output import Out, draw, load_pair, progress, show
-from mlx_redrafter.cli.bench_parts import PROMPT
-from mlx_redrafter.config import find_shape
+from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, TextPrompt
+from mlx_redrafter.cli.bench_output import draw, progress, show
+from mlx_redrafter.cli.options import Sizes
+from mlx_redrafter.cli.records import takes_records
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.endurance import Window
 
 
+@takes_records
 def endurance(
-    model: options.Model = None,
-    drafter: options.DrafterPath = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", show_default=False)] = PROMPT,
+    pair: RecurrentPair,
+    sizes: Sizes,
+    prompt: TextPrompt = PROMPT,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 20000,
     window: Annotated[int, typer.Option(help="Tokens per window.")] = 1000,
-    beam_width: options.BeamWidth = "auto",
-    beam_length: options.BeamLength = "auto",
-    tree_nodes: options.TreeNodes = "auto",
     out: Out = None,
 ) -> None:
-    """Decode one long text, past its end, and watch memory and the time of a step.
+    """Run a soak test: decode one long text, past its end, and watch memory and step time.
 
-    The exit code is 1 where either grows by more than the K/V rows and attention to them explain.
+    The exit code is 1 if either grows by more than the K/V rows and attention to them explain.
     """
-    shape = find_shape(beam_width, beam_length, tree_nodes, "top_n")
-    target, tokenizer, loaded = load_pair(model, drafter)
+    plan = sizes.plan()
+    target, tokenizer, loaded = pair.load()
     from mlx_redrafter.bench.endurance import endure, judge
     from mlx_redrafter.bench.plots import plot_endurance
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
@@ -41,18 +39,18 @@ def endurance(
     ids = list(tokenizer.encode(prompt))
     windows: list[Window] = []
     configuration = {
-        **pair_names(model, drafter, loaded),
-        "shape": "auto" if shape is None else vars(shape),
+        **pair_names(pair.model, pair.drafter, loaded),
+        "shape": "auto" if plan is None else plan.options,
         "prompt_tokens": len(ids),
         "tokens": tokens,
         "window": window,
     }
     result = new_result("endurance", configuration, windows=windows)
     with progress("Windows") as on_progress:
-        for found in endure(target, loaded, ids, shape, tokens, window):
+        for found in endure(target, loaded, ids, plan, tokens, window):
             windows.append(found)
             on_progress(len(windows), tokens // window)
-            if out is not None:  # a text of hours leaves what it got to
+            if out is not None:  # an interrupted text of hours leaves its windows
                 write_result(out, result)
     findings = judge(windows)
     show(_table(windows))

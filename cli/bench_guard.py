@@ -1,4 +1,4 @@
-"""``redrafter-mlx bench guard``: never slower than stock mlx-lm?"""
+"""``redrafter-mlx bench guard``: worst-case regression against stock mlx-lm."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from mlx_redrafter.cli import options
-from mlx_redrafter.cli.bench_output import load_pair, progress, refuse_texts, show
-from mlx_redrafter.cli.bench_speed import MaxTokens, Resume
+from mlx_redrafter.cli.bench_options import RecurrentPair, Resume, TextTokens
+from mlx_redrafter.cli.bench_output import progress, refuse_texts, show
+from mlx_redrafter.cli.options import IgnoreChatTemplate, Seed, Temp
+from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.config import check_int
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.timing import Estimate
 
 
+@takes_records
 def guard(
-    model: options.Model = None,
-    drafter: options.DrafterPath = None,
+    pair: RecurrentPair,
     case: Annotated[
         list[str] | None,
         typer.Option(
@@ -31,31 +32,30 @@ def guard(
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(help="Pairs of answers of each case.")] = 9,
-    max_tokens: MaxTokens = 256,
-    temp: options.Temp = 0.0,
-    seed: options.Seed = 0,
-    ignore_chat_template: options.IgnoreChatTemplate = False,
+    max_tokens: TextTokens = 256,
+    temp: Temp = 0.0,
+    seed: Seed = 0,
+    ignore_chat_template: IgnoreChatTemplate = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file.")] = None,
     resume: Resume = False,
 ) -> None:
-    """Guard against slowness: stock mlx-lm against auto where drafts are bad.
+    """Measure the worst-case regression: stock mlx-lm against auto on bad drafts.
 
-    Random tokens, other languages, source code, and a drafter of random weights. The exit code is 1
-    where auto is slower than allowed, or a text is not the target's own.
+    Cases are random tokens, other languages, source code, and a drafter of random weights. The exit
+    code is 1 if auto is slower than allowed, or a text is not the target's own.
     """
     check_int("pairs", pairs, 1)
     check_int("max_tokens", max_tokens, 2)
-    target, tokenizer, loaded = load_pair(model, drafter)
+    target, tokenizer, loaded = pair.load()
     from mlx_redrafter.bench.cases import NAMES, make_cases
     from mlx_redrafter.bench.guard import guard as measure
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
 
-    seed = options.fresh_seed(seed)
     cases = make_cases(tokenizer, loaded, not ignore_chat_template, seed, case or NAMES)
     configuration = {
-        **pair_names(model, drafter, loaded),
+        **pair_names(pair.model, pair.drafter, loaded),
         "pairs": pairs,
         "max_tokens": max_tokens,
         "temp": temp,
@@ -99,7 +99,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _remarks(verdict: Verdict) -> list[str]:
-    """What the table does not say about a case."""
+    """Remarks on a case beside the table."""
     from mlx_redrafter.bench.guard import LEAST_TOKENS
 
     remarks = []

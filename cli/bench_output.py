@@ -1,4 +1,4 @@
-"""What the benchmark commands share: loading, numbers, tables, progress."""
+"""Numbers read and results shown by the benchmark commands."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from mlx_redrafter.cli import options
 from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.errors import ConfigError
-
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", help="JSON file for the result.", show_default=False),
-]
-
-# Benchmarks of one shape take numbers only.
-BeamWidth = Annotated[int, typer.Option(help="Beams kept per level, 1 to 64.")]
-BeamLength = Annotated[int, typer.Option(help="Tokens per beam, root included, 2 to 16.")]
-TreeNodes = Annotated[
-    int | None,
-    typer.Option(help="Tokens per verify, root included.", show_default="9, or all there are"),
-]
-
-
-def load_pair(model: str | None, drafter: str | None) -> tuple[Any, Any, Any]:
-    """Load a target, its tokenizer and its drafter; the bundled ones without a model."""
-    if model is not None and drafter is None:
-        raise ConfigError("no drafter given; say --drafter FOLDER")
-    return options.Loading(model, drafter, None, False, []).load()
 
 
 def parse_count(text: str) -> int:
@@ -70,7 +48,7 @@ def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def draw(plot: Callable[[], Sequence[Path]]) -> None:
-    """Draw plots and name their files, or say why there are none."""
+    """Draw plots and print their paths, or the reason for none."""
     from mlx_redrafter.bench.plots import PlotError
 
     try:
@@ -81,7 +59,7 @@ def draw(plot: Callable[[], Sequence[Path]]) -> None:
 
 
 def refuse_texts(num_different: int) -> None:
-    """End with exit code 1 where texts are not the target's own."""
+    """End with exit code 1 if texts are not the target's own."""
     if num_different:
         typer.echo(
             f"{num_different} texts are not the target's own; in float16 and bfloat16 ties may "
@@ -92,7 +70,7 @@ def refuse_texts(num_different: int) -> None:
 
 
 def show(*lines: object) -> None:
-    """Print to stdout; wide enough for every table where stdout is no terminal."""
+    """Print to stdout, wide enough for every table if that is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for line in lines:
         console.print(line)
@@ -100,7 +78,7 @@ def show(*lines: object) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback that shows what is done of how much, and the time left, on stderr."""
+    """A callback that shows what is done, how much there is, and the time left, on stderr."""
     with progress_bar(label) as bar:
         task = bar.add_task(label)
         yield lambda done, total: bar.update(task, completed=done, total=total)

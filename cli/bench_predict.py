@@ -1,7 +1,9 @@
-"""``redrafter-mlx bench predict``: what a chip would do."""
+"""``redrafter-mlx bench predict``: speed on a chip that is not at hand."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -9,23 +11,35 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from mlx_redrafter.cli.bench_output import Out, parse_count, show
+from mlx_redrafter.cli.bench_options import Out
+from mlx_redrafter.cli.bench_output import parse_count, show
+from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mlx_redrafter.bench.predict import Prediction, Question
     from mlx_redrafter.bench.validation import LeftOut
 
 NOTICE = "PREDICTION, not a measurement"
 
 
-def predict(
-    chip: Annotated[str | None, typer.Option(help="Such as 'M2 Ultra'.")] = None,
-    parameters: Annotated[str, typer.Option(help="Of the target, such as 7B.")] = "6.74B",
-    bits: Annotated[int, typer.Option(help="Of its weights: 16, 8 or 4.")] = 16,
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of the target and its drafter."""
+
+    parameters: Annotated[str, typer.Option(help="Size of the target, such as 7B.")] = "6.74B"
+    bits: Annotated[int, typer.Option(help="Bits of the target's weights: 16, 8 or 4.")] = 16
     drafter_parameters: Annotated[
-        str, typer.Option(help="Of the drafter; Apple's for Vicuna-7B by default.")
-    ] = "396M",
-    drafter_bits: Annotated[int, typer.Option(help="Of its weights.")] = 16,
+        str, typer.Option(help="Size of the drafter; by default that of Apple's for Vicuna-7B.")
+    ] = "396M"
+    drafter_bits: Annotated[int, typer.Option(help="Bits of the drafter's weights.")] = 16
+
+
+@takes_records
+def predict(
+    *,
+    chip: Annotated[str | None, typer.Option(help="Name of the chip, such as 'M2 Ultra'.")] = None,
+    weights: Weights,
     plain_ms: Annotated[
         float | None, typer.Option(help="A plain step measured there, in ms.", show_default=False)
     ] = None,
@@ -49,33 +63,36 @@ def predict(
         raise ConfigError("no chip given; say --chip 'M2 Ultra', or --validate FOLDER")
     if plain_ms is not None and plain_ms <= 0:
         raise ConfigError(f"--plain-ms must be above 0, got {plain_ms}")
+    from mlx_redrafter.bench import predict as model
     from mlx_redrafter.bench.chips import find_chip
-    from mlx_redrafter.bench.predict import (
-        APPLE_ACCEPTANCE,
-        Question,
-        assumptions,
-        read_acceptances,
-    )
-    from mlx_redrafter.bench.predict import predict as ask
     from mlx_redrafter.bench.result_file import new_result, write_result
 
-    counts = parse_count(parameters), parse_count(drafter_parameters)
-    question = Question(find_chip(chip), counts[0], bits, counts[1], drafter_bits, plain_ms)
-    shapes = list(APPLE_ACCEPTANCE) if acceptance is None else read_acceptances(acceptance)
-    found = ask(question, shapes)
-    title = f"{NOTICE}: {question.chip.name}, {parameters} parameters, {bits} bits"
+    counts = parse_count(weights.parameters), parse_count(weights.drafter_parameters)
+    question = model.Question(
+        find_chip(chip), counts[0], weights.bits, counts[1], weights.drafter_bits, plain_ms
+    )
+    found = model.predict(
+        question,
+        model.APPLE_ACCEPTANCE if acceptance is None else model.read_acceptances(acceptance),
+    )
+    source = "Apple's for Vicuna-7B, one prompt" if acceptance is None else acceptance.name
+    notes = model.assumptions(question)
+    show(_table(question, found, weights), f"{NOTICE}. Tokens per step: {source}.", *notes)
+    if out is not None:
+        notes = [NOTICE, *notes]
+        write_result(out, new_result("predict", vars(question), notes=notes, found=found))
+
+
+def _table(question: Question, found: Sequence[Prediction], weights: Weights) -> Table:
+    title = f"{NOTICE}: {question.chip.name}, {weights.parameters} parameters, {weights.bits} bits"
     table = Table("shape", "T", "tokens/step", "step, ms", "tokens/s", "speedup", title=title)
     for one in found:
         shape = one.acceptance
         cells = (f"{shape.tokens:.1f}", f"{shape.tokens_per_step:.2f}", f"{one.step:.1f}")
         table.add_row(shape.name, *cells, f"{one.tokens_per_second:.1f}", f"{one.speedup:.2f}")
-    table.add_row("no drafting", "1", "1", f"{question.plain_step:.1f}",
-                  f"{1e3 / question.plain_step:.1f}", "1.00")  # fmt: skip
-    source = "Apple's for Vicuna-7B, one prompt" if acceptance is None else acceptance.name
-    show(table, f"{NOTICE}. Tokens per step: {source}.", *assumptions(question))
-    if out is not None:
-        notes = [NOTICE, *assumptions(question)]
-        write_result(out, new_result("predict", vars(question), notes=notes, found=found))
+    plain = question.plain_step
+    table.add_row("no drafting", "1", "1", f"{plain:.1f}", f"{1e3 / plain:.1f}", "1.00")
+    return table
 
 
 def _validate(folder: Path, out: Path | None) -> None:

@@ -1,17 +1,28 @@
-"""``redrafter-mlx check``: does drafting leave the text of this model alone?"""
+"""``redrafter-mlx check``: equality of drafted text and the target's own."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli import options
-from mlx_redrafter.config import SamplingParams, check_int
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.cli.loading import AdaptedPair
+from mlx_redrafter.cli.options import (
+    PROMPT,
+    Debug,
+    Drafting,
+    IgnoreChatTemplate,
+    MaxTokens,
+    Seed,
+    TextOptions,
+    generation_options,
+)
+from mlx_redrafter.cli.prompting import Prompting
+from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.config import check_int
 
 PROMPTS = (
     "Once upon a time, there was a little girl who",
@@ -20,9 +31,18 @@ PROMPTS = (
 )
 
 
+@dataclass(frozen=True)
+class CheckedText(TextOptions):
+    """A shorter text, and the same one every time."""
+
+    max_tokens: MaxTokens = 128
+    seed: Seed = 0
+
+
+@takes_records
 def check(
-    model: options.Model = None,
-    drafter: options.DrafterPath = None,
+    pair: AdaptedPair,
+    *,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,55 +50,31 @@ def check(
             "-p",
             help="Prompt to compare; may be repeated. Three by default.",
             show_default=False,
-            rich_help_panel=options.PROMPT,
+            rich_help_panel=PROMPT,
         ),
     ] = None,
-    adapter_path: options.AdapterPath = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    max_tokens: options.MaxTokens = 128,
-    temp: options.Temp = 0.0,
-    top_p: options.TopP = 0.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = 0,
-    beam_width: options.BeamWidth = "auto",
-    beam_length: options.BeamLength = "auto",
-    tree_nodes: options.TreeNodes = "auto",
-    select: options.Select = "top_n",
-    ignore_chat_template: options.IgnoreChatTemplate = False,
+    text: CheckedText,
+    drafting: Drafting,
+    ignore_chat_template: IgnoreChatTemplate = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Decode with and without the drafter, and compare token by token.
 
     The exit code is 1 if any text differs. Small gaps between the two best tokens are ties that
     float16 kernels for one and for several tokens may break differently.
     """
-    if model is not None and drafter is None:
-        raise ConfigError("no drafter given; say --drafter FOLDER")
-    check_int("max_tokens", max_tokens, 1)
-    drafting = options.Drafting(beam_width, beam_length, tree_nodes, select)
-    drafting.shape()  # refuses what is impossible before anything is loaded
-    params = SamplingParams(temp, top_p, top_k, min_p, options.fresh_seed(seed))
-    loading = options.Loading(model, drafter, adapter_path, trust_remote_code, [])
-    target, tokenizer, loaded = loading.load()
-    assert loaded is not None
+    check_int("max_tokens", text.max_tokens, 1)
+    options = generation_options(text, drafting)  # checked before anything is loaded
+    target, tokenizer, drafter = pair.load()
 
     from mlx_redrafter.parity import compare_decoding
 
     results = []
-    for text in prompt or PROMPTS:
-        prompting = options.Prompting(text, ignore_chat_template, None, None)
-        comparison = compare_decoding(
-            target,
-            tokenizer,
-            loaded,
-            prompting.encode(tokenizer),
-            max_tokens,
-            **vars(params),
-            **vars(drafting),
-        )
-        results.append({"prompt": text, **asdict(comparison)})
+    for one in prompt or PROMPTS:
+        ids = Prompting(one, ignore_chat_template).encode(tokenizer)
+        comparison = compare_decoding(target, tokenizer, drafter, ids, **vars(options))
+        results.append({"prompt": one, **asdict(comparison)})
         if not as_json:
             typer.echo(_describe(results[-1], tokenizer))
     is_equal = all(result["difference"] is None for result in results)

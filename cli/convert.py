@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperGroup
 
+from mlx_redrafter.cli.convert_options import (
+    Destination,
+    Dtype,
+    Layout,
+    QuantizationOptions,
+    Recurrence,
+    Source,
+    VocabularyOptions,
+)
+from mlx_redrafter.cli.records import takes_records
+
 if TYPE_CHECKING:
     from mlx_redrafter.convert.conversion import Conversion, ConversionOptions
     from mlx_redrafter.convert.inspection import Inspection
 
 DEFAULT_COMMAND = "run"
-
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")]
-TargetModel = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="The model it is for: check that it fits, test it."),
-]
 
 
 class ConvertGroup(TyperGroup):
@@ -36,52 +39,24 @@ class ConvertGroup(TyperGroup):
 app = typer.Typer(cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter.")
 
 
-class Dtype(StrEnum):
-    """Of the weights."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-class Layout(StrEnum):
-    """Whose files to write."""
-
-    MLX = "mlx"
-    PYTORCH = "pytorch"
-
-
-class Recurrence(StrEnum):
-    """What follows the linear maps of the RNN."""
-
-    SILU = "silu"
-    IDENTITY = "identity"
-
-
 @app.command(DEFAULT_COMMAND)
+@takes_records
 def convert(
     source: Source,
     destination: Destination,
-    target: TargetModel = None,
+    *,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="float16 unless given; with --to pytorch as stored.")
+        Dtype | None,
+        typer.Option(help="Dtype of the weights: float16, or as stored with --to pytorch."),
     ] = None,
-    quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantise.")] = False,
-    q_bits: Annotated[int, typer.Option(help="2, 3, 4, 6 or 8.")] = 4,
-    q_group_size: Annotated[int, typer.Option(help="32, 64 or 128.")] = 64,
-    vocab_slice: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Draft only the N most frequent tokens of --vocab-text."),
-    ] = None,
-    vocab_text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Text like that to be generated; may be repeated."),
-    ] = None,
+    quantization: QuantizationOptions,
+    vocabulary: VocabularyOptions,
     rnn_activation: Annotated[
-        Recurrence | None, typer.Option(help="If the origin of the weights does not tell.")
+        Recurrence | None,
+        typer.Option(help="Activation of the RNN, if the origin of the weights does not tell."),
     ] = None,
     to: Annotated[
-        Layout, typer.Option(help="pytorch: write Apple's layout from MLX.")
+        Layout, typer.Option(help="Layout to write; pytorch: Apple's, from MLX.")
     ] = Layout.MLX,
     upload_repo: Annotated[
         str | None, typer.Option(metavar="REPO", help="Upload the result to the hub.")
@@ -89,30 +64,21 @@ def convert(
 ) -> None:
     """Make a drafter loadable here; nothing in its files is ever executed.
 
-    `redrafter-mlx convert inspect SRC` says what a checkpoint is without converting it.
+    `redrafter-mlx convert inspect SRC` describes a checkpoint without converting it.
     """
-    from mlx_redrafter.convert.conversion import (
-        ConversionOptions,
-        Quantization,
-        VocabularySlice,
-        convert_drafter,
-    )
+    from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
 
-    _check_vocabulary(vocab_slice, vocab_text, target)
     if to is Layout.PYTORCH:
-        if quantize or target or vocab_slice or rnn_activation:
+        if quantization.quantize or vocabulary.target or rnn_activation:
             raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
         _export(source, destination, dtype)
     else:
-        rows = (
-            None if vocab_slice is None else VocabularySlice(vocab_slice, tuple(vocab_text or ()))
-        )
         options = ConversionOptions(
             dtype=(dtype or Dtype.FLOAT16).value,
-            quantization=Quantization(q_bits, q_group_size) if quantize else None,
-            target=target,
+            quantization=quantization.read(),
+            target=vocabulary.target,
             rnn_activation=None if rnn_activation is None else rnn_activation.value,
-            vocabulary=rows,
+            vocabulary=vocabulary.read(),
         )
         _report(convert_drafter(source, destination, options), destination, options)
     if upload_repo is not None:
@@ -125,19 +91,10 @@ def convert(
 def inspect_source(
     source: Source,
 ) -> None:
-    """Say what a checkpoint is, without converting it or reading its values."""
+    """Describe a checkpoint, without converting it or reading its values."""
     from mlx_redrafter.convert.inspection import inspect_checkpoint
 
     _show(inspect_checkpoint(source))
-
-
-def _check_vocabulary(
-    vocab_slice: int | None, vocab_text: list[Path] | None, target: str | None
-) -> None:
-    if (vocab_slice is None) != (not vocab_text):
-        raise typer.BadParameter("--vocab-slice and --vocab-text need each other")
-    if vocab_slice is not None and target is None:
-        raise typer.BadParameter("--vocab-slice needs --target, whose tokenizer counts the tokens")
 
 
 def _export(source: str, destination: Path, dtype: Dtype | None) -> None:

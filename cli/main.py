@@ -36,7 +36,7 @@ app.add_typer(bench, name="bench")
 
 
 class _Notes(logging.Handler):
-    """Puts what the package has to say on stderr, whichever that is at the time."""
+    """Handler that writes the package's log to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""

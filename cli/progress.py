@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr, and only where somebody is looking."""
+"""Progress of long work, on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(label: str) -> Progress:
-    """A bar with the time left, on stderr; none where that is no terminal."""
+    """A bar with the time left, on stderr; none if that is not a terminal."""
     return Progress(
         TextColumn(label),
         BarColumn(),
@@ -25,7 +25,7 @@ def progress_bar(label: str) -> Progress:
 
 @contextmanager
 def prefill_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that shows the prompt tokens processed; None where stderr is no terminal."""
+    """A callback that shows the prompt tokens processed; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

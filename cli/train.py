@@ -1,4 +1,4 @@
-"""``redrafter-mlx train``: a drafter for a model, made where the model is used."""
+"""``redrafter-mlx train``: a drafter for a model, trained on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mlx_redrafter.cli import options, train_options
+from mlx_redrafter.cli.records import pack, takes_records
+from mlx_redrafter.cli.train_options import Network, Run, Schedule, Target, Texts
 from mlx_redrafter.cli.train_progress import console_reporter
 from mlx_redrafter.errors import ConfigError
 
@@ -16,63 +17,44 @@ if TYPE_CHECKING:
     from mlx_redrafter.training import TrainingRequest, TrainingResult
 
 RUN_FILE = "run.json"
-# Not part of what a run is.
-TRANSIENT = ("resume", "debug", "out")
 
 
+@takes_records
 def train(
     context: typer.Context,
-    out: train_options.Out,
-    model: options.NamedModel = None,
-    data: train_options.DataFiles = None,
-    prompts: train_options.PromptFiles = None,
-    tokens: train_options.Tokens = None,
-    self_written: train_options.SelfWritten = 0.5,
-    answer_tokens: train_options.AnswerTokens = 256,
-    temp: train_options.WriterTemp = 0.8,
-    cache: train_options.TeacherCache = None,
-    start_from: train_options.StartFrom = None,
-    recipe: train_options.Recipe = "soft",
-    epochs: train_options.Epochs = 3,
-    minutes: train_options.Minutes = None,
-    batch_tokens: train_options.BatchTokens = 1024,
-    lr: train_options.LearningRate = None,
-    seed: train_options.Seed = 0,
-    exit_dim: train_options.ExitDim = None,
-    layers: train_options.Layers = 2,
-    length: train_options.Length = 5,
-    draft_vocab: train_options.DraftVocab = None,
-    dtype: train_options.Dtype = "float16",
-    adapter_path: options.AdapterPath = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    resume: train_options.Resume = False,
-    debug: options.Debug = False,
+    run: Run,
+    target: Target,
+    texts: Texts,
+    network: Network,
+    schedule: Schedule,
 ) -> None:
     """Train a drafter for a model on this machine.
 
     Interrupt it whenever you like: `redrafter-mlx train --out FOLDER --resume` goes on and ends
     where an undisturbed run ends.
     """
-    values = {k: v for k, v in context.params.items() if k not in TRANSIENT}
-    if resume:
-        values = _stored_options(context, out, values)
-    request = _request(values, out, resume)
+    values = {**vars(target), **vars(texts), **vars(network), **vars(schedule)}
+    if run.resume:
+        values = _stored_options(context, run.out, values)
+    request = _request(run, values)
 
     from mlx_redrafter.training import save_json, train_drafter
 
-    save_json(out / RUN_FILE, json.loads(json.dumps(values, default=str)))
+    save_json(run.out / RUN_FILE, json.loads(json.dumps(values, default=str)))
     with console_reporter() as reporter:
         try:
             result = train_drafter(request, reporter)
         except KeyboardInterrupt:
             reporter.close()
-            typer.echo(f"stopped; go on with: redrafter-mlx train --out {out} --resume", err=True)
+            typer.echo(
+                f"stopped; go on with: redrafter-mlx train --out {run.out} --resume", err=True
+            )
             raise
     _print_result(result, request)
 
 
 def _stored_options(context: typer.Context, out: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The options that a run was begun with; ones given again must be the same."""
+    """The options that a run began with; any given again must be the same."""
     path = out / RUN_FILE
     if not path.exists():
         return given
@@ -91,7 +73,8 @@ def _stored_options(context: typer.Context, out: Path, given: dict[str, Any]) ->
     return {**given, **stored}
 
 
-def _request(values: dict[str, Any], out: Path, resume: bool) -> TrainingRequest:
+def _request(run: Run, values: dict[str, Any]) -> TrainingRequest:
+    """The request of a run with these options, of which paths may be strings."""
     from mlx_redrafter.training import (
         DataOptions,
         LossOptions,
@@ -100,36 +83,38 @@ def _request(values: dict[str, Any], out: Path, resume: bool) -> TrainingRequest
         TrainingRequest,
     )
 
-    if values["model"] is None:
+    target, texts = pack(Target, values), pack(Texts, values)
+    network, schedule = pack(Network, values), pack(Schedule, values)
+    if target.model is None:
         raise ConfigError("no target given; say --model FOLDER or --model ORG/NAME")
     return TrainingRequest(
-        model=values["model"],
-        out=out,
-        data=[Path(path) for path in values["data"] or ()],
-        prompts=[Path(path) for path in values["prompts"] or ()],
-        cache=None if values["cache"] is None else Path(values["cache"]),
-        adapter_path=values["adapter_path"],
-        trust_remote_code=values["trust_remote_code"],
-        start_from=values["start_from"],
-        dtype=values["dtype"],
-        resume=resume,
+        model=target.model,
+        out=run.out,
+        data=[Path(path) for path in texts.data or ()],
+        prompts=[Path(path) for path in texts.prompts or ()],
+        cache=None if texts.cache is None else Path(texts.cache),
+        adapter_path=target.adapter_path,  # type: ignore[arg-type]
+        trust_remote_code=target.trust_remote_code,
+        start_from=network.start_from,
+        dtype=network.dtype,
+        resume=run.resume,
         data_options=DataOptions(
-            max_tokens=values["tokens"],
-            written_share=values["self_written"],
-            answer_tokens=values["answer_tokens"],
-            temp=values["temp"],
-            seed=values["seed"],
+            max_tokens=texts.tokens,
+            written_share=texts.self_written,
+            answer_tokens=texts.answer_tokens,
+            temp=texts.temp,
+            seed=schedule.seed,
         ),
         network=NetworkOptions(
-            values["exit_dim"], values["layers"], values["length"], values["draft_vocab"]
+            network.exit_dim, network.layers, network.length, network.draft_vocab
         ),
-        loss=LossOptions(recipe=values["recipe"]),
+        loss=LossOptions(recipe=schedule.recipe),  # type: ignore[arg-type]
         training=TrainingOptions(
-            epochs=values["epochs"],
-            minutes=values["minutes"],
-            batch_tokens=values["batch_tokens"],
-            learning_rate=values["lr"],
-            seed=values["seed"],
+            epochs=schedule.epochs,
+            minutes=schedule.minutes,
+            batch_tokens=schedule.batch_tokens,
+            learning_rate=schedule.lr,
+            seed=schedule.seed,
         ),
     )
 

@@ -1,156 +1,172 @@
-"""Options of ``redrafter-mlx train``."""
+"""Options of ``redrafter-mlx train``, a record for each group of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mlx_redrafter.cli.loading import AdapterPath, NamedModel, TrustRemoteCode
+from mlx_redrafter.cli.options import Debug
+
 TEXT, NETWORK, TRAINING = "Text", "Drafter", "Training"
 
-Out = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="The drafter; also holds the run.")
-]
-DataFiles = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--data",
-        metavar="FILE",
-        help='Text, or jsonl with "text", "messages" or "prompt". May be repeated.',
-        show_default=False,
-        rich_help_panel=TEXT,
-    ),
-]
-PromptFiles = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--prompts",
-        metavar="FILE",
-        help="Prompts that the model answers: one a line, or jsonl. May be repeated.",
-        show_default=False,
-        rich_help_panel=TEXT,
-    ),
-]
-Tokens = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens",
-        help="Most tokens to train on; all.",
-        show_default=False,
-        rich_help_panel=TEXT,
-    ),
-]
-SelfWritten = Annotated[
-    float,
-    typer.Option(
-        "--self-written",
-        help="Share of the tokens that the model writes itself, 0 to 1.",
-        rich_help_panel=TEXT,
-    ),
-]
-AnswerTokens = Annotated[
-    int,
-    typer.Option("--answer-tokens", help="Most tokens of a text it writes.", rich_help_panel=TEXT),
-]
-WriterTemp = Annotated[
-    float,
-    typer.Option(
-        "--temp",
-        help="Temperature of half of these texts; the others are greedy.",
-        rich_help_panel=TEXT,
-    ),
-]
-TeacherCache = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache",
-        metavar="FOLDER",
-        help="What the model says of the texts; to be shared by runs. OUT/cache.",
-        show_default=False,
-        rich_help_panel=TEXT,
-    ),
-]
-StartFrom = Annotated[
-    str | None,
-    typer.Option(
-        "--start-from",
-        metavar="DRAFTER",
-        help="Go on from this drafter, a folder or repository; a new one.",
-        show_default=False,
-        rich_help_panel=NETWORK,
-    ),
-]
-Recipe = Annotated[
-    str,
-    typer.Option(
-        "--recipe",
-        help="What to teach: soft, the model's distributions; coupled, to sample as it does; "
-        "apple, the text; rollouts.",
-        rich_help_panel=TRAINING,
-    ),
-]
-Epochs = Annotated[
-    int, typer.Option("--epochs", help="Passes over the text.", rich_help_panel=TRAINING)
-]
-Minutes = Annotated[
-    float | None,
-    typer.Option(
-        "--minutes",
-        help="Train about this long instead.",
-        show_default=False,
-        rich_help_panel=TRAINING,
-    ),
-]
-BatchTokens = Annotated[
-    int,
-    typer.Option("--batch-tokens", help="Positions per step.", rich_help_panel=TRAINING),
-]
-LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        "--lr",
-        help="Peak learning rate; by the drafter's width.",
-        show_default=False,
-        rich_help_panel=TRAINING,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option("--seed", help="Of texts, weights and order.", rich_help_panel=TRAINING),
-]
-ExitDim = Annotated[
-    int | None,
-    typer.Option(
-        "--exit-dim",
-        help="Width of the head; 1024, or twice the hidden size if that is less.",
-        show_default=False,
-        rich_help_panel=NETWORK,
-    ),
-]
-Layers = Annotated[
-    int,
-    typer.Option("--layers", help="Residual blocks before the head.", rich_help_panel=NETWORK),
-]
-Length = Annotated[
-    int,
-    typer.Option(
-        "--length",
-        help="Tokens per beam to train for, root included.",
-        rich_help_panel=NETWORK,
-    ),
-]
-DraftVocab = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-vocab",
-        help="Propose only so many tokens, the most frequent ones; all.",
-        show_default=False,
-        rich_help_panel=NETWORK,
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option("--dtype", help="Of the weights written.", rich_help_panel=NETWORK),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+
+@dataclass(frozen=True)
+class Run:
+    """The run, and where it is kept."""
+
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="FOLDER", help="Folder for the drafter; also holds the run."),
+    ]
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False
+    debug: Debug = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model to train a drafter for."""
+
+    model: NamedModel = None
+    adapter_path: AdapterPath = None
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts to train on."""
+
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help='Text, or jsonl with "text", "messages" or "prompt". May be repeated.',
+            show_default=False,
+            rich_help_panel=TEXT,
+        ),
+    ] = None
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts that the model answers: one a line, or jsonl. May be repeated.",
+            show_default=False,
+            rich_help_panel=TEXT,
+        ),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens to train on; all by default.",
+            show_default=False,
+            rich_help_panel=TEXT,
+        ),
+    ] = None
+    self_written: Annotated[
+        float,
+        typer.Option(
+            help="Share of the tokens that the model writes itself, 0 to 1.", rich_help_panel=TEXT
+        ),
+    ] = 0.5
+    answer_tokens: Annotated[
+        int, typer.Option(help="Most tokens of a text that the model writes.", rich_help_panel=TEXT)
+    ] = 256
+    temp: Annotated[
+        float,
+        typer.Option(
+            help="Temperature of half of the texts that the model writes; the others are greedy.",
+            rich_help_panel=TEXT,
+        ),
+    ] = 0.8
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for the model's outputs on the texts, which runs may share; by default "
+            "OUT/cache.",
+            show_default=False,
+            rich_help_panel=TEXT,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """The drafter."""
+
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DRAFTER",
+            help="Drafter to go on from, a folder or repository; by default a new one.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    exit_dim: Annotated[
+        int | None,
+        typer.Option(
+            help="Width of the head; by default 1024, or twice the hidden size if that is less.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    layers: Annotated[
+        int, typer.Option(help="Residual blocks before the head.", rich_help_panel=NETWORK)
+    ] = 2
+    length: Annotated[
+        int,
+        typer.Option(help="Tokens per beam to train for, root included.", rich_help_panel=NETWORK),
+    ] = 5
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of tokens that can be proposed, the most frequent ones; by default all.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights written.", rich_help_panel=NETWORK)
+    ] = "float16"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The training."""
+
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="Objective: soft, the model's distributions; coupled, to sample as it does; "
+            "apple, the text; rollouts, the model's greedy continuations.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = "soft"
+    epochs: Annotated[int, typer.Option(help="Passes over the text.", rich_help_panel=TRAINING)] = 3
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Approximate time to train, instead of --epochs.",
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    batch_tokens: Annotated[
+        int, typer.Option(help="Positions per step.", rich_help_panel=TRAINING)
+    ] = 1024
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate; by default one for the drafter's width.",
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        typer.Option(help="Random seed of texts, weights and order.", rich_help_panel=TRAINING),
+    ] = 0

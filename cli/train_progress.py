@@ -1,4 +1,4 @@
-"""What ``redrafter-mlx train`` shows while it works, and how it is interrupted."""
+"""Progress of ``redrafter-mlx train``, and its interruption."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import typer
 
-# Between lines about progress where stderr is no terminal.
+# Seconds between lines about progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
 
 class Interrupts:
-    """Remembers Ctrl-C until a step is finished; the second one stops at once."""
+    """Memory of Ctrl-C until a step is finished; the second one stops at once."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -35,7 +35,7 @@ class Interrupts:
 
 
 class ConsoleReporter:
-    """Shows progress with the time left on a terminal, and a line for what is worth one."""
+    """A reporter that shows progress with the time left on a terminal, and messages."""
 
     def __init__(self, interrupts: Interrupts):
         from mlx_redrafter.cli.progress import progress_bar
@@ -72,7 +72,7 @@ class ConsoleReporter:
 
 @contextmanager
 def console_reporter() -> Iterator[ConsoleReporter]:
-    """Progress on stderr, ended by Ctrl-C once a step is finished."""
+    """A reporter on stderr, ended by Ctrl-C once a step is finished."""
     interrupts = Interrupts()
     reporter = ConsoleReporter(interrupts)
     before = signal.signal(signal.SIGINT, interrupts.handle)

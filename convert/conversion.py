@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint import shared_name
-from mlx_redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.convert.conversion_card import render_conversion_card
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
@@ -22,7 +21,6 @@ from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import DTYPES, read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.generation import check_fit
 from mlx_redrafter.loading import load
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     check_quantization,
@@ -30,7 +28,9 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
     quantize_drafter,
     save_drafter,
 )
+from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.version import __version__
 
@@ -154,7 +154,7 @@ def convert_drafter(
         _fit_vocabulary(pending, target)
         _slice_vocabulary(pending, tokenizer, options)
         drafter = _build(pending, options)
-        check_fit(drafter, target, tokenizer.vocab_size)
+        RecurrentProposer(drafter).check_fit(target, tokenizer)
         measured = _test(pending, drafter, model, tokenizer)
     provenance = _describe_provenance(source, pending, options, measured)
     with publish(destination) as folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 _TEMPLATE = """---
 library_name: mlx

@@ -10,12 +10,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.checkpoint import find_checkpoint, shared_name, write_checkpoint
-from mlx_redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.shapes import APPLE_TOP_K
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.checkpoint import PATTERNS, load_drafter
+from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.version import __version__
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.recognition import recognise_foreign
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.config import Activation
-from mlx_redrafter.generation import encode_prompt
+from mlx_redrafter.chat import encode_question
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.redrafter.calibration import (
     TOP_TOKENS,
@@ -27,6 +25,7 @@ from mlx_redrafter.proposers.redrafter.calibration import (
     calibrate,
     predict,
 )
+from mlx_redrafter.proposers.redrafter.config import Activation
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.topk import top_k
@@ -93,7 +92,7 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     Waits for the device at every token.
     """
     target = Target(model)
-    texts = [_decode(target, _encode(tokenizer, prompt)) for prompt in PROMPTS]
+    texts = [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
     firsts, seconds = _find_matches(drafter, target, texts)
     calibration = calibrate(drafter, target.embed, texts)
     if not drafter.config.rnn:
@@ -113,14 +112,6 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     )
 
 
-def _encode(tokenizer: Any, prompt: str) -> list[int]:
-    """Encode a prompt, in the chat format if the model has one."""
-    if tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-    return encode_prompt(tokenizer, prompt)
-
-
 def _decode(target: Target, prompt: list[int]) -> Text:
     """Continue a prompt greedily."""
     cache = target.new_cache()
@@ -133,7 +124,7 @@ def _decode(target: Target, prompt: list[int]) -> Text:
         best = top_k(logits, min(TOP_TOKENS, target.vocab_size))
         log_probs = best.values - mx.logsumexp(logits)
         token = best.indices[:, 0].astype(mx.int32)
-        columns.append((token, forward.hiddens, best.indices.astype(mx.int32), log_probs))
+        columns.append((token, forward.hidden_states, best.indices.astype(mx.int32), log_probs))
         tokens += to_ints(token)
         if len(tokens) > TOKENS_PER_PROMPT:
             return Text(*(mx.concatenate(list(rows)) for rows in zip(*columns, strict=True)))

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
 Shapes = Mapping[str, tuple[int, ...]]

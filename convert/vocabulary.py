@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 
 def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:

@@ -15,19 +15,26 @@ from mlx_redrafter.version import __version__
 prepare()
 
 if TYPE_CHECKING:
-    from mlx_redrafter.config import DrafterConfig
+    from mlx_redrafter.engine import Engine
     from mlx_redrafter.errors import RedrafterError
-    from mlx_redrafter.generation import GenerationResponse, generate, stream_generate
+    from mlx_redrafter.generation import generate, stream_generate
     from mlx_redrafter.loading import load
+    from mlx_redrafter.proposers.draft_model import DraftModel
+    from mlx_redrafter.proposers.lookup import Lookup
     from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
+    from mlx_redrafter.proposers.redrafter.config import DrafterConfig
     from mlx_redrafter.proposers.redrafter.network import Drafter
+    from mlx_redrafter.responses import GenerationResponse
 
 # Where each public name lives. Imported on first use: mlx-lm alone takes seconds to import, which
 # `redrafter-mlx --help` should not have to wait for.
 _HOMES = {
+    "DraftModel": "proposers.draft_model",
     "Drafter": "proposers.redrafter.network",
-    "DrafterConfig": "config",
-    "GenerationResponse": "generation",
+    "DrafterConfig": "proposers.redrafter.config",
+    "Engine": "engine",
+    "GenerationResponse": "responses",
+    "Lookup": "proposers.lookup",
     "RedrafterError": "errors",
     "generate": "generation",
     "load": "loading",
@@ -37,9 +44,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "DraftModel",
     "Drafter",
     "DrafterConfig",
+    "Engine",
     "GenerationResponse",
+    "Lookup",
     "RedrafterError",
     "__version__",
     "generate",

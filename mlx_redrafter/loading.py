@@ -15,16 +15,20 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
-from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.generation import check_fit
 from mlx_redrafter.policy.precision import choose_precision
+from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.architectures import check_config
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.recognition import CONFIG_ONLY, is_lookup, recognise
+from mlx_redrafter.target.inspection import check_config
 from mlx_redrafter.target.target import Target
 
-CONFIG_ONLY = ["config.json"]
+LoadedDrafter = Drafter | DraftModel | Lookup
 
 
 def load(
@@ -34,8 +38,8 @@ def load(
     tokenizer_config: Mapping[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
-    """Load a model with mlx-lm, and the drafter made for it.
+) -> tuple[nn.Module, TokenizerWrapper, LoadedDrafter | None]:
+    """Load a model with mlx-lm, and what drafts for it.
 
     Both configs are fetched and checked before any weights are. Weights keep the dtype they are
     stored in, except the bundled pair's, which are stored in float16 to be small and returned in
@@ -48,16 +52,20 @@ def load(
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
             bundled one.
-        drafter: The drafter, likewise. None loads none, or the bundled one for the bundled model.
+        drafter: A recurrent drafter or a smaller model of the same token ids, likewise a folder or
+            a repository, or "lookup" for drafts out of the text itself. None loads none, or the
+            bundled drafter for the bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
-        trust_remote_code: Let mlx-lm and the tokenizer run code from the checkpoint.
+        trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
 
     Returns:
-        The stock mlx-lm model, its tokenizer, and the drafter or None.
+        The stock mlx-lm model, its tokenizer, and the drafter or None; all weights in memory, so
+        that any thread may use them.
 
     Raises:
         CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model.
+        ConfigError: "lookup" is a folder as well.
         NonFiniteError: The drafter's weights are not finite.
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
     """
@@ -70,51 +78,62 @@ def load(
     check_config(config)
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
-    loaded_drafter = None
+    loaded: LoadedDrafter | None = None
     if drafter is not None:
-        draft_values = read_config(find_checkpoint(drafter, CONFIG_ONLY))
-        _check_sizes(DrafterConfig.from_dict(draft_values), config)
-        loaded_drafter = load_drafter(drafter)
+        loaded = _load_drafter(drafter, config)
+    options = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+    model, tokenizer = _load_model(name, options, adapter_path, trust_remote_code)
+    if is_bundled:
+        model.set_dtype(mx.float32)
+        if isinstance(loaded, Drafter):
+            loaded.set_dtype(mx.float32)
+            mx.eval(loaded.parameters())
+    # Weights that were cast are computed here: another thread could not.
+    mx.eval(model.parameters())
+    target = Target(model)
+    if loaded is not None:
+        as_proposer(loaded).check_fit(target, tokenizer)
+    if isinstance(loaded, Drafter):
+        loaded = choose_precision(loaded, target)
+    return model, tokenizer, loaded
 
+
+def _load_model(
+    name: str,
+    tokenizer_config: Mapping[str, Any],
+    adapter_path: str | Path | None,
+    trust_remote_code: bool,
+) -> tuple[nn.Module, TokenizerWrapper]:
     folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
     read_shapes(folder)  # names a truncated file before memory is spent
     try:
         model, tokenizer, *_ = mlx_lm.load(
             str(folder),
-            tokenizer_config={
-                "trust_remote_code": trust_remote_code,
-                **(tokenizer_config or {}),
-            },
+            tokenizer_config=dict(tokenizer_config),
             adapter_path=None if adapter_path is None else str(adapter_path),
             trust_remote_code=trust_remote_code,
         )
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"mlx-lm cannot load {name}: {reason[0]}") from error
-    if is_bundled:
-        model.set_dtype(mx.float32)
-        if loaded_drafter is not None:
-            loaded_drafter.set_dtype(mx.float32)
-    target = Target(model)
-    if loaded_drafter is not None:
-        check_fit(loaded_drafter, target, tokenizer.vocab_size)
-        loaded_drafter = choose_precision(loaded_drafter, target)
-    return model, tokenizer, loaded_drafter
+    return model, tokenizer
 
 
-def _check_sizes(drafter: DrafterConfig, config: Mapping[str, Any]) -> None:
-    """What `check_fit` checks, as far as the target's config alone tells."""
-    text_config = config.get("text_config")
-    values = text_config if isinstance(text_config, Mapping) else config
-    hidden_size = values.get("hidden_size", drafter.hidden_size)
-    if hidden_size != drafter.hidden_size:
-        raise CheckpointError(
-            f"the drafter's hidden_size {drafter.hidden_size} does not match the target's "
-            f"{hidden_size}; use a drafter trained for this model"
-        )
-    vocab_size = values.get("vocab_size", drafter.vocab_size)
-    if isinstance(vocab_size, int) and vocab_size < drafter.vocab_size:
-        raise CheckpointError(
-            f"the drafter's vocab_size {drafter.vocab_size} does not match the target's "
-            f"{vocab_size}; use a drafter trained for this model"
-        )
+def _load_drafter(drafter: str | Path, target: Mapping[str, Any]) -> LoadedDrafter:
+    """Load what drafts for a target with this config, once its own config has been checked."""
+    if is_lookup(drafter):
+        return Lookup()
+    kind, config = recognise(drafter)
+    text_config = target.get("text_config")
+    values = text_config if isinstance(text_config, Mapping) else target
+    if kind == "draft model":
+        # A repository's code is trusted for the target alone.
+        model, tokenizer = _load_model(str(drafter), {}, None, trust_remote_code=False)
+        return DraftModel(model, tokenizer)
+    vocab_size = values.get("vocab_size")
+    check_sizes(
+        DrafterConfig.from_dict(config),
+        values.get("hidden_size"),
+        vocab_size if isinstance(vocab_size, int) else None,
+    )
+    return load_drafter(drafter)

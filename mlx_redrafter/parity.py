@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
+from mlx_redrafter.engine import AnyDrafter
 from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.host import to_floats
-from mlx_redrafter.proposers.redrafter.network import Drafter
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Comparison:
 
     Attributes:
         num_tokens: Tokens of the plain text, stop token included.
-        tokens_per_step: Of drafted decoding.
+        tokens_per_step: Tokens per verify of drafted decoding.
         difference: None if the texts are equal.
     """
 
@@ -51,7 +51,7 @@ class Comparison:
 def compare_decoding(
     model: nn.Module,
     tokenizer: Any,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     prompt: Sequence[int],
     max_tokens: int,
     **options: Any,

@@ -13,7 +13,7 @@ from tests.test_architecture import SOURCES
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 DANGLING = re.compile(
     r" {4}([*\w.]+: +)?"
-    r"(Of|That|At|With|Under|By|From|In|On|As|Which|What|How|Where|When|Why|Who)\b"
+    r"(Of|That|At|With|Under|By|From|In|On|As(?! in `)|Which|What|How|Where|When|Why|Who)\b"
 )
 
 
@@ -56,12 +56,12 @@ class Point:
             *names: Where they are.
 
         Returns:
-            As in `names`. The second
+            As the one before. The second
             By this line.
         """
 '''
     assert list(_dangling(source)) == [
         "step: Of the run, which",
         "*names: Where they are.",
-        "As in `names`. The second",
+        "As the one before. The second",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from mlx_redrafter.target.architectures import supported_names
+from mlx_redrafter.target.inspection import supported_names
 from tests.helpers.models import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

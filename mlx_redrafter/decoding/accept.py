@@ -1,6 +1,6 @@
 """The acceptance walk: how far the target's own choices agree with the drafts.
 
-Axes: N nodes of the tree, L beam length (root included).
+Axes: N nodes of the tree, L its levels, the root's included (`TokenTree.max_depth` + 1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Acceptance(NamedTuple):
     bonus: mx.array
 
 
-def accept(tree: TokenTree, chosen: mx.array, beam_length: int) -> Acceptance:
+def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
     """Walk from the root for as long as the target's choice is one of the drafts.
 
     Every token on the path, and the bonus token, is the target's choice after its true prefix: the
@@ -37,10 +37,9 @@ def accept(tree: TokenTree, chosen: mx.array, beam_length: int) -> Acceptance:
     Args:
         tree: The verified drafts.
         chosen: The target's token after every node, integer, shape (N,).
-        beam_length: L.
     """
     chosen = chosen.astype(mx.int32)
-    size = tree.tokens.shape[0]
+    size, length = tree.size, tree.max_depth + 1
     is_root = mx.arange(size) == 0
     # Functions, not operators: under mx.vmap those do not broadcast (MLX 0.32.4).
     matches = mx.logical_or(tree.tokens == chosen[tree.parents], is_root)
@@ -48,7 +47,7 @@ def accept(tree: TokenTree, chosen: mx.array, beam_length: int) -> Acceptance:
     # nodes that are form one path.
     on_path = mx.all(mx.logical_or(mx.logical_not(tree.ancestors), matches), axis=1)
     num_accepted = mx.sum(on_path, keepdims=True).astype(mx.int32) - 1
-    path = mx.argsort(mx.where(on_path, tree.depths, beam_length))[:beam_length].astype(mx.int32)
-    if size < beam_length:
-        path = mx.pad(path, (0, beam_length - size))
+    path = mx.argsort(mx.where(on_path, tree.depths, length))[:length].astype(mx.int32)
+    if size < length:
+        path = mx.pad(path, (0, length - size))
     return Acceptance(path, num_accepted, chosen[path[num_accepted]])

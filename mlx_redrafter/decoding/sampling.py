@@ -1,6 +1,6 @@
 """How the target chooses its tokens: greedily, with noise keyed by position, or by a stock sampler.
 
-Axes: N nodes, V vocabulary, L beam length.
+Axes: N nodes, V vocabulary, L levels of the tree, the root's included.
 
 A chooser is asked for the target's token after every node of a tree. The same chooser, asked for
 one node at a time, is plain decoding, and the answers agree: a choice depends on the logits at the
@@ -10,7 +10,6 @@ node and on the node's position, never on the tree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
@@ -18,8 +17,6 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_redrafter.config import SamplingParams
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.redrafter.beam import Rank
-from mlx_redrafter.proposers.redrafter.network import Drafter
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -30,12 +27,12 @@ NOISE_ALIGNMENT = 64
 class TokenChooser(Protocol):
     """Chooses the target's token after every node of a tree."""
 
-    def noise(self, position: mx.array, beam_length: int) -> GumbelNoise | None:
-        """What the choices after a tree's nodes depend on besides the logits.
+    def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
+        """Noise of the choices after a tree's nodes.
 
         Args:
             position: Position of the root, the number of tokens before it, integer, shape (1,).
-            beam_length: L.
+            num_levels: Levels of the tree, the root's included, L.
 
         Returns:
             Noise for the choice after a node of each depth; None if there is none, or none that
@@ -43,32 +40,32 @@ class TokenChooser(Protocol):
         """
         ...
 
-    def choose(
+    def sample(
         self,
         log_probs: mx.array,
         depths: mx.array,
         noise: GumbelNoise | None,
-        beam_length: int,
+        num_levels: int,
     ) -> mx.array:
         """The target's token after each node.
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
             depths: Depth of each node, int32, shape (N,).
-            noise: From `noise`.
-            beam_length: L; depths are below it.
+            noise: Noise from `noise`.
+            num_levels: Bound above all depths, L.
 
         Returns:
             Token ids, integer, shape (N,).
         """
         ...
 
-    def keep(self, num_choices: mx.array | int) -> None:
-        """Say that only the first choices along the path counted.
+    def commit(self, num_choices: mx.array | int) -> None:
+        """Keep the first choices along the path and forget the others.
 
         Args:
-            num_choices: How many tokens of the last `choose` were used, from depth 0 on: int32 of
-                shape (1,), or a number.
+            num_choices: Number of tokens of the last `sample` that were used, from depth 0 on,
+                int32, shape (1,), or a number.
         """
         ...
 
@@ -81,44 +78,39 @@ class GumbelNoise:
 
     Args:
         params: Temperature and filters.
-        values: Noise of the choice after a node of each depth, float32, shape (L, V).
+        values: Standard Gumbel noise of the choice after a node of each depth, float32, (L, V).
     """
 
     def __init__(self, params: SamplingParams, values: mx.array):
         self.params = params
         self.values = values
 
-    def choose(self, log_probs: mx.array, depths: mx.array) -> mx.array:
+    def sample(self, log_probs: mx.array, depths: mx.array) -> mx.array:
         """The token after each node: log_probs (N, V), depths (N,), to ids of shape (N,)."""
         return mx.argmax(self._tempered(log_probs) + self.values[depths], axis=-1)
 
     def rank(
-        self, log_probs: mx.array, depth: int, token_ids: mx.array | None, share: float
+        self, log_probs: mx.array, depth: int, token_ids: mx.array | None, weight: float
     ) -> mx.array:
-        """The drafter's guess at what `choose` will choose after nodes of one depth.
+        """A drafter's guess at what `sample` will choose after nodes of one depth.
 
         A drafter that ranks with the noise that the target will use proposes what the target
         would sample, rather than what is most probable (drafter-invariant coupling, arXiv
         2408.07978). The text does not depend on it.
 
         Args:
-            log_probs: The drafter's, shape (W, rows of its head).
-            depth: Of the nodes.
-            token_ids: Token ids of those rows if they are not the first tokens in order.
-            share: Of the noise; see `calibration`.
+            log_probs: The drafter's natural log-probabilities, shape (W, rows of its head).
+            depth: Depth of the nodes.
+            token_ids: Token ids of those rows, if they are not the first tokens in order.
+            weight: Weight of the noise, 0 to 1; see `calibration`.
 
         Returns:
             Natural log-probabilities given the noise, float32, of the same shape.
         """
         rows = self.values[depth]
         rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
-        scores = self._tempered(log_probs) + share * rows
+        scores = self._tempered(log_probs) + weight * rows
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-
-    def ranking(self, drafter: Drafter) -> Rank:
-        """`rank` for the rows of a drafter's head, with its share of the noise."""
-        token_ids = drafter.token_ids if drafter.has_draft_vocab else None
-        return partial(self.rank, token_ids=token_ids, share=drafter.config.noise_share)
 
     def _tempered(self, log_probs: mx.array) -> mx.array:
         # mlx-lm's order: all filters look at the distribution at temperature 1.
@@ -144,26 +136,26 @@ class KeyedChooser:
         self.params = params
         self.vocab_size = vocab_size
 
-    def noise(self, position: mx.array, beam_length: int) -> GumbelNoise | None:
+    def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
         """See `TokenChooser.noise`."""
         if self.params.temp == 0:
             return None
         # The token after a node of depth d stands d + 1 after the root.
-        positions = position + 1 + mx.arange(beam_length)
+        positions = position + 1 + mx.arange(num_levels)
         values = gumbel_noise(self.params.seed, positions, self.vocab_size)
         return GumbelNoise(self.params, values)
 
-    def choose(
+    def sample(
         self,
         log_probs: mx.array,
         depths: mx.array,
         noise: GumbelNoise | None,
-        beam_length: int,
+        num_levels: int,
     ) -> mx.array:
-        """See `TokenChooser.choose`."""
-        return mx.argmax(log_probs, axis=-1) if noise is None else noise.choose(log_probs, depths)
+        """See `TokenChooser.sample`."""
+        return mx.argmax(log_probs, axis=-1) if noise is None else noise.sample(log_probs, depths)
 
-    def keep(self, num_choices: mx.array | int) -> None:
+    def commit(self, num_choices: mx.array | int) -> None:
         """Nothing to do: the noise belongs to positions, not to choices made."""
 
 
@@ -192,21 +184,21 @@ class StockChooser:
         self.sampler = sampler
         self._keys = mx.zeros((0, 2), dtype=mx.uint32)
 
-    def noise(self, position: mx.array, beam_length: int) -> GumbelNoise | None:
+    def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
         """None: a sampler draws as it chooses."""
         return None
 
-    def choose(
+    def sample(
         self,
         log_probs: mx.array,
         depths: mx.array,
         noise: GumbelNoise | None,
-        beam_length: int,
+        num_levels: int,
     ) -> mx.array:
-        """See `TokenChooser.choose`. Leaves the random state after the first choice."""
+        """See `TokenChooser.sample`. Leaves the random state after the first choice."""
         keys = [random_state()]
         chosen = [self._sample(log_probs[:1], keys[0])]
-        for _ in range(1, beam_length):
+        for _ in range(1, num_levels):
             keys.append(random_state())
             self._sample(log_probs[:1], keys[-1])  # for the state it leaves behind
         keys.append(random_state())
@@ -214,11 +206,11 @@ class StockChooser:
         for node in range(1, log_probs.shape[0]):
             key = self._keys[depths[node]]
             chosen.append(self._sample(log_probs[node : node + 1], key))
-        self.keep(1)
+        self.commit(1)
         return mx.concatenate(chosen)
 
-    def keep(self, num_choices: mx.array | int) -> None:
-        """See `TokenChooser.keep`."""
+    def commit(self, num_choices: mx.array | int) -> None:
+        """See `TokenChooser.commit`."""
         _set_random_state(self._keys[num_choices].reshape(2))
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 
 
 class ShapeStats(NamedTuple):
-    """A shape that steps had, or plain decoding, and what became of it.
+    """The steps of one kind, and their outcomes.
 
     Attributes:
-        shape: What is drafted, and how much of it is verified; None is plain decoding.
-        seconds: Of a step, as timed on this machine and corrected by the steps of this text.
-        steps: That had this shape.
-        tokens: That these steps gave.
+        plan: Plan of the drafts, with the number of nodes verified; None for plain decoding.
+        seconds: Duration of such a step, as timed on this machine and corrected by this text.
+        steps: Number of steps of this kind.
+        tokens: Tokens emitted by those steps.
     """
 
-    shape: TreeShape | None
+    plan: DraftPlan | None
     seconds: float
     steps: int
     tokens: int
@@ -32,18 +32,18 @@ class DecodingStats:
 
     Attributes:
         num_tokens: Tokens yielded, stop token included.
-        accepted_counts: At index a, the steps that accepted a drafts.
+        accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
-        num_unmerged: What they would have been had shared prefixes not been merged.
-        choices: What steps were, plain decoding in any case and first, once the text has ended;
-            empty where the shape was fixed.
+        num_unmerged: Nodes as they would have been without merging of shared prefixes.
+        shapes: Steps by kind, plain decoding first, once the text has ended; empty where the plan
+            was fixed.
     """
 
     num_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     num_verified: int = 0
     num_unmerged: int = 0
-    choices: list[ShapeStats] = field(default_factory=list)
+    shapes: list[ShapeStats] = field(default_factory=list)
 
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
         """Count one step."""

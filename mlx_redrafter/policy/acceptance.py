@@ -1,4 +1,4 @@
-"""What drafting has been worth lately, in this text and in the ones before it.
+"""Running acceptance statistics: what drafting has given lately, here and in earlier texts.
 
 Axes: L beam length; level d of a draft, from 1 to L - 1, is the nodes of depth d.
 """
@@ -7,64 +7,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Steps that a mean remembers, and that one taken over from the text before counts for (and drafts
-# expected that its trust counts for).
+# Window of the running means, in steps, and of the calibration ratio, in expected drafts.
 MEMORY = 16
-REMEMBERED = 4
-# Of a level, relative to the one before: drafts it is guessed to give before the first step, which
-# then counts for one step, as does the guess that this many nodes are verified.
-GUESSED = 0.5
-GUESSED_NODES = 4
-# Drafts that a drafter's probabilities are believed for before they were seen to come true or not,
-# and how many more than it expects may be.
-BELIEVED = 2.0
-MOST_TRUST = 4.0
+# Weight of means carried over from the text before, in steps (of its ratio, in expected drafts).
+CARRIED_OVER = 4
+# Before the first step: drafts accepted of a level, relative to the level before.
+PRIOR_SHARE = 0.5
+# Before the first step: nodes that are verified.
+PRIOR_NODES = 4
+# Expected drafts after which observations outweigh the drafter's own probabilities.
+PRIOR_DRAFTS = 2.0
+# Bound on accepted drafts for each that was expected.
+MAX_RATIO = 4.0
 
 
 class AcceptanceStats:
-    """What every level of a draft gives, and how far its probabilities are to be trusted.
+    """Accepted drafts by level, and the calibration of the drafter's probabilities.
 
     Args:
-        num_levels: Of the longest draft, at least 2.
-        before: The experience of the text before, of the same number.
+        num_levels: Levels of the longest draft, at least 2.
+        before: Statistics of the text before, of the same number of levels.
     """
 
     def __init__(self, num_levels: int, before: AcceptanceStats | None = None):
-        # Means per step: drafts expected to be accepted, by level; and of steps, by nodes verified,
-        # their share.
-        self._levels = [GUESSED**level for level in range(1, num_levels + 1)]
-        self._shares = {GUESSED_NODES: 1.0}
+        # Mean expected number of accepted drafts per step, by level.
+        self._levels = [PRIOR_SHARE**level for level in range(1, num_levels + 1)]
+        # Share of the steps by number of nodes verified.
+        self._shares = {PRIOR_NODES: 1.0}
         self._steps = 1
-        self._expected = self._accepted = BELIEVED
+        self._expected = self._accepted = PRIOR_DRAFTS
         if before is not None:
             self._levels, self._shares = list(before._levels), dict(before._shares)
-            self._steps = min(before._steps, REMEMBERED)
-            share = min(1.0, REMEMBERED / before._expected)
+            self._steps = min(before._steps, CARRIED_OVER)
+            share = min(1.0, CARRIED_OVER / before._expected)
             self._expected, self._accepted = share * before._expected, share * before._accepted
 
     def speed(self, length: int, seconds: Mapping[int, float]) -> float:
         """Expected tokens per second of steps with drafts of one length.
 
         Args:
-            length: L, at least 2.
-            seconds: What such a step takes now, by the nodes that it verifies.
+            length: Beam length, L, at least 2.
+            seconds: Duration of such a step at present, by number of nodes verified.
         """
         took = sum(share * seconds[nodes] for nodes, share in self._shares.items())
-        return (1 + self.trust * sum(self._levels[: length - 1])) / took
+        return (1 + self.calibration_ratio * sum(self._levels[: length - 1])) / took
 
     @property
-    def trust(self) -> float:
-        """Drafts accepted for each that was expected to be."""
-        return min(self._accepted / self._expected, MOST_TRUST)
+    def calibration_ratio(self) -> float:
+        """Accepted drafts for each that was expected."""
+        return min(self._accepted / self._expected, MAX_RATIO)
 
     def learn(self, nodes: int, accepted: int, expected: Sequence[float]) -> None:
         """Take in a step.
 
         Args:
-            nodes: Verified.
-            accepted: Drafts accepted.
-            expected: Sum of the probabilities of the drafts verified, by level, of at least two:
-                as many as were drafted.
+            nodes: Number of nodes verified.
+            accepted: Number of drafts accepted.
+            expected: Sum of the probabilities of the drafts verified, for each level that was
+                drafted, at least two.
         """
         self._steps = min(self._steps + 1, MEMORY)
         weight = 1 / self._steps

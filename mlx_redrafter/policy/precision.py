@@ -44,14 +44,14 @@ def choose_precision(drafter: Drafter, target: Target) -> Drafter:
         drafter: The drafter.
         target: The model it drafts for.
     """
-    if bits_of(drafter) is not None or drafter.config.head_rows < LONGEST.beam_width:
+    if bits_of(drafter) is not None or drafter.config.head_rows < LONGEST.shape.width:
         return drafter
 
     def measure() -> dict[str, float]:
         return time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target)
 
     try:
-        seconds = load_or_measure(("drafts", LONGEST), [drafter], (GIVEN, QUANTISED), measure)
+        seconds = load_or_measure(("drafts", LONGEST.shape), [drafter], (GIVEN, QUANTISED), measure)
     except ConfigError:
         return drafter
     if seconds[QUANTISED] * GAIN > seconds[GIVEN]:
@@ -95,6 +95,6 @@ def time_drafts(drafters: Mapping[str, Drafter], target: Target) -> dict[str, fl
         for name, drafter in drafters.items():
             hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
             start = time.perf_counter()
-            mx.eval(expand(drafter, enter[name], hidden, root, LONGEST))
+            mx.eval(expand(drafter, enter[name], hidden, root, LONGEST.shape))
             times[name].append(time.perf_counter() - start)
     return {name: median(found[1:]) for name, found in times.items()}

@@ -1,4 +1,4 @@
-"""What a step of every shape takes now, from what it took when it was timed."""
+"""Present step times: those timed beforehand, corrected by the steps of this text."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 
-# Steps that the slowdown of shapes of as many nodes remembers, and that what was timed counts for.
+# Window of the running mean of a slowdown, in steps.
 MEMORY = 8
+# Weight of the time measured beforehand, in steps.
 TIMED = 3
-# Steps of other trees after which a slowdown is forgotten.
+# Steps of other sizes after which a slowdown is forgotten.
 FORGET_AFTER = 32
-# One step counts as at most so many times slower or faster than the last ones: it may have waited.
+# Bound on the ratio of a step to the steps before: a single one may have waited.
 MOST_CHANGE = 2.0
 
 
-class StepTimes(Mapping[TreeShape | None, float]):
-    """Seconds of a step by shape, of plain decoding under None.
+class StepTimes(Mapping[DraftPlan | None, float]):
+    """Seconds of a step by plan, of plain decoding under None.
 
-    A longer context, a hot chip or other work slows shapes down, the larger ones by more or by
-    less, whatever their length. What the shapes in use show is interpolated, by nodes, for the
-    others. The smallest and the largest count as no slower until they are used: whoever seems
-    faster for that is tried, and then known. What shapes of some nodes showed is forgotten when
-    others are used instead, as other work on the machine may have been the reason.
+    A longer context, a hot chip or other work slows steps down, larger trees by more or by less,
+    whatever their length. The slowdown of the sizes in use is interpolated, by nodes, for the
+    others. Sizes never used are assumed not slowed down (slowdown 1) at both ends: this optimism
+    makes the policy try them, which measures them. The slowdown of a size is forgotten when other
+    sizes are used instead, as other work on the machine may have been the reason.
 
     Args:
-        timed: What `mlx_redrafter.policy.profiling.step_costs` found.
+        timed: Step times measured by `mlx_redrafter.policy.profiling`.
     """
 
-    def __init__(self, timed: Mapping[TreeShape | None, float]):
+    def __init__(self, timed: Mapping[DraftPlan | None, float]):
         self._timed = dict(timed)
-        self._nodes = {shape: _count_nodes(shape) for shape in timed}
+        self._nodes = {plan: _count_nodes(plan) for plan in timed}
         nodes = sorted(self._nodes.values())
         self._slowdowns = {nodes[0]: 1.0, nodes[-1]: 1.0}
         self._counts = dict.fromkeys(nodes, TIMED)
         self._unused: dict[int, int] = {}
         self._factors = dict.fromkeys(nodes, 1.0)
 
-    def learn(self, shape: TreeShape | None, seconds: float) -> None:
-        """Take in what a step of ``shape`` took."""
-        nodes = self._nodes[shape]
-        if shape is not None:
+    def learn(self, plan: DraftPlan | None, seconds: float) -> None:
+        """Take in the duration of a step of ``plan``."""
+        nodes = self._nodes[plan]
+        if plan is not None:
             self._forget_unused()
         self._unused[nodes] = 0
         known = self._factors[nodes]
-        found = seconds / self._timed[shape]
+        found = seconds / self._timed[plan]
         found = min(max(found, known / MOST_CHANGE), known * MOST_CHANGE)
         self._counts[nodes] = min(self._counts[nodes] + 1, MEMORY)
         self._slowdowns[nodes] = known + (found - known) / self._counts[nodes]
@@ -60,18 +61,15 @@ class StepTimes(Mapping[TreeShape | None, float]):
             del self._unused[nodes], self._slowdowns[nodes]
             self._counts[nodes] = TIMED
 
-    def __getitem__(self, shape: TreeShape | None) -> float:
-        return self._timed[shape] * self._factors[self._nodes[shape]]
+    def __getitem__(self, plan: DraftPlan | None) -> float:
+        return self._timed[plan] * self._factors[self._nodes[plan]]
 
-    def __iter__(self) -> Iterator[TreeShape | None]:
+    def __iter__(self) -> Iterator[DraftPlan | None]:
         return iter(self._timed)
 
     def __len__(self) -> int:
         return len(self._timed)
 
 
-def _count_nodes(shape: TreeShape | None) -> int:
-    if shape is None:
-        return 1
-    assert shape.tree_nodes is not None
-    return shape.tree_nodes
+def _count_nodes(plan: DraftPlan | None) -> int:
+    return 1 if plan is None else plan.num_nodes

@@ -32,7 +32,7 @@ def load_or_measure(
         what: Says what is timed; its ``repr`` counts.
         modules: Networks timed: names, shapes and dtypes of their weights count, as do the device
             and the versions of MLX and of this package.
-        keys: What there is to find.
+        keys: Names of the seconds.
         measure: Finds it.
     """
     path = cache_folder() / f"{_fingerprint(what, modules)}.json"

@@ -1,4 +1,4 @@
-"""Which mlx-lm models are decoded exactly, and where their parts are.
+"""Tables of mlx-lm's models: where their parts are, and why some are not supported.
 
 Support is an allow-list: a model type with a kind of rope scaling is here when the parity tests
 compare its trees with token-by-token decoding. The rest is refused by name and reason. Model types
@@ -7,20 +7,12 @@ are mlx-lm's file names, which several names in a ``config.json`` may stand for.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.utils import MODEL_REMAPPING
-
-from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.hooks import (
     Hook,
-    HookPoint,
-    capture,
     embed_tree_positions,
     rotate_at_tree_positions,
     rotate_with_dynamic_base,
@@ -36,7 +28,7 @@ YARN = ("yarn", "deepseek_yarn", "telechat3-yarn")
 # What mlx-lm's `initialize_rope` knows; model files that read no rope scaling take all of it too.
 ALL_ROPES = (*LINEAR, "dynamic", "llama3", *YARN, "longrope", "proportional", "mrope")
 
-# Every class of rotary embedding that positions are known for; None has no positions.
+# Hooks by class of rotary embedding; None for a class without positions.
 ROPE_HOOKS: Mapping[str, Hook | None] = {
     "RoPE": rotate_at_tree_positions,
     "Llama3RoPE": rotate_at_tree_positions,
@@ -49,10 +41,8 @@ ROPE_HOOKS: Mapping[str, Hook | None] = {
     "NoPE": None,
 }
 
-# Where configs of different families say how many positions a model was made for.
+# Keys of the number of positions a model was made for, in the configs of different families.
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "block_size")
-
-MLX_LM_MODELS = "mlx_lm.models."
 
 
 def _never(config: Config) -> bool:
@@ -69,7 +59,7 @@ def _has_window_pattern(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What there is to know about one model file of mlx-lm.
+    """Facts about one model file of mlx-lm.
 
     Attributes:
         ropes: Kinds of rope scaling that decode exactly.
@@ -261,170 +251,3 @@ REFUSED: Mapping[str, str] = {
     "phi3small": "its block-sparse attention goes by the order of the tokens in a forward pass",
 }
 """Why model types of mlx-lm are not supported."""
-
-
-class Parts(NamedTuple):
-    """The parts of a model that this package needs.
-
-    Attributes:
-        hooks: What to hook for the output that enters the LM head to be seen, and for nodes of a
-            tree to get their positions.
-        embedding: The input embedding, ids to rows.
-        hidden_size: H.
-        vocab_size: Rows of the embedding.
-        context_length: Positions the model was made for, None where the config does not say.
-    """
-
-    hooks: list[HookPoint]
-    embedding: nn.Module
-    hidden_size: int
-    vocab_size: int
-    context_length: int | None
-
-
-def supported_names() -> list[str]:
-    """What ``model_type`` of a ``config.json`` may be, the names that mlx-lm maps included."""
-    aliases = [alias for alias, name in MODEL_REMAPPING.items() if name in SUPPORTED]
-    return sorted({*SUPPORTED, *aliases}, key=str.lower)
-
-
-def check_config(config: Config) -> None:
-    """Check by its ``config.json`` alone that a model can be decoded exactly.
-
-    Raises:
-        UnsupportedTargetError: It cannot; the message says why.
-    """
-    name = config.get("model_type")
-    if not isinstance(name, str):
-        raise _refusal("a config.json without model_type", "what it describes is not known")
-    if config.get("model_file") is not None:
-        raise _refusal(f"model_type {name!r} with code of its own", "that code is not known here")
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "bitnet":
-        raise _refusal("bitnet quantization", REFUSED["bitnet"])
-    _check_text_config(name, *_find_text_config(MODEL_REMAPPING.get(name, name), config))
-
-
-def find_parts(model: nn.Module) -> Parts:
-    """Find the parts of a supported model, and check on the model itself that it is one.
-
-    Raises:
-        UnsupportedTargetError: The architecture is not known to be decoded exactly.
-    """
-    name = _file_name(model)
-    text_model, text_name = model, name
-    if name in WRAPPERS:
-        text_model = model.language_model
-        inner = _file_name(text_model)
-        text_name = inner if inner in WRAPPERS[name] else WRAPPERS[name][0]
-    args = _find_args(text_model)
-    _check_text_config(name, text_name, args)
-    _check_caches(name, model)
-
-    architecture = ARCHITECTURES[text_name]
-    hidden = _find_module(text_model, architecture.hidden)
-    embedding = _find_module(text_model, architecture.embedding)
-    table = getattr(embedding, "embedding", embedding)  # inside a LoRA layer
-    positions = list(_find_position_hooks(name, text_name, text_model))
-    if not positions:
-        raise _refusal(f"model_type {name!r} without positions", "its tokens cannot be placed")
-    return Parts(
-        hooks=[HookPoint(hidden, "__call__", capture), *positions],
-        embedding=embedding,
-        hidden_size=getattr(table, "dims", table.weight.shape[-1]),  # quantised weights are packed
-        vocab_size=table.weight.shape[0],
-        context_length=next((args[key] for key in CONTEXT_LENGTH_KEYS if args.get(key)), None),
-    )
-
-
-def _find_text_config(name: str, config: Config) -> tuple[str, Config]:
-    """The model type and config of the language model."""
-    if name not in WRAPPERS:
-        return name, config
-    text_config = config.get("text_config")
-    if not isinstance(text_config, Mapping):
-        text_config = config
-    text_name = text_config.get("model_type")
-    return text_name if text_name in WRAPPERS[name] else WRAPPERS[name][0], text_config
-
-
-def _check_text_config(name: str, text_name: str, config: Config) -> None:
-    architecture = ARCHITECTURES.get(text_name)
-    if architecture is None:
-        unknown = "nobody compared its trees with token-by-token decoding yet"
-        raise _refusal(f"model_type {name!r}", REFUSED.get(text_name, unknown))
-    if architecture.has_windows(config):
-        raise _refusal(f"model_type {name!r} with a sliding window", WINDOW)
-    for kind in _rope_kinds(config):
-        if kind not in architecture.ropes:
-            raise _refusal(
-                f"model_type {name!r} with rope scaling {kind!r}",
-                f"its trees were compared with token-by-token decoding for "
-                f"{', '.join(architecture.ropes)} only",
-            )
-
-
-def _rope_kinds(config: Config) -> set[str]:
-    scalings = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
-    kinds = {
-        str(scaling.get("type") or scaling.get("rope_type", "default"))
-        for scaling in scalings
-        if isinstance(scaling, Mapping)
-    }
-    return kinds or {"default"}
-
-
-def _check_caches(name: str, model: nn.Module) -> None:
-    kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
-    if kinds != {KVCache.__name__}:
-        raise _refusal(
-            f"model_type {name!r} with caches {', '.join(sorted(kinds))}",
-            "a tree fits into the plain KVCache only",
-        )
-
-
-def _find_position_hooks(name: str, text_name: str, model: nn.Module) -> Iterator[HookPoint]:
-    architecture = ARCHITECTURES[text_name]
-    for path, module in model.named_modules():
-        leaf = path.rpartition(".")[2]
-        if "rope" in leaf or "rotary" in leaf:
-            yield from _find_rope_hook(name, module)
-        for (owner, method), hook in architecture.methods.items():
-            if leaf == owner:
-                yield HookPoint(module, method, hook)
-    for function, hook in architecture.functions.items():
-        yield HookPoint(sys.modules[MLX_LM_MODELS + text_name], function, hook)
-
-
-def _find_rope_hook(name: str, rope: nn.Module) -> Iterator[HookPoint]:
-    kind = type(rope).__name__
-    if kind not in ROPE_HOOKS:
-        raise _refusal(f"model_type {name!r} with a {kind}", "its positions are not known here")
-    hook = ROPE_HOOKS[kind]
-    if hook is not None:
-        yield HookPoint(rope, "__call__", hook)
-
-
-def _find_args(model: nn.Module) -> Config:
-    """What mlx-lm read from the config; model files keep it under two names."""
-    return vars(getattr(model, "args", None) or model.config)
-
-
-def _find_module(model: nn.Module, path: str) -> Any:
-    for name in path.split("."):
-        model = getattr(model, name)
-    return model
-
-
-def _file_name(model: nn.Module) -> str:
-    """The model file of mlx-lm that defines this class."""
-    module = type(model).__module__
-    if not module.startswith(MLX_LM_MODELS):
-        raise _refusal(f"a model class from {module}", "that code is not known here")
-    return module.removeprefix(MLX_LM_MODELS)
-
-
-def _refusal(found: str, reason: str) -> UnsupportedTargetError:
-    return UnsupportedTargetError(
-        f"{found} cannot be decoded exactly: {reason}; use mlx_lm.generate for this model"
-    )

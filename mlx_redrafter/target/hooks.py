@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, update_wrapper
 from types import MethodType, ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,12 +24,12 @@ Hook = Callable[..., Any]
 
 
 class TreePositions(NamedTuple):
-    """Where the nodes of a tree sit.
+    """Positions of the nodes of a tree.
 
     Attributes:
         nodes: Position of every node, int32, shape (N,).
         first: Position of the root.
-        num_depths: More than the depth of the deepest node.
+        num_depths: Bound above the depth of every node.
     """
 
     nodes: mx.array
@@ -43,7 +43,7 @@ class HookPoint(NamedTuple):
     Attributes:
         owner: An mlx module, or a Python module that defines a function.
         name: Name of the method or function.
-        hook: What calls go through.
+        hook: Function that every call goes through.
     """
 
     owner: nn.Module | ModuleType
@@ -181,9 +181,18 @@ def _hooked(base: type[nn.Module], name: str, hook: Hook) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return hook(MethodType(original, self), *args, **kwargs)
 
+    stock: type[nn.Module] = getattr(base, "redrafter_stock", base)
+
+    def reduce_ex(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Pickle and copy as the stock class; a copy is hooked when it becomes a target."""
+        make, (_, *arguments), *state = cast(Any, super(stock, self).__reduce_ex__(protocol))
+        return (make, (stock, *arguments), *state)
+
     namespace = {
         name: update_wrapper(call, original),
         "__module__": base.__module__,
+        "__reduce_ex__": reduce_ex,
+        "redrafter_stock": stock,
         "redrafter_hooks": (*getattr(base, "redrafter_hooks", ()), (name, hook)),
     }
     return type(base.__name__, (base,), namespace)

@@ -2,7 +2,7 @@
 
 Axes: N nodes of a tree, V vocabulary, H hidden size.
 
-Only this file, `architectures.py`, `hooks.py` and `cache.py` know the insides of mlx-lm models.
+Only this folder knows the insides of mlx-lm models.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.architectures import find_parts
-from mlx_redrafter.target.caches.tree_cache import TreeCache, reserve_rows
+from mlx_redrafter.target.caches.full import FullCache, reserve_rows
+from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
+from mlx_redrafter.target.inspection import find_parts
 from mlx_redrafter.tree import TokenTree
 
 ProgressCallback = Callable[[int, int], None]
@@ -28,11 +29,11 @@ class TargetOutputs(NamedTuple):
 
     Attributes:
         logits: Shape (N, V), the model's dtype.
-        hiddens: Backbone outputs after the final norm, which enter the LM head, shape (N, H).
+        hidden_states: Backbone outputs after the final norm, which enter the LM head, shape (N, H).
     """
 
     logits: mx.array
-    hiddens: mx.array
+    hidden_states: mx.array
 
 
 class Target:
@@ -40,9 +41,10 @@ class Target:
 
     Attributes:
         model: The model.
-        embedding: Its input embedding.
-        hidden_size: H.
-        vocab_size: V, rows of the input embedding.
+        embedding: The model's input embedding.
+        num_layers: Number of its caches.
+        hidden_size: Size of a hidden state, H.
+        vocab_size: Number of rows of the input embedding, V.
         context_length: Positions the model was made for, or None where its config does not say.
 
     Raises:
@@ -53,6 +55,7 @@ class Target:
         parts = find_parts(model)
         self.model = model
         self.embedding = parts.embedding
+        self.num_layers = parts.num_layers
         self.hidden_size = parts.hidden_size
         self.vocab_size = parts.vocab_size
         self.context_length = parts.context_length
@@ -80,10 +83,10 @@ class Target:
                     f"{type(layer).__name__}; this cache kind cannot hold a tree yet, use mlx-lm "
                     "itself for it"
                 )
-        return TreeCache(layers)
+        return TreeCache([FullCache(layer) for layer in layers], max(c.offset for c in layers))
 
     def blank_cache(self, length: int) -> TreeCache:
-        """A cache for timing: it holds ``length`` tokens that were never processed, rows of zeros.
+        """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
 
         `TreeCache.settle` makes it shorter. Waits for the device.
         """
@@ -131,7 +134,7 @@ class Target:
 
     def advance(self, token: mx.array, cache: TreeCache) -> TargetOutputs:
         """Process one token, shape (1,), as plain decoding does."""
-        cache.expect_token()
+        cache.expect(None)
         with captured_output() as outputs:
             logits = self.model(token[None], cache=cache.layers)
         cache.length += 1
@@ -142,15 +145,14 @@ class Target:
 
         Args:
             tree: N nodes; the token of node n sits at position ``cache.length + depths[n]``.
-            cache: Gets the nodes' rows; `TreeCache.commit` says which of them stay.
+            cache: Gets the nodes' rows; `TreeCache.commit` keeps some of them.
 
         Returns:
             Outputs of every node.
         """
-        cache.expect_tree(tree.ancestors)
+        cache.expect(tree)
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
-        num_depths = tree.tokens.shape[0] if tree.max_depth is None else tree.max_depth + 1
-        positions = TreePositions(cache.length + tree.depths, cache.length, num_depths)
+        positions = TreePositions(cache.length + tree.depths, cache.length, tree.max_depth + 1)
         with captured_output() as outputs, tree_positions(positions):
             logits = self.model(tokens[None], cache=cache.layers)
         return TargetOutputs(logits[0], outputs[-1][0])

@@ -10,7 +10,7 @@
     config = choose_drafter_config(target, NetworkOptions())
     drafter = initialise_drafter(config, compute_head_matrix(target), seed)
     loss = unrolled_loss(drafter, target.embed, batch, counts, LossOptions())
-    simulate(drafter, target.embed, shards, TreeShape())               # tokens/step, no target run
+    simulate(drafter, target.embed, shards, DraftPlan.of())            # tokens/step, no target run
 """
 
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
@@ -32,8 +32,9 @@ from mlx_redrafter.training.options import (
     NetworkOptions,
     TrainingOptions,
 )
+from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.resources import Estimate, check_resources, estimate
-from mlx_redrafter.training.run import Reporter, TrainingRequest, TrainingResult, train_drafter
+from mlx_redrafter.training.run import Reporter, TrainingResult, train_drafter
 from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts

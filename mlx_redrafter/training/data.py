@@ -19,8 +19,8 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
-from mlx_redrafter.errors import DataError
-from mlx_redrafter.generation import encode_prompt
+from mlx_redrafter.chat import encode_chat, encode_prompt
+from mlx_redrafter.errors import ConfigError, DataError
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 MAX_LINE_CHARS = 2**24
@@ -285,17 +285,12 @@ class Encoder:
     def _apply_template(
         self, messages: list[Message], origin: str, add_generation_prompt: bool = False
     ) -> list[int]:
-        # Templates are programs that may raise any exception. The rendered text is tokenised as
-        # on the command line.
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            return encode_chat(
+                self.tokenizer, messages, add_generation_prompt=add_generation_prompt
             )
-        except Exception as error:
-            raise DataError(
-                f"{origin}: the model's chat template rejects these messages: {error}"
-            ) from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except ConfigError as error:
+            raise DataError(f"{origin}: {error}") from error
 
     def _sequence(self, tokens: list[int], num_given: int, origin: str) -> TokenSequence:
         ids = np.array(tokens[: self.sequence_length], dtype=np.int32)

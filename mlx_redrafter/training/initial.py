@@ -19,11 +19,11 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.generation import check_fit
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
@@ -64,7 +64,7 @@ def load_earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> 
             f"expected floating-point weights to train, found the drafter {path_or_repo}, which is "
             "quantised; start from the drafter it was made from"
         )
-    check_fit(drafter, target, vocab_size)
+    check_sizes(drafter.config, target.hidden_size, target.vocab_size, vocab_size)
     drafter.set_dtype(mx.float32)
     mx.eval(drafter.parameters())
     return drafter

@@ -11,8 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import ResourceError
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources

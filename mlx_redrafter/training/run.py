@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,12 +12,13 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint import shared_name
-from mlx_redrafter.config import DrafterConfig, TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.errors import ConfigError, DataError
+from mlx_redrafter.errors import DataError
 from mlx_redrafter.loading import load
-from mlx_redrafter.proposers.redrafter.calibration import TOP_TOKENS, calibrate
+from mlx_redrafter.proposers.redrafter.calibration import calibrate
 from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, save_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
@@ -36,21 +36,15 @@ from mlx_redrafter.training.initial import (
 )
 from mlx_redrafter.training.options import (
     DataOptions,
-    LossOptions,
-    NetworkOptions,
-    TrainingOptions,
-    check_dtype,
 )
+from mlx_redrafter.training.request import CACHE_FOLDER, STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training.resources import check_resources, estimate, estimate_tokens
 from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulation import iterate_generated_texts, simulate
-from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask
 from mlx_redrafter.training.training_card import TrainingSummary, write_training_card
-
-STATE_FOLDER, CACHE_FOLDER = "state", "cache"
 
 
 class Reporter(Protocol):
@@ -63,69 +57,6 @@ class Reporter(Protocol):
     def say(self, message: str) -> None:
         """Report a message of one line."""
         ...
-
-
-@dataclass(frozen=True)
-class TrainingRequest:
-    """The files, models and options of a training run.
-
-    Attributes:
-        model: Folder or hub repository of the target.
-        out: Folder of the drafter.
-        data: Files of texts, chats or prompts.
-        prompts: Files of prompts.
-        cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
-            files and data options may share a cache.
-        adapter_path: LoRA adapter of the target.
-        trust_remote_code: Whether to run code from the target's checkpoint.
-        start_from: Folder or hub repository of a drafter to continue training, made for this or a
-            similar target, whose shape is kept; None for a new drafter.
-        top_k: Number of next tokens whose probabilities are cached. The cache of held-out texts,
-            which calibrate the drafter, keeps at least `TOP_TOKENS`.
-        dtype: Dtype of the written weights.
-        resume: Whether to continue a run that was begun in ``out``.
-        data_options: Options of the texts.
-        network: Shape of a new drafter, and the beam length.
-        loss: Training objective.
-        training: Options of the optimisation.
-    """
-
-    model: str
-    out: Path
-    data: Sequence[Path] = ()
-    prompts: Sequence[Path] = ()
-    cache: Path | None = None
-    adapter_path: Path | None = None
-    trust_remote_code: bool = False
-    start_from: str | None = None
-    top_k: int = 32
-    dtype: str = "float16"
-    resume: bool = False
-    data_options: DataOptions = field(default_factory=DataOptions)
-    network: NetworkOptions = field(default_factory=NetworkOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-    training: TrainingOptions = field(default_factory=TrainingOptions)
-
-    def __post_init__(self) -> None:
-        check_dtype(self.dtype)
-        if not self.data and not self.prompts:
-            raise ConfigError("expected files, found nothing to train on; give --data or --prompts")
-        if has_state(self.out / STATE_FOLDER) and not self.resume:
-            raise ConfigError(
-                f"a run was begun in {self.out}; go on with --resume, or choose another --out"
-            )
-        if self.start_from is not None and self.network != NetworkOptions(
-            beam_length=self.network.beam_length
-        ):
-            raise ConfigError(
-                f"the drafter {self.start_from} keeps its shape: leave exit_dim, layers and "
-                "draft_vocab out"
-            )
-
-    @property
-    def held_out_top_k(self) -> int:
-        """Number of next tokens cached for held-out texts."""
-        return max(self.top_k, TOP_TOKENS)
 
 
 class DistillationInputs(NamedTuple):
@@ -209,8 +140,8 @@ def measure(
     """Simulate decoding of the held-out texts with a chain and with a tree."""
     width = min(4, drafter.config.head_rows)
     shapes = {
-        f"chain of {beam_length - 1}": TreeShape(1, beam_length),
-        "tree of 8": TreeShape(width, beam_length),
+        f"chain of {beam_length - 1}": DraftPlan.of(1, beam_length),
+        "tree of 8": DraftPlan.of(width, beam_length),
     }
     return {
         name: simulate(drafter, embed, task.held_out, shape, task.temp)

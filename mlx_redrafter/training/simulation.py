@@ -17,15 +17,16 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.config import SamplingParams, TreeShape
+from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.expansion import best_nodes
+from mlx_redrafter.proposers.redrafter.beam import expand, ranking
 from mlx_redrafter.proposers.redrafter.calibration import Text
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.posterior_noise import sample_posterior_noise
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.tree import NO_TOKEN, best_nodes
+from mlx_redrafter.tree import NO_TOKEN
 
 # Largest number of positions drafted at once.
 MAX_POSITIONS = 512
@@ -38,7 +39,7 @@ END = NO_TOKEN - 1
 
 
 def simulate(
-    drafter: Drafter, embed: Embed, shards: Sequence[Shard], shape: TreeShape, temp: float = 0.0
+    drafter: Drafter, embed: Embed, shards: Sequence[Shard], plan: DraftPlan, temp: float = 0.0
 ) -> DecodingStats:
     """Count the steps of decoding all texts; waits for the device.
 
@@ -46,7 +47,7 @@ def simulate(
         drafter: The network.
         embed: The target's input embedding.
         shards: Texts, each a prompt and the target's continuation (``is_trained``).
-        shape: Shape of the drafted trees; ``select`` must be "top_n".
+        plan: Plan of the drafted trees; ``select`` must be "top_n".
         temp: Sampling temperature of the texts that are not greedy. 0 drafts these texts without
             noise, as decoding with one of mlx-lm's samplers does.
 
@@ -64,10 +65,10 @@ def simulate(
         for noise_temp, roots in stretches.items():
             if roots:
                 places = np.concatenate(roots)
-                counts = count_accepted(drafter, embed, shard, places, shape, noise_temp)
+                counts = count_accepted(drafter, embed, shard, places, plan, noise_temp)
                 accepted[places] = counts
             for stretch in roots:
-                _walk(accepted, int(stretch[0]), int(stretch[-1]) + 1, shape, total)
+                _walk(accepted, int(stretch[0]), int(stretch[-1]) + 1, plan, total)
     return total
 
 
@@ -98,9 +99,9 @@ def iterate_generated_texts(shard: Shard) -> Iterator[Text]:
 
 
 def _walk(
-    accepted: NDArray[np.int64], root: int, last: int, shape: TreeShape, total: DecodingStats
+    accepted: NDArray[np.int64], root: int, last: int, plan: DraftPlan, total: DecodingStats
 ) -> None:
-    nodes = shape.tree_nodes or 0
+    nodes = plan.num_nodes
     while root < last:
         # The token after the accepted drafts is the bonus token, unless the text ends before it.
         step = min(int(accepted[root]) + 1, last - root)
@@ -114,7 +115,7 @@ def count_accepted(
     embed: Embed,
     shard: Shard,
     roots: NDArray[np.int64],
-    shape: TreeShape,
+    plan: DraftPlan,
     temp: float = 0.0,
 ) -> NDArray[np.int64]:
     """Count the drafts accepted in a step from each of the given roots.
@@ -124,19 +125,19 @@ def count_accepted(
         embed: The target's input embedding.
         shard: Texts.
         roots: Indices of the root tokens in the shard, none the first of a text, shape (p,).
-        shape: Shape of the drafted trees.
+        plan: Plan of the drafted trees.
         temp: Sampling temperature of the texts; 0 drafts without noise.
 
     Returns:
         Number of accepted drafts of each root, int64, shape (p,).
     """
-    length = shape.beam_length
-    widest = max(shape.beam_width, length) if temp else shape.beam_width
+    length = plan.shape.length
+    widest = max(plan.shape.width, length) if temp else plan.shape.width
     size = LOGITS_BYTES // (4 * drafter.config.head_rows * widest)
     size = max(1, min(MAX_POSITIONS, size))
     tokens = np.array(shard.tokens)
     following = _read_following(shard, roots, length)
-    draft = mx.vmap(_make_drafting_function(drafter, embed, shape, temp))
+    draft = mx.vmap(_make_drafting_function(drafter, embed, plan, temp))
     counts = []
     for start in range(0, len(roots), size):
         places = roots[start : start + size]
@@ -151,16 +152,17 @@ def count_accepted(
 
 
 def _make_drafting_function(
-    drafter: Drafter, embed: Embed, shape: TreeShape, temp: float
+    drafter: Drafter, embed: Embed, plan: DraftPlan, temp: float
 ) -> Callable[..., tuple[mx.array, ...]]:
     """Make the function from hidden state (H,), root (1,) and optional noise (L - 1, V) to tree."""
-    params, enter = SamplingParams(temp=temp), drafter.input_of(embed)
+    params, project_input = SamplingParams(temp=temp), drafter.input_of(embed)
 
     def draft(
         hidden: mx.array, root: mx.array, noise: mx.array | None = None
     ) -> tuple[mx.array, ...]:
-        rank = None if noise is None else GumbelNoise(params, noise).ranking(drafter)
-        tree = best_nodes(expand(drafter, enter, hidden, root, shape, rank), root, shape)
+        rank = None if noise is None else ranking(drafter, GumbelNoise(params, noise))
+        expansion = expand(drafter, project_input, hidden, root, plan.shape, rank)
+        tree = best_nodes(expansion, root, plan)
         return tree.tokens, tree.parents, tree.depths
 
     return draft

@@ -256,4 +256,5 @@ def build_trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> T
         ancestors=ancestor_mask(parent_nodes, int(depths.max())),
         num_nodes=count,
         num_unmerged=count,
+        max_depth=int(depths.max()),
     )

@@ -14,7 +14,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.checkpoint import named_parameters
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
@@ -206,7 +206,7 @@ class Trainer:
         self.folder = folder
         self.identity = identity
         length = task.order.options.beam_length
-        self.shape = TreeShape(beam_width=1, beam_length=length)
+        self.plan = DraftPlan.of(width=1, length=length)
         self.progress = Progress()
         self.best: Arrays = {}
         self._optimiser: Optimiser | None = None
@@ -317,7 +317,7 @@ class Trainer:
         progress = self.progress
         drafter = optimiser.build_averaged_drafter()
         task = self.task
-        stats = simulate(drafter, task.embed, task.held_out, self.shape, task.temp)
+        stats = simulate(drafter, task.embed, task.held_out, self.plan, task.temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from mlx_redrafter.checkpoint import write_atomically
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import (
@@ -78,7 +78,8 @@ def render_training_card(summary: TrainingSummary) -> str:
         "started from": "new weights" if summary.start is None else f"`{summary.start}`",
         "head": f"{config.exit_dim} wide, {config.num_draft_layers} residual blocks, "
         f"{config.head_rows} tokens",
-        "calibration": f"score scale {config.score_scale:.2f}, noise share {config.noise_share:g}",
+        "calibration": f"score scale {config.inverse_temperature:.2f}, "
+        f"noise share {config.coupling_weight:g}",
         "objective": OBJECTIVES[summary.loss.recipe],
         "files": ", ".join(f"`{name}`" for name in summary.files),
         "tokens": f"{_count_trained(summary.corpus.given):,} given, "

@@ -10,14 +10,16 @@ from mlx_redrafter.bench import endurance
 from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.cli.bench import app
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding import clock as step_clock
+from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.adaptive import CANDIDATES, FixedPolicy
+from mlx_redrafter.policy.adaptive import CANDIDATES
+from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target.target import Target
 
 TREE = "top_n w4 l5 n8"
-STEP_SECONDS = {None: 99.0} | {shape: 1 + 0.01 * shape.tree_nodes for shape in CANDIDATES}
+STEP_SECONDS = {None: 99.0} | {plan: 1 + 0.01 * plan.num_nodes for plan in CANDIDATES}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ def test_plain_steps_are_compared_with_stock(pair):
 
 
 def test_a_fixed_shape(pair):
-    window = next(endure(*pair, [5], TreeShape(4, 5, 8), 8 * 128, 128))
+    window = next(endure(*pair, [5], DraftPlan.of(4, 5, 8), 8 * 128, 128))
     assert window.steps.keys() == {TREE}
 
 
@@ -113,16 +115,16 @@ def test_like_is_compared_with_like():
     assert TREE in found.name
     assert found.holds
     nothing_shared = judge([*[make_window(plain=1.0) for _ in range(6)], *late])[1]
-    assert "all shapes" in nothing_shared.name
+    assert "all plans" in nothing_shared.name
     assert not nothing_shared.holds
 
 
 def test_steps_that_waited_for_the_caller_are_left_out():
     watch = Watch(FixedPolicy(None))
-    shape = CANDIDATES[0]
-    for observed, seconds in ((None, None), (shape, 0.5), (shape, 2.0), (None, 0.25)):
-        watch.observe(observed, 0, seconds)
-    assert watch.seconds == {shape: [0.5, 2.0], None: [0.25]}
+    plan = CANDIDATES[0]
+    for observed, seconds in ((None, None), (plan, 0.5), (plan, 2.0), (None, 0.25)):
+        watch.observe(Step(observed, observed.num_nodes if observed else 1, 0, seconds))
+    assert watch.seconds == {plan: [0.5, 2.0], None: [0.25]}
     watch.begin()
     assert not watch.seconds
 

@@ -27,9 +27,10 @@ from mlx_redrafter.bench.runs import (
     run,
 )
 from mlx_redrafter.cli.bench import app
-from mlx_redrafter.config import DrafterConfig, TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter
 
@@ -153,7 +154,7 @@ def test_plain_steps_are_counted(folders):
     plain = run(PLAIN, plain_arm(setting), turn)
     assert plain.num_plain == plain.steps == len(plain.tokens) - 1
     # The last token of all is decoded plainly, where nothing is left to draft.
-    drafted = run("w", drafted_arm(setting, TreeShape(1, 3)), turn)
+    drafted = run("w", drafted_arm(setting, DraftPlan.of(1, 3)), turn)
     assert drafted.num_plain <= 1 < drafted.steps
 
 
@@ -218,5 +219,5 @@ def test_a_twin_accepts_next_to_nothing(stories):
     twin = random_twin(random_drafter(512, 64), 0)
     setting = Setting(stories.model, stories.tokenizer, twin, 40)
     turn = Turn("g", 0, EncodedPrompt("p", "c", stories.tokenizer.encode("Once upon a time")), 0)
-    found = run(AUTO, drafted_arm(setting, TreeShape(1, 4)), turn)
+    found = run(AUTO, drafted_arm(setting, DraftPlan.of(1, 4)), turn)
     assert len(found.tokens) - 1 < 1.5 * found.steps

@@ -2,11 +2,11 @@
 
 from mlx_redrafter.bench import memory
 from mlx_redrafter.bench.memory import Finding, Peaks, measure_memory
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 
 
 def test_bounds_hold(pair):
-    findings = measure_memory(*pair, TreeShape(), prompt_tokens=600)
+    findings = measure_memory(*pair, DraftPlan.of(), prompt_tokens=600)
     # Times need an idle machine; beside weights this small, the logits of a tree are large.
     names = ("peak of the prefill", "K/V")
     checked = [finding for finding in findings if finding.name.startswith(names)]
@@ -19,7 +19,7 @@ def test_rows_beyond_one_block_break_the_bound(pair):
     stock = Peaks(10, 10, [256, 256, 512])
     _, drafter = pair
     for rows, holds in (([512, 512, 768], True), ([512, 768, 768], False)):
-        found = memory._compare(stock, Peaks(10, 10, rows), drafter, TreeShape())[-1]
+        found = memory._compare(stock, Peaks(10, 10, rows), drafter, DraftPlan.of())[-1]
         assert found.unit == "rows"
         assert found.holds is holds
 

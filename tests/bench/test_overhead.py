@@ -4,8 +4,8 @@ import pytest
 
 from mlx_redrafter.bench import overhead
 from mlx_redrafter.bench.overhead import measure_overhead
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.decoding.text import Decoder
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def test_parts(pair, max_tokens):
         model,
         drafter,
         [5, 6, 7],
-        TreeShape(3, 4, 7),
+        DraftPlan.of(3, 4, 7),
         rounds=4,
         max_tokens=max_tokens,
         on_progress=lambda *c: calls.append(c),
@@ -41,17 +41,17 @@ def test_parts(pair, max_tokens):
 def test_a_text_begins_again(pair, monkeypatch, max_tokens, begins):
     made = []
 
-    class Counted(Decoder):
+    class Counted(Text):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(overhead, "Decoder", Counted)
-    measure_overhead(*pair, [5, 6, 7], TreeShape(3, 4, 7), rounds=4, max_tokens=max_tokens)
+    monkeypatch.setattr(overhead, "Text", Counted)
+    measure_overhead(*pair, [5, 6, 7], DraftPlan.of(3, 4, 7), rounds=4, max_tokens=max_tokens)
     # The first text, and one before each of five rounds that warm up and four that count.
     assert len(made) == begins
 
 
 def test_trees_of_changing_size_are_refused(pair):
     with pytest.raises(ConfigError, match="top_n"):
-        measure_overhead(*pair, [5], TreeShape(2, 3, select="beam"))
+        measure_overhead(*pair, [5], DraftPlan.of(2, 3, select="beam"))

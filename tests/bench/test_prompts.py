@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.bench.prompts import Prompt, choose, read_prompts
+from mlx_redrafter.bench.prompts import Prompt, read_prompts, take_in_turn
 from mlx_redrafter.errors import ConfigError
 
 SHARED = Path(__file__).parents[3] / "shared" / "prompts"
@@ -51,7 +51,7 @@ def test_plain_lines_and_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not valid JSON"),
         ('{"a": 1}', "line 1: expected a text"),
         ("[1]", "expected an object or a string, got list"),
         ("", "no prompts"),
@@ -68,6 +68,6 @@ def test_bad_lines_are_named(tmp_path, text, message):
 
 def test_choice_goes_through_the_categories():
     prompts = [Prompt(str(i), "ab"[i > 3], "") for i in range(6)]
-    assert [prompt.name for prompt in choose(prompts, 3)] == ["0", "4", "1"]
-    assert choose(prompts, None) == prompts
-    assert len(choose(prompts, 99)) == 6
+    assert [prompt.name for prompt in take_in_turn(prompts, 3)] == ["0", "4", "1"]
+    assert take_in_turn(prompts, None) == prompts
+    assert len(take_in_turn(prompts, 99)) == 6

@@ -7,17 +7,17 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import Run
 from mlx_redrafter.bench.sweep import Grid, _Cast
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
 
 def test_grid_leaves_out_what_cannot_be():
     # Of width 1 one per length, of width 2 two, and four of beams.
-    shapes = Grid((1, 2), (2, 3), (None, 7)).shapes
-    assert TreeShape(2, 3, 7) in shapes
-    assert TreeShape(2, 3, select="beam") in shapes
-    assert len(shapes) == len(set(shapes)) == 10
+    plans = Grid((1, 2), (2, 3), (None, 7)).plans
+    assert DraftPlan.of(2, 3, 7) in plans
+    assert DraftPlan.of(2, 3, select="beam") in plans
+    assert len(plans) == len(set(plans)) == 10
     with pytest.raises(ConfigError, match="fewer nodes"):
         Grid((1,), (2,), (9,), ("top_n",))
     with pytest.raises(ConfigError, match="float32, float16, bfloat16, got 'int8'"):

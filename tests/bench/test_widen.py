@@ -10,18 +10,14 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
-from mlx_redrafter.bench.widen import (
-    LlamaShape,
-    widen_drafter,
-    widen_target,
-    widened_drafter,
-    widened_shape,
-)
+from mlx_redrafter.bench.llama_shape import LlamaShape, widened_shape
+from mlx_redrafter.bench.widen import widen_drafter, widen_target, widened_drafter
 from mlx_redrafter.checkpoint import write_checkpoint
-from mlx_redrafter.config import DrafterConfig, TreeShape
+from mlx_redrafter.config import DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
 CONFIG = {
@@ -148,7 +144,7 @@ def test_drafts_stay(tmp_path, values):
     table = mx.random.normal((97, 48))
     wide_table = mx.pad(table, [(0, 0), (0, 272)])
     hidden, root = mx.random.normal((48,)), mx.array([11])
-    shape = TreeShape(3, 4)
+    shape = DraftShape(3, 4)
     expected = expand(small, small.input_of(lambda t: table[t]), hidden, root, shape)
     found = expand(
         wide, wide.input_of(lambda t: wide_table[t]), mx.pad(hidden, (0, 272)), root, shape

@@ -13,9 +13,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
@@ -26,7 +26,7 @@ NUM_WINDOWS, WINDOW, NUM_STEPS, BATCH = 96, 128, 250, 256
 class Examples(NamedTuple):
     """What a drafter sees at many positions, and what the target says next (its argmax)."""
 
-    hiddens: mx.array  # (B, H)
+    hidden_states: mx.array  # (B, H)
     roots: mx.array  # (B,)
     firsts: mx.array  # (B,)
     seconds: mx.array  # (B,)
@@ -43,9 +43,9 @@ def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> N
 
     def loss(batch: Examples) -> mx.array:
         state = drafter.start(drafter.project_input(target.embed(batch.roots)))
-        total = nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.firsts)
+        total = nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.firsts)
         state = drafter.advance(state, drafter.project_input(target.embed(batch.firsts)))
-        total += nn.losses.cross_entropy(drafter.logits(batch.hiddens, state), batch.seconds)
+        total += nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.seconds)
         return total.mean()
 
     random = np.random.default_rng(0)
@@ -69,9 +69,9 @@ def _examples(model: nn.Module, tokenizer: Any, text: Path) -> Examples:
     windows = mx.array(ids[: NUM_WINDOWS * WINDOW]).reshape(NUM_WINDOWS, WINDOW)
     with captured_output() as outputs:
         said = mx.argmax(model(windows), axis=-1)  # (B, S): token s + 1 as the target has it
-    hiddens = outputs[-1]
+    hidden_states = outputs[-1]
     return Examples(
-        hiddens[:, :-3].reshape(-1, hiddens.shape[-1]),
+        hidden_states[:, :-3].reshape(-1, hidden_states.shape[-1]),
         windows[:, 1:-2].flatten(),
         said[:, 1:-2].flatten(),
         said[:, 2:-1].flatten(),

@@ -89,11 +89,11 @@ def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_si
 
 
 def test_calibration_outlives_quantising(tmp_path: Path) -> None:
-    drafter = random_drafter(97, 64, exit_dim=32, score_scale=2.5, noise_share=0.8)
+    drafter = random_drafter(97, 64, exit_dim=32, inverse_temperature=2.5, coupling_weight=0.8)
     save_drafter(drafter, tmp_path / "drafter")
     options = ConversionOptions(quantization=Quantization(4, 32))
     config = convert_drafter(tmp_path / "drafter", tmp_path / "out", options).config
-    assert (config.score_scale, config.noise_share) == (2.5, 0.8)
+    assert (config.inverse_temperature, config.coupling_weight) == (2.5, 0.8)
     assert load_drafter(tmp_path / "out").config == config
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.convert.conversion import (
     Conversion,
     ConversionOptions,
@@ -109,8 +109,8 @@ def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
 def test_calibration_is_stored(convert: Convert, tmp_path: Path) -> None:
     fitted = convert().provenance["self_test"]["calibration"]
     config = load_drafter(tmp_path / "out").config
-    assert (config.score_scale, config.noise_share) == tuple(fitted.values())
-    assert config.score_scale != 1
+    assert (config.inverse_temperature, config.coupling_weight) == tuple(fitted.values())
+    assert config.inverse_temperature != 1
 
 
 def test_the_wrong_recurrence_is_noticed(convert: Convert) -> None:
@@ -134,7 +134,7 @@ def test_the_self_test_measures_what_drafting_does(
     """The first draft of a beam search at every token of the target's own text."""
     convert(dtype="float32", rnn_activation="identity" if is_linear else "silu")
     drafter = load_drafter(tmp_path / "out")
-    target, shape = Target(stories.model), TreeShape(beam_width=1, beam_length=2)
+    target, shape = Target(stories.model), DraftPlan.of(beam_width=1, beam_length=2)
     enter = drafter.input_of(target.embed)
     matches = []
     for prompt in PROMPTS_OF_SELF_TEST:
@@ -143,7 +143,7 @@ def test_the_self_test_measures_what_drafting_does(
         forward = target.prefill(ids, cache, 512, lambda done, total: None)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
-            draft = expand(drafter, enter, forward.hiddens[0], root, shape).tokens[0]
+            draft = expand(drafter, enter, forward.hidden_states[0], root, shape).tokens[0]
             forward = target.advance(root, cache)
             matches.append(draft.item() == mx.argmax(forward.logits).item())
     measured = self_test(drafter, stories.model, stories.tokenizer)

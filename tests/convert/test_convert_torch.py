@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from mlx_redrafter.config import TreeShape  # noqa: E402
+from mlx_redrafter.config import DraftPlan  # noqa: E402
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter  # noqa: E402
@@ -168,7 +168,7 @@ def check_logits(drafter: Drafter, published: PublishedDrafter) -> None:
 def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
     """The beams agree as a set, and so do their log-probabilities."""
     generator = torch.Generator().manual_seed(3)
-    config, shape = drafter.config, TreeShape(beam_width=4, beam_length=5, select="beam")
+    config, shape = drafter.config, DraftPlan.of(beam_width=4, beam_length=5, select="beam")
     table = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
     embedding = mx.array(table.numpy())
     for root in range(4):

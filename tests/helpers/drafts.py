@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
+import mlx.nn as nn
+import pytest
 
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.decoding.text import Decoder, InFlight, Proposal
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.policy.adaptive import CANDIDATES, Drafts
-from mlx_redrafter.tree import TokenTree, ancestor_mask
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
+from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.engine import Engine
+from mlx_redrafter.policy.adaptive import CANDIDATES
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree
 
 
 def make_tree(tokens: Sequence[int], parents: Sequence[int], depth: int) -> TokenTree:
     """A tree from lists; ``depth`` is that of the deepest node there may be."""
-    depths = [0] * len(tokens)
-    for node in range(1, len(tokens)):
-        depths[node] = depths[parents[node]] + 1
-    parent_nodes = mx.array(list(parents), dtype=mx.int32)
-    return TokenTree(
-        tokens=mx.array(list(tokens), dtype=mx.int32),
-        parents=parent_nodes,
-        depths=mx.array(depths, dtype=mx.int32),
-        ancestors=ancestor_mask(parent_nodes, depth),
-        num_nodes=len(tokens),
-        num_unmerged=len(tokens),
-        scores=-mx.arange(1, len(tokens), dtype=mx.float32),
-    )
+    scores = [-1.0 * node for node in range(1, len(tokens))]
+    return TokenTree.of(tokens, parents, scores, depth)
 
 
 def grow(
     rng: random.Random,
     root: int,
     future: Sequence[int],
-    shape: TreeShape,
+    plan: DraftPlan,
     vocab_size: int,
     accuracy: float,
 ) -> tuple[list[int], list[int]]:
@@ -45,12 +37,12 @@ def grow(
 
     Wrong drafts have siblings and children too, so that accepted nodes are neither first nor last.
     """
-    size = shape.tree_nodes or 1 + shape.draft_length
+    size = plan.num_nodes if plan.shape.select == "top_n" else 1 + plan.shape.levels
     tokens, parents, depths = [root], [0], [0]
     truth: dict[int, int] = {0: 0}  # how many tokens of the future a node has right
     children: dict[int, set[int]] = {}
     while len(tokens) < size:
-        growing = [n for n in range(len(tokens)) if depths[n] < shape.draft_length]
+        growing = [n for n in range(len(tokens)) if depths[n] < plan.shape.levels]
         # Deep nodes first, so that there is a trunk.
         node = max(rng.sample(growing, min(2, len(growing))))
         right = future[truth[node]] if node in truth and truth[node] < len(future) else None
@@ -72,31 +64,65 @@ def grow(
     return tokens, parents
 
 
-class ScriptedDecoder(Decoder):
-    """Drafts trees from the text that is known to come, right 70% of the time."""
+class Scripted:
+    """A proposer of trees from the text that is known to come, right with some accuracy.
 
-    script: Sequence[int] = ()
-    accuracy = 0.7
-    vocab_size = 64
+    Args:
+        script: Tokens that plain decoding yields.
+        vocab_size: Token ids of the target.
+        accuracy: Chance that a draft on the trunk is right.
+        seed: Random seed of the trees.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.rng = random.Random(7)
+    num_layers = 0
+    num_rows: int | None = None
+    modules: tuple[nn.Module, ...] = ()
 
-    def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
-        # The flight in hand is not read yet: how far it got is known from the script alone.
-        (root,) = to_ints(flight.root)
-        tokens_out = to_ints(flight.outcome)[0] + 1 if flight.num_nodes else 1
-        future = self.script[self.stats.num_tokens + tokens_out :]
-        tokens, parents = grow(self.rng, root, future, shape, self.vocab_size, self.accuracy)
-        noise = self.chooser.noise(flight.position, shape.beam_length)
-        return Proposal(shape, make_tree(tokens, parents, shape.draft_length), noise)
+    def __init__(
+        self, script: Sequence[int], vocab_size: int, accuracy: float = 0.7, seed: int = 7
+    ):
+        self.script = list(script)
+        self.vocab_size = vocab_size
+        self.accuracy = accuracy
+        self.seed = seed
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        """Fits every target."""
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> ScriptedDrafting:
+        """Begin a text."""
+        return ScriptedDrafting(self)
 
 
-def scripted(script: Sequence[int], vocab_size: int, accuracy: float = 0.7) -> type[Decoder]:
-    """A decoder class that drafts from ``script``, the tokens that plain decoding yields."""
-    values = {"script": list(script), "vocab_size": vocab_size, "accuracy": accuracy}
-    return type("Scripted", (ScriptedDecoder,), values)
+class ScriptedDrafting:
+    """One text's drafts of a `Scripted` proposer."""
+
+    def __init__(self, proposer: Scripted):
+        self.proposer = proposer
+        self.rng = random.Random(proposer.seed)
+        self.num_tokens = 0
+
+    def outlook(self) -> None:
+        """It always has something to propose."""
+
+    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        """A random tree along the script; how far the pass got is read."""
+        self.skip(flight)
+        script = self.proposer
+        future = script.script[self.num_tokens :]
+        tokens, parents = grow(
+            self.rng, flight.tokens[-1], future, plan, script.vocab_size, script.accuracy
+        )
+        return make_tree(tokens, parents, plan.shape.levels)
+
+    def skip(self, flight: InFlight) -> None:
+        """Count the tokens."""
+        self.num_tokens += len(flight.tokens)
+
+    def settle(self, length: int) -> None:
+        """Nothing to settle."""
 
 
 class RandomShapes:
@@ -104,23 +130,36 @@ class RandomShapes:
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
-        self.seen: set[TreeShape | None] = set()
-        self.last: TreeShape | None = None
+        self.seen: set[DraftPlan | None] = set()
+        self.last: int | None = None
 
-    def choose(self) -> TreeShape | None:
-        shape = self.rng.choice([None, None, TreeShape(3, 4, select="beam"), *CANDIDATES])
-        self.seen.add(shape)
-        return shape
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+        merged = DraftPlan.of(3, 4, select="beam")
+        plan = self.rng.choice([None, None, merged, *CANDIDATES])
+        self.seen.add(plan)
+        return plan
 
-    def cut(self, shape: TreeShape, read: Callable[[], Drafts]) -> TreeShape:
-        if shape.tree_nodes is None:
-            return shape
-        self.last = replace(shape, tree_nodes=self.rng.randint(2, shape.tree_nodes))
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+        self.last = None
+        if plan.shape.select == "beam":
+            return tree.size
+        self.last = self.rng.randint(1, tree.size)
         return self.last
 
-    def observe(self, shape: TreeShape | None, accepted: int, seconds: float | None) -> None:
-        if shape is None:
-            assert accepted == 0
-        elif shape.tree_nodes is not None:
-            assert shape == self.last
-            assert accepted < shape.tree_nodes
+    def observe(self, step: Step) -> None:
+        if step.plan is None:
+            assert step.num_accepted == 0
+        elif step.plan.shape.select == "top_n":
+            assert step.num_nodes == self.last
+            assert step.num_accepted < step.num_nodes
+
+
+def use_policy(patch: pytest.MonkeyPatch, policy: DraftPolicy) -> None:
+    """Let ``policy`` say how much the texts of all engines draft."""
+    plan = Engine._plan
+
+    def plan_with_policy(*args: Any) -> tuple[Drafting | None, DraftPolicy | None]:
+        drafting, _ = plan(*args)
+        return drafting, policy
+
+    patch.setattr(Engine, "_plan", plan_with_policy)

@@ -16,7 +16,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH
-from mlx_redrafter.decoding.text import Request
+from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.text import Text, decode
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target import target as target_module
-from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS, find_parts
+from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 from mlx_redrafter.target.hooks import (
     Hook,
     HookPoint,
@@ -25,6 +28,7 @@ from mlx_redrafter.target.hooks import (
     rotate_with_dynamic_base,
     scale_at_tree_positions,
 )
+from mlx_redrafter.target.inspection import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
 from tests.models.tiny_models import (
@@ -37,11 +41,11 @@ from tests.models.tiny_models import (
     wrapper_config,
 )
 from tests.models.trees import (
+    PLAN,
     PROMPT,
-    ScriptedDecoder,
+    ScriptedDrafts,
     branching_tree,
     decode_paths,
-    make_tree,
     stock_tokens,
     verify_after_prompt,
     wide_tree,
@@ -96,8 +100,8 @@ def test_hidden_states_enter_the_head(model_type: str, rope: str) -> None:
     tree = branching_tree()
     forward = verify_after_prompt(target, tree)
     expected = decode_paths(model, tree)
-    assert disagreement(forward.hiddens, expected.hiddens) <= TOLERANCE
-    assert forward.hiddens.shape == (tree.num_nodes, target.hidden_size)
+    assert disagreement(forward.hidden_states, expected.hidden_states) <= TOLERANCE
+    assert forward.hidden_states.shape == (tree.num_nodes, target.hidden_size)
     assert target.embed(tree.tokens).shape == (tree.num_nodes, target.hidden_size)
     assert target.vocab_size == VOCAB_SIZE
     # Models scale and cap their logits, which keeps the order.
@@ -109,11 +113,11 @@ def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.
     modules = dict(model.named_modules())
     name = HEADS.get(model_type, "lm_head")
     if model_type == "talkie":  # a bare array
-        return forward.hiddens @ model.lm_head.T
+        return forward.hidden_states @ model.lm_head.T
     heads = [modules[path] for path in modules if path.rpartition(".")[2] == name]
     if not heads:
-        return find_parts(model).embedding.as_linear(forward.hiddens)
-    return heads[0](forward.hiddens)
+        return find_parts(model).embedding.as_linear(forward.hidden_states)
+    return heads[0](forward.hidden_states)
 
 
 @pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
@@ -124,11 +128,12 @@ def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
 
     target = Target(model)
     cache = target.new_cache()
-    decoder = ScriptedDecoder(target, cache, stock)
     request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
-    assert [token.id for token in decoder.decode(request)] == stock
+    chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+    text = Text(target, cache, chooser, request, ScriptedDrafts(stock), FixedPolicy(PLAN))
+    assert [token.id for token in decode(text)] == stock
     # Paths of all lengths were kept.
-    assert len([count for count in decoder.stats.accepted_counts if count > 0]) >= 4
+    assert len([count for count in text.stats.accepted_counts if count > 0]) >= 4
 
     for layer, stock_layer in zip(cache.stock, stock_cache, strict=True):
         keys, values, offset = layer.state
@@ -190,7 +195,7 @@ def test_dynamic_rope_before_its_base_grows() -> None:
 
 def test_dynamic_rope_of_the_longest_chain() -> None:
     parents = [max(node - 1, 0) for node in range(MAX_BEAM_LENGTH)]
-    chain = make_tree(list(range(MAX_BEAM_LENGTH)), parents)
+    chain = TokenTree.of(list(range(MAX_BEAM_LENGTH)), parents)
     assert_tree_agrees(build(tiny_config("internlm2", "dynamic")), chain)
 
 

@@ -10,15 +10,8 @@ from mlx_lm.models import gemma3_text, llama
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.errors import UnsupportedTargetError
-from mlx_redrafter.target.architectures import (
-    ARCHITECTURES,
-    REFUSED,
-    SUPPORTED,
-    WRAPPERS,
-    check_config,
-    find_parts,
-    supported_names,
-)
+from mlx_redrafter.target.architectures import ARCHITECTURES, REFUSED, SUPPORTED, WRAPPERS
+from mlx_redrafter.target.inspection import check_config, find_parts, supported_names
 from tests.models.tiny_models import Config, build, tiny_config, wrapper_config
 
 SLIDING: Config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}

@@ -7,16 +7,13 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.config import SamplingParams, TreeShape
-from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Decoder, InFlight, Proposal
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.policy.adaptive import FixedPolicy
-from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.tree import TokenTree, ancestor_mask
-from tests.helpers.models import random_drafter
+from mlx_redrafter.tree import TokenTree
 from tests.models.tiny_models import THRESHOLD, VOCAB_SIZE
 
 # The root lies before the threshold, the deepest nodes behind it.
@@ -24,36 +21,21 @@ PROMPT = [7, 3, 50, 22, 91, 4, 18, 33, 64, 5, 77, 12]
 assert len(PROMPT) < THRESHOLD - 1
 
 DRAFT_LENGTH = 5
+PLAN = DraftPlan.of(2, DRAFT_LENGTH + 1, 1 + 2 * DRAFT_LENGTH)
 
 # Branches at three depths, and siblings apart from each other.
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 3, 6, 8, 5]
 
 
-def make_tree(tokens: list[int], parents: list[int]) -> TokenTree:
-    """A tree without padding; parents come before their children."""
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    parent_array = mx.array(parents, dtype=mx.int32)
-    return TokenTree(
-        tokens=mx.array(tokens, dtype=mx.int32),
-        parents=parent_array,
-        depths=mx.array(depths, dtype=mx.int32),
-        ancestors=ancestor_mask(parent_array, max(depths)),
-        num_nodes=len(tokens),
-        num_unmerged=len(tokens),
-    )
-
-
 def branching_tree() -> TokenTree:
     """A tree of 11 nodes and depth 5."""
-    return make_tree([11, 40, 41, 8, 95, 8, 60, 61, 2, 70, 30], PARENTS)
+    return TokenTree.of([11, 40, 41, 8, 95, 8, 60, 61, 2, 70, 30], PARENTS)
 
 
 def wide_tree(num_nodes: int) -> TokenTree:
     """A tree whose nodes have up to three children."""
     parents = [0] + [(node - 1) // 3 for node in range(1, num_nodes)]
-    return make_tree([(node * 7 + 5) % VOCAB_SIZE for node in range(num_nodes)], parents)
+    return TokenTree.of([(node * 7 + 5) % VOCAB_SIZE for node in range(num_nodes)], parents)
 
 
 def verify_after_prompt(target: Target, tree: TokenTree) -> TargetOutputs:
@@ -71,7 +53,7 @@ def decode_paths(model: nn.Module, tree: TokenTree) -> TargetOutputs:
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
     leaves = set(range(len(tokens))) - set(parents[1:])
     logits: dict[int, mx.array] = {}
-    hiddens: dict[int, mx.array] = {}
+    hidden_states: dict[int, mx.array] = {}
     for leaf in leaves:
         path = [leaf]
         while path[0] != 0:
@@ -82,10 +64,10 @@ def decode_paths(model: nn.Module, tree: TokenTree) -> TargetOutputs:
         for node in path:
             with captured_output() as outputs:
                 logits[node] = model(mx.array([[tokens[node]]]), cache=cache)[0, -1]
-            hiddens[node] = outputs[-1][0, -1] if outputs else mx.zeros((0,))
+            hidden_states[node] = outputs[-1][0, -1] if outputs else mx.zeros((0,))
     nodes = range(len(tokens))
     return TargetOutputs(
-        mx.stack([logits[n] for n in nodes]), mx.stack([hiddens[n] for n in nodes])
+        mx.stack([logits[n] for n in nodes]), mx.stack([hidden_states[n] for n in nodes])
     )
 
 
@@ -95,32 +77,34 @@ def stock_tokens(model: nn.Module, num_tokens: int, cache: list[KVCache]) -> lis
     return [int(token) for token, _ in steps]
 
 
-class ScriptedDecoder(Decoder):
-    """A decoder whose drafts are right for 0, 1, ... 4 tokens in turn, then wrong.
+class ScriptedDrafts:
+    """Drafts that are right for 0, 1, ... 4 tokens in turn, then wrong; they follow `PLAN`.
 
     Args:
-        target: The model.
-        cache: Its cache.
-        stock: Its tokens, from which drafts are made.
+        stock: The text that is coming, from which drafts are made.
     """
 
-    def __init__(self, target: Target, cache: TreeCache, stock: list[int]):
-        shape = TreeShape(beam_width=2, beam_length=DRAFT_LENGTH + 1)
-        chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-        unused = random_drafter(target.vocab_size, target.hidden_size)
-        super().__init__(target, cache, chooser, unused, FixedPolicy(shape))
+    def __init__(self, stock: list[int]):
         self.stock = stock
         self.num_known = 0
         self.num_drafted = 0
 
-    def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
-        num_accepted = to_ints(flight.outcome)[0]
-        self.num_known += num_accepted + 1
+    def outlook(self) -> None:
+        """There is always something to propose."""
+
+    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        """The next tree."""
+        self.skip(flight)
         num_right = self.num_drafted % DRAFT_LENGTH
         self.num_drafted += 1
-        (root,) = to_ints(flight.root)
-        tree = scripted_tree(root, self.stock[self.num_known :], num_right)
-        return Proposal(shape, tree, noise=None)
+        return scripted_tree(flight.tokens[-1], self.stock[self.num_known :], num_right)
+
+    def skip(self, flight: InFlight) -> None:
+        """Count the tokens."""
+        self.num_known += len(flight.tokens)
+
+    def settle(self, length: int) -> None:
+        """Nothing to settle."""
 
 
 def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:
@@ -134,4 +118,4 @@ def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:
         tokens += [(draft + 17) % VOCAB_SIZE, draft]
         parents += [last, last]
         last = len(tokens) - 1
-    return make_tree(tokens, parents)
+    return TokenTree.of(tokens, parents)

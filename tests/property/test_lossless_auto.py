@@ -9,10 +9,10 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter import generation, stream_generate
+from mlx_redrafter import engine, generation, stream_generate
 from mlx_redrafter.policy.adaptive import CANDIDATES
-from mlx_redrafter.policy.profiling import step_costs
-from tests.helpers.drafts import RandomShapes, scripted
+from mlx_redrafter.policy.profiling import lookup_costs, step_costs
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -33,15 +33,15 @@ def test_text_does_not_depend_on_the_shapes(
     model: nn.Module, sampling: dict[str, Any], drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    drafter = random_drafter(VOCAB_SIZE, 32)
+    drafter: Any = random_drafter(VOCAB_SIZE, 32)
     plain = [
         (response.token, response.logprobs)
         for response in stream_generate(model, tokenizer, PROMPT, max_tokens=150, **sampling)
     ]
-    controller = RandomShapes(3)
-    monkeypatch.setattr(generation, "_controller", lambda *_: controller)
+    policy = RandomShapes(3)
+    use_policy(monkeypatch, policy)
     if drafts == "scripted":
-        monkeypatch.setattr(generation, "Decoder", scripted(ids(plain), VOCAB_SIZE))
+        drafter = Scripted(ids(plain), VOCAB_SIZE)
     found = [
         response.token
         for response in stream_generate(
@@ -49,7 +49,7 @@ def test_text_does_not_depend_on_the_shapes(
         )
     ]
     assert_same_tokens(plain, found, sampling)
-    assert len(controller.seen) > 8
+    assert len(policy.seen) > 8
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}])
@@ -60,7 +60,8 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(generation, "step_costs", step_costs)  # the real ones
+    monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones
+    monkeypatch.setattr(engine, "lookup_costs", lookup_costs)
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options: dict[str, Any] = {"max_tokens": 120, **sampling}
     plain = [
@@ -77,19 +78,21 @@ def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dear = {None: 1.0} | dict.fromkeys(CANDIDATES, 2.2)
-    monkeypatch.setattr(generation, "step_costs", lambda *_: dear)
+    monkeypatch.setattr(engine, "step_costs", lambda *_: dear)
+    monkeypatch.setattr(engine, "lookup_costs", lambda costs: {})
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     drafter = random_drafter(VOCAB_SIZE, 32)
     texts, draft_steps = [], []
     for _ in range(2):
         responses = list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120))
         texts.append([response.token for response in responses])
-        choices = responses[-1].stats.choices
-        draft_steps.append(sum(choice.steps for choice in choices if choice.shape))
-    carried_over = drafter.carried_over
+        choices = responses[-1].stats.shapes
+        draft_steps.append(sum(choice.steps for choice in choices if choice.plan))
+    memory = generation._memories.of(model, drafter)
+    carried_over = memory.acceptance
     assert carried_over is not None
     list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120, couple=False))
-    assert drafter.carried_over is carried_over, "uncoupled drafts say nothing of coupled ones"
+    assert memory.acceptance is carried_over, "uncoupled drafts say nothing of coupled ones"
     plain = stream_generate(model, tokenizer, PROMPT, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
     assert draft_steps[0] > draft_steps[1] > 0
@@ -98,8 +101,9 @@ def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
 def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
     tokenizer, drafter = wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)
     responses = stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120)
-    with closing(responses):  # type: ignore[type-var]
+    memory = generation._memories.of(model, drafter)
+    with closing(responses):
         *_, last = islice(responses, 60)
-        assert drafter.carried_over is None
-    assert drafter.carried_over is not None
-    assert last.stats.choices
+        assert memory.acceptance is None
+    assert memory.acceptance is not None
+    assert last.stats.shapes

@@ -19,12 +19,11 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_redrafter import generation, load, stream_generate
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.decoding.text import Decoder
+from mlx_redrafter import load, stream_generate
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
-from tests.helpers.drafts import grow, make_tree, scripted
+from tests.helpers.drafts import Scripted, grow, make_tree
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter
 
@@ -61,7 +60,6 @@ def target(request: pytest.FixtureRequest, stories: Trained) -> nn.Module:
 def _compare(
     model: nn.Module,
     trained: Trained,
-    monkeypatch: pytest.MonkeyPatch,
     drafter: Any,
     max_tokens: int,
     **options: Any,
@@ -75,42 +73,36 @@ def _compare(
         ]
     else:
         plain = stock_tokens(model, [1], max_tokens)
-    for decoder in (Decoder, scripted(ids(plain), VOCAB_SIZE)):
-        with monkeypatch.context() as patch:
-            patch.setattr(generation, "Decoder", decoder)
-            drafted = [
-                response.token
-                for response in stream_generate(
-                    model, trained.tokenizer, [1], drafter=drafter, max_tokens=max_tokens, **options
-                )
-            ]
-        assert_same_tokens(plain, drafted, decoder.__name__)
+    for proposer in (drafter, Scripted(ids(plain), VOCAB_SIZE)):
+        drafted = [
+            response.token
+            for response in stream_generate(
+                model, trained.tokenizer, [1], drafter=proposer, max_tokens=max_tokens, **options
+            )
+        ]
+        assert_same_tokens(plain, drafted, type(proposer).__name__)
 
 
 @pytest.mark.parametrize("drafter_dtype", ["float32", "float16"])
-def test_greedy_text(
-    target: nn.Module, stories: Trained, drafter_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_text(target: nn.Module, stories: Trained, drafter_dtype: str) -> None:
     dtype = {"float32": mx.float32, **HALVES}[drafter_dtype]
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
-    _compare(target, stories, monkeypatch, drafter, 40)
+    _compare(target, stories, drafter, 40)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_sampled_text(
-    target: nn.Module, stories: Trained, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_text(target: nn.Module, stories: Trained, seed: int) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    _compare(target, stories, monkeypatch, drafter, 24, temp=1.0, top_p=0.95, seed=seed)
+    _compare(target, stories, drafter, 24, temp=1.0, top_p=0.95, seed=seed)
 
 
-def test_quantised_half_precision(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_half_precision(stories: Trained) -> None:
     model, _, _ = load(stories.folder)
     model.set_dtype(mx.float16)
     _quantize(model, 4)
     assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=mx.float16)
-    _compare(model, stories, monkeypatch, drafter, 8)
+    _compare(model, stories, drafter, 8)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -123,7 +115,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
     text = [1, 5, 9]
     cache = target.new_cache()
     target.prefill(mx.array(text), cache, 512, lambda done, total: None)
-    tokens, parents = grow(random.Random(0), 7, [], TreeShape(4, 5, 9), VOCAB_SIZE, accuracy=0)
+    tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
     logits = target.verify(make_tree(tokens, parents, 4), cache).logits
     for node in range(len(tokens)):
         path = [node]
@@ -137,9 +129,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
         assert np.array_equal(first, second)
 
 
-def test_checkpoint_quantised_by_mlx_lm(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_quantised_by_mlx_lm(stories: Trained, tmp_path: Path) -> None:
     mlx_lm.convert(
         str(stories.folder),
         str(tmp_path / "4bit"),
@@ -151,4 +141,4 @@ def test_checkpoint_quantised_by_mlx_lm(
     model, _, _ = load(tmp_path / "4bit")
     assert isinstance(model["model"]["embed_tokens"], nn.QuantizedEmbedding)
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    _compare(model, stories, monkeypatch, drafter, 30)
+    _compare(model, stories, drafter, 30)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter import generation, stream_generate
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter import stream_generate
+from mlx_redrafter.config import GenerationOptions
 from tests.conftest import Trained
-from tests.helpers.drafts import scripted
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import shared_model
 
@@ -98,16 +98,13 @@ def test_mostly_right_drafts_leave_the_published_text(
     stories: Trained,
     golden_tokens: list[Scored],
     shape: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = scripted(ids(golden_tokens), vocab_size=512)
-    monkeypatch.setattr(generation, "Decoder", decoder)
     responses = list(
         stream_generate(
             stories.model,
             stories.tokenizer,
             [BOS],
-            drafter=stories.drafter,
+            drafter=Scripted(ids(golden_tokens), vocab_size=512),
             max_tokens=GOLDEN_TOKENS,
             **shape,
         )
@@ -127,17 +124,14 @@ def test_babyllama_text_is_that_of_stock_mlx_lm(
     babyllama_tokens: list[Scored],
     shape: dict[str, Any],
     drafts: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if drafts == "mostly right":
-        decoder = scripted(ids(babyllama_tokens), vocab_size=105)
-        monkeypatch.setattr(generation, "Decoder", decoder)
+    script = Scripted(ids(babyllama_tokens), vocab_size=105)
     responses = list(
         stream_generate(
             babyllama.model,
             babyllama.tokenizer,
             [BOS],
-            drafter=babyllama.drafter,
+            drafter=script if drafts == "mostly right" else babyllama.drafter,
             max_tokens=len(babyllama_tokens),
             **shape,
         )
@@ -146,8 +140,8 @@ def test_babyllama_text_is_that_of_stock_mlx_lm(
 
 
 def test_shapes_cover_both_selections_and_the_limits() -> None:
-    shapes = [TreeShape(**shape) for shape in [*SHAPES, LARGEST]]
+    shapes = [GenerationOptions(**shape).plan.shape for shape in [*SHAPES, LARGEST]]
     assert len(shapes) >= 12
     assert {shape.select for shape in shapes} == {"top_n", "beam"}
-    assert {1, 64} <= {shape.beam_width for shape in shapes}
-    assert {2, 16} <= {shape.beam_length for shape in shapes}
+    assert {1, 64} <= {shape.width for shape in shapes}
+    assert {2, 16} <= {shape.length for shape in shapes}

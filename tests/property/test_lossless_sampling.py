@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter import generation, stream_generate
+from mlx_redrafter import stream_generate
 from tests.conftest import Trained
-from tests.helpers.drafts import scripted
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import Scored, assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
@@ -63,9 +63,7 @@ def test_there_are_enough_combinations() -> None:
 
 
 @pytest.mark.parametrize("group", range(12))
-def test_drafted_sample_equals_plain_sample(
-    model: nn.Module, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     drafter = random_drafter(VOCAB_SIZE, 32, seed=group)
     texts = set()
@@ -75,30 +73,27 @@ def test_drafted_sample_equals_plain_sample(
             (response.token, response.logprobs)
             for response in stream_generate(model, tokenizer, PROMPT, **sampling)
         ]
-        with monkeypatch.context() as patch:
-            if case % 4:  # a quarter with the random drafter's own drafts
-                decoder = scripted(ids(plain), VOCAB_SIZE)
-                patch.setattr(generation, "Decoder", decoder)
-            drafted = [
-                response.token
-                for response in stream_generate(
-                    model, tokenizer, PROMPT, drafter=drafter, **sampling, **shape
-                )
-            ]
+        # A quarter with the random drafter's drafts.
+        proposer = Scripted(ids(plain), VOCAB_SIZE) if case % 4 else drafter
+        drafted = [
+            response.token
+            for response in stream_generate(
+                model, tokenizer, PROMPT, drafter=proposer, **sampling, **shape
+            )
+        ]
         assert_same_tokens(plain, drafted, (sampling, shape))
         texts.add(tuple(drafted))
     assert len(texts) > 10  # the options matter
 
 
-def test_qwen3_samples_the_same_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_qwen3_samples_the_same_with_drafts() -> None:
     model, tokenizer = tiny_qwen3(vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
-    drafter = random_drafter(VOCAB_SIZE, 32)
     sampling: dict[str, Any] = {"temp": 1.0, "seed": 11, "max_tokens": 60}
     plain = [
         (response.token, response.logprobs)
         for response in stream_generate(model, tokenizer, PROMPT, **sampling)
     ]
-    monkeypatch.setattr(generation, "Decoder", scripted(ids(plain), VOCAB_SIZE))
+    drafter = Scripted(ids(plain), VOCAB_SIZE)
     drafted = list(
         stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
     )
@@ -106,9 +101,7 @@ def test_qwen3_samples_the_same_with_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     assert any(response.from_draft for response in drafted)
 
 
-def test_trained_model_samples_the_same_with_drafts(
-    stories: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trained_model_samples_the_same_with_drafts(stories: Trained) -> None:
     rng = random.Random(0)
     for seed in rng.sample(range(2**32), 3):
         sampling: dict[str, Any] = {"temp": 0.8, "top_p": 0.95, "seed": seed, "max_tokens": 60}
@@ -116,14 +109,13 @@ def test_trained_model_samples_the_same_with_drafts(
             (response.token, response.logprobs)
             for response in stream_generate(stories.model, stories.tokenizer, "Lily", **sampling)
         ]
-        monkeypatch.setattr(generation, "Decoder", scripted(ids(plain), 512))
         drafted = [
             response.token
             for response in stream_generate(
                 stories.model,
                 stories.tokenizer,
                 "Lily",
-                drafter=stories.drafter,
+                drafter=Scripted(ids(plain), 512),
                 tree_nodes=9,
                 **sampling,
             )

@@ -9,8 +9,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import generation, stream_generate
-from tests.helpers.drafts import RandomShapes, scripted
+from mlx_redrafter import stream_generate
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -62,14 +62,12 @@ def _check(
     mx.random.seed(seed)
     expected = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
     state = _random_state()
-    right = scripted(ids(expected), VOCAB_SIZE)
-    cases = [(None, None, None), (drafter, None, None), (drafter, right, None)]
-    for draft, decoder, controller in [*cases, (drafter, right, RandomShapes(seed))]:
+    right: Any = Scripted(ids(expected), VOCAB_SIZE)
+    cases = [(None, None), (drafter, None), (right, None), (right, RandomShapes(seed))]
+    for proposer, policy in cases:
         with monkeypatch.context() as patch:
-            if decoder is not None:
-                patch.setattr(generation, "Decoder", decoder)
-            if controller is not None:
-                patch.setattr(generation, "_controller", lambda *_, to=controller: to)
+            if policy is not None:
+                use_policy(patch, policy)
             mx.random.seed(seed)
             found = [
                 response.token
@@ -77,13 +75,13 @@ def _check(
                     model,
                     tokenizer,
                     PROMPT,
-                    drafter=draft,
+                    drafter=proposer,
                     max_tokens=NUM_TOKENS,
                     **options,
                     **shape,
                 )
             ]
-            assert_same_tokens(expected, found, (seed, shape, draft is None))
+            assert_same_tokens(expected, found, (seed, shape, proposer is None))
             if "sampler" in options:  # the next request starts from the same state, too
                 assert _random_state() == state
 
@@ -125,9 +123,7 @@ def test_processors_with_a_stock_sampler(
     _check(model, monkeypatch, 3, SHAPES[1], stock)
 
 
-def test_processors_see_the_prompt_and_every_token_before(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> None:
     expected = ids(stock_tokens(model, PROMPT, 12))
     seen: list[list[int]] = []
 
@@ -143,13 +139,12 @@ def test_processors_see_the_prompt_and_every_token_before(
     assert seen == [PROMPT + expected[:n] for n in range(12)]
 
     seen.clear()
-    monkeypatch.setattr(generation, "Decoder", scripted(expected, VOCAB_SIZE))
     list(
         stream_generate(
             model,
             wrapped_tokenizer(VOCAB_SIZE),
             PROMPT,
-            drafter=random_drafter(VOCAB_SIZE, 32),
+            drafter=Scripted(expected, VOCAB_SIZE),
             max_tokens=12,
             logits_processors=[record],
         )

@@ -58,7 +58,7 @@ def _peak_of_decoding(model: nn.Module, capacity: int, **options: Any) -> int:
     for _ in range(30):
         next(responses)
     peak = int(mx.get_peak_memory())
-    responses.close()  # type: ignore[attr-defined]
+    responses.close()
     return peak - before
 
 

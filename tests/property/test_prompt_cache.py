@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_redrafter import GenerationResponse, generation, stream_generate
+from mlx_redrafter import stream_generate
+from mlx_redrafter.responses import ResponseStream
 from mlx_redrafter.target.target import Target
-from tests.helpers.drafts import RandomShapes, scripted
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
-from tests.unit.test_cache import assert_same_rows, prefilled
+from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
@@ -38,7 +39,7 @@ def text(model: nn.Module) -> list[int]:
     return ids(stock_tokens(model, PROMPT, 40))
 
 
-Start = Callable[..., Iterator[GenerationResponse]]
+Start = Callable[..., ResponseStream]
 
 
 @pytest.fixture(params=DRAFTS)
@@ -49,17 +50,16 @@ def start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Start:
     """Starts generation after `PROMPT` with drafts of some quality."""
-    drafter = None if request.param == "none" else random_drafter(VOCAB_SIZE, 32)
+    drafter: Any = None if request.param == "none" else random_drafter(VOCAB_SIZE, 32)
     shape: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
     if request.param.endswith("beams"):
         shape = {"select": "beam"}
     elif request.param.endswith("any shape"):  # plain steps between them, too
-        monkeypatch.setattr(generation, "_controller", lambda *_: RandomShapes(4))
+        use_policy(monkeypatch, RandomShapes(4))
     if request.param.startswith("mostly right"):
-        decoder = scripted(text, VOCAB_SIZE, accuracy=0.9)
-        monkeypatch.setattr(generation, "Decoder", decoder)
+        drafter = Scripted(text, VOCAB_SIZE, accuracy=0.9)
 
-    def generate(**options: Any) -> Iterator[GenerationResponse]:
+    def generate(**options: Any) -> ResponseStream:
         tokenizer = wrapped_tokenizer(VOCAB_SIZE, options.pop("stop_tokens", None))
         return stream_generate(model, tokenizer, PROMPT, drafter=drafter, **{**shape, **options})
 
@@ -97,7 +97,7 @@ def test_after_closing_in_the_middle(
     cache = make_prompt_cache(model)
     responses = start(max_tokens=30, prompt_cache=cache)
     found = [next(responses).token for _ in range(count)]
-    responses.close()  # type: ignore[attr-defined]
+    responses.close()
     assert found == text[:count]
     _assert_holds(model, cache, PROMPT + found)
 

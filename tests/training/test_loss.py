@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.checkpoint import named_parameters
-from mlx_redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training.loss import (
     IMPOSSIBLE,

@@ -12,25 +12,29 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.simulation import count_accepted, simulate
 from mlx_redrafter.training.teacher import read_sequences
-from mlx_redrafter.tree import best_nodes
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama
 from tests.training.conftest import Run
 
 PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
-SHAPES = {"chain": TreeShape(1, 5), "tree": TreeShape(4, 5, 9), "short": TreeShape(2, 2, 3)}
+SHAPES = {
+    "chain": DraftPlan.of(1, 5),
+    "tree": DraftPlan.of(4, 5, 9),
+    "short": DraftPlan.of(2, 2, 3),
+}
 
 
 def _decode(
-    stories: Trained, drafter: Drafter, shape: TreeShape, samplings: Sequence[dict[str, Any]]
+    stories: Trained, drafter: Drafter, shape: DraftPlan, samplings: Sequence[dict[str, Any]]
 ) -> tuple[list[TokenSequence], int, int]:
     """Texts after every prompt, sampled in every way; their tokens, and the steps they took."""
     sequences, tokens, steps = [], 0, 0

@@ -13,16 +13,16 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.calibration import TOP_TOKENS
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     load_drafter,
     quantize_drafter,
     save_drafter,
 )
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import resources
-from mlx_redrafter.training.run import CACHE_FOLDER
+from mlx_redrafter.training.request import CACHE_FOLDER
 from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
 from tests.training.conftest import Run

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.config import DrafterConfig, SamplingParams, TreeShape
+from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 DRAFTER: dict[str, Any] = {
     "model_type": "recurrent_drafting_drafter",
@@ -19,45 +20,46 @@ DRAFTER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "nodes", "max_nodes", "level"),
+    ("plan", "nodes", "max_nodes", "level"),
     [
-        (TreeShape(), 9, 65, 16),
-        (TreeShape(1, 2), 2, 2, 1),
-        (TreeShape(1, 5), 5, 5, 1),
-        (TreeShape(2, 3), 9, 17, 8),
-        (TreeShape(2, 2), 9, 9, 8),
-        (TreeShape(64, 16, 3841), 3841, 3841, 256),
-        (TreeShape(4, 5, select="beam"), None, 17, 16),
-        (TreeShape(64, 16, select="beam"), None, 961, 256),
+        (DraftPlan.of(), 9, 65, 16),
+        (DraftPlan.of(1, 2), 2, 2, 1),
+        (DraftPlan.of(1, 5), 5, 5, 1),
+        (DraftPlan.of(2, 3), 9, 17, 8),
+        (DraftPlan.of(2, 2), 9, 9, 8),
+        (DraftPlan.of(64, 16, 3841), 3841, 3841, 256),
+        (DraftPlan.of(4, 5, select="beam"), None, 17, 16),
+        (DraftPlan.of(64, 16, select="beam"), None, 961, 256),
     ],
 )
-def test_sizes_of_a_shape(shape: TreeShape, nodes: int | None, max_nodes: int, level: int) -> None:
+def test_sizes_of_a_shape(plan: DraftPlan, nodes: int | None, max_nodes: int, level: int) -> None:
     """2 <= N <= 1 + 4 W (L - 1); merged beams have at most 1 + W (L - 1) nodes."""
-    assert shape.tree_nodes == nodes
-    assert shape.max_nodes == max_nodes
-    assert shape.level_nodes == level
-    assert shape.draft_length == shape.beam_length - 1
+    assert plan.options["tree_nodes"] == nodes
+    assert plan.num_nodes == (max_nodes if nodes is None else nodes)
+    assert plan.shape.max_nodes == max_nodes
+    assert plan.shape.level_nodes == level
+    assert plan.shape.levels == plan.shape.length - 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam_width": 0}, "beam_width must be an integer from 1 to 64, got 0"),
-        ({"beam_width": 65}, "beam_width must be an integer from 1 to 64, got 65"),
-        ({"beam_width": True}, "beam_width must be an integer from 1 to 64, got True"),
-        ({"beam_width": 4.0}, "beam_width must be an integer from 1 to 64, got 4.0"),
-        ({"beam_length": 1}, "from 2 to 16 (the root counts as one), got 1"),
-        ({"beam_length": 17}, "from 2 to 16 (the root counts as one), got 17"),
-        ({"tree_nodes": 1}, "from 2 to 65 for beam_width 4 and beam_length 5, got 1"),
-        ({"tree_nodes": 66}, "from 2 to 65 for beam_width 4 and beam_length 5, got 66"),
-        ({"tree_nodes": 9, "select": "beam"}, "leave it out or use select='top_n'"),
+        ({"width": 0}, "beam_width must be an integer from 1 to 64, got 0"),
+        ({"width": 65}, "beam_width must be an integer from 1 to 64, got 65"),
+        ({"width": True}, "beam_width must be an integer from 1 to 64, got True"),
+        ({"width": 4.0}, "beam_width must be an integer from 1 to 64, got 4.0"),
+        ({"length": 1}, "from 2 to 16 (the root counts as one), got 1"),
+        ({"length": 17}, "from 2 to 16 (the root counts as one), got 17"),
+        ({"num_nodes": 1}, "from 2 to 65 for beam_width 4 and beam_length 5, got 1"),
+        ({"num_nodes": 66}, "from 2 to 65 for beam_width 4 and beam_length 5, got 66"),
+        ({"num_nodes": 9, "select": "beam"}, "leave it out or use select='top_n'"),
         ({"select": "topn"}, "select must be 'top_n' or 'beam', got 'topn'"),
     ],
     ids=str,
 )
 def test_impossible_shapes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        TreeShape(**options)
+        DraftPlan.of(**options)
     assert message in str(caught.value)
 
 

@@ -14,10 +14,10 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_redrafter import GenerationResponse, generate, generation, stream_generate
+from mlx_redrafter import GenerationResponse, generate, stream_generate
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.conftest import Trained
-from tests.helpers.drafts import scripted
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -41,10 +41,10 @@ def stock(model: nn.Module) -> list[tuple[int, mx.array]]:
 
 
 def _drafted(
-    patch: pytest.MonkeyPatch, script: list[int], model: nn.Module, tokenizer: Any, **options: Any
+    script: list[int], model: nn.Module, tokenizer: Any, **options: Any
 ) -> list[GenerationResponse]:
-    patch.setattr(generation, "Decoder", scripted(script, VOCAB_SIZE, accuracy=0.85))
-    options = {"beam_width": 4, "drafter": random_drafter(VOCAB_SIZE, 32), **options}
+    drafter = Scripted(script, VOCAB_SIZE, accuracy=0.85)
+    options = {"beam_width": 4, "drafter": drafter, **options}
     return list(stream_generate(model, tokenizer, PROMPT, **options))
 
 
@@ -53,13 +53,12 @@ def _drafted(
 def test_max_tokens_cuts_inside_a_step(
     model: nn.Module,
     stock: list[tuple[int, mx.array]],
-    monkeypatch: pytest.MonkeyPatch,
     max_tokens: int,
     shape: dict[str, Any],
 ) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     expected = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=max_tokens))
-    found = _drafted(monkeypatch, ids(stock), model, tokenizer, max_tokens=max_tokens, **shape)
+    found = _drafted(ids(stock), model, tokenizer, max_tokens=max_tokens, **shape)
     _assert_same_responses(expected, found, max_tokens)
 
 
@@ -69,7 +68,6 @@ def test_max_tokens_cuts_inside_a_step(
 def test_a_stop_token_cuts_inside_a_step(
     model: nn.Module,
     stock: list[tuple[int, mx.array]],
-    monkeypatch: pytest.MonkeyPatch,
     position: int,
     shape: dict[str, Any],
     max_tokens: int | str,
@@ -80,9 +78,8 @@ def test_a_stop_token_cuts_inside_a_step(
     limit = first + 1 if isinstance(max_tokens, str) else max_tokens
     expected = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=limit))
     assert expected[-1].finish_reason == "stop"
-    found = _drafted(monkeypatch, ids(stock), model, tokenizer, max_tokens=limit, **shape)
+    found = _drafted(ids(stock), model, tokenizer, max_tokens=limit, **shape)
     _assert_same_responses(expected, found, first + 1)
-    monkeypatch.undo()
     plain = list(stream_generate(model, tokenizer, PROMPT, max_tokens=limit))
     _assert_same_responses(expected, plain, first + 1)
 
@@ -113,23 +110,18 @@ def test_unlimited_text_goes_on_past_256_tokens(model: nn.Module) -> None:
         model, tokenizer, PROMPT, drafter=random_drafter(VOCAB_SIZE, 32), max_tokens=-1
     )
     found = [next(iter(responses)).token for _ in range(270)]
-    responses.close()  # type: ignore[attr-defined]
+    responses.close()
     assert_same_tokens(stock_tokens(model, PROMPT, 270), found)
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", "Lily said: é ü", ""])
-def test_text_segments_are_those_of_stock_mlx_lm(
-    stories: Trained, monkeypatch: pytest.MonkeyPatch, prompt: str
-) -> None:
+def test_text_segments_are_those_of_stock_mlx_lm(stories: Trained, prompt: str) -> None:
     expected = list(mlx_lm.stream_generate(stories.model, stories.tokenizer, prompt, max_tokens=60))
-    monkeypatch.setattr(generation, "Decoder", scripted([r.token for r in expected], 512))
+    drafter = Scripted([r.token for r in expected], 512)
     found = list(
-        stream_generate(
-            stories.model, stories.tokenizer, prompt, drafter=stories.drafter, max_tokens=60
-        )
+        stream_generate(stories.model, stories.tokenizer, prompt, drafter=drafter, max_tokens=60)
     )
     assert [r.text for r in found] == [r.text for r in expected]
-    monkeypatch.undo()
     whole = generate(
         stories.model, stories.tokenizer, prompt, drafter=stories.drafter, max_tokens=60
     )
@@ -247,11 +239,9 @@ def test_stock_logits_are_bitwise_unchanged_by_the_hooks() -> None:
     assert [name for name, _ in model.named_modules()] == names
 
 
-def test_statistics_add_up(
-    model: nn.Module, stock: list[tuple[int, mx.array]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_add_up(model: nn.Module, stock: list[tuple[int, mx.array]]) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    last = _drafted(monkeypatch, ids(stock), model, tokenizer, max_tokens=50)[-1]
+    last = _drafted(ids(stock), model, tokenizer, max_tokens=50)[-1]
     stats = last.stats
     assert last.steps == stats.steps == sum(stats.accepted_counts)
     assert stats.num_tokens == 50
@@ -266,11 +256,9 @@ def test_statistics_add_up(
 
 
 def test_from_draft_marks_accepted_drafts(
-    model: nn.Module, stock: list[tuple[int, mx.array]], monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, stock: list[tuple[int, mx.array]]
 ) -> None:
-    responses = _drafted(
-        monkeypatch, ids(stock), model, wrapped_tokenizer(VOCAB_SIZE), max_tokens=50
-    )
+    responses = _drafted(ids(stock), model, wrapped_tokenizer(VOCAB_SIZE), max_tokens=50)
     own = [response for response in responses if not response.from_draft]
     # One of the target's own per step, and the first; the end may cut the last step's.
     assert responses[-1].steps <= len(own) <= responses[-1].steps + 1

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.decoding import text as decoding
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.host import to_ints
 from tests.conftest import Trained
 from tests.helpers.models import ROOT
@@ -23,8 +23,31 @@ WAITS = ["eval", "synchronize"]
 STEPS = 50
 
 # What runs between the first token and the last, or is called from there.
-LOOP = ["accept", "beam", "cache", "decoding", "drafter", "processors", "sampling", "stats"]
-LOOP += ["hooks", "target", "topk", "tree"]
+LOOP = [
+    "decoding/accept",
+    "decoding/clock",
+    "decoding/processors",
+    "decoding/records",
+    "decoding/sampling",
+    "decoding/stats",
+    "decoding/text",
+    "proposers/draft_model",
+    "proposers/expansion",
+    "proposers/lookup",
+    "proposers/lookup_first",
+    "proposers/redrafter/beam",
+    "proposers/redrafter/network",
+    "proposers/redrafter/proposer",
+    "proposers/search",
+    "proposers/suffix_index",
+    "target/caches/full",
+    "target/caches/levels",
+    "target/caches/tree_cache",
+    "target/hooks",
+    "target/target",
+    "topk",
+    "tree",
+]
 
 
 @pytest.fixture
@@ -140,14 +163,14 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
 ) -> None:
     """The draft depends on the step that is read, so the device has work when the read returns."""
     log: list[str] = []
-    for name in ("_draft", "_verify", "_read"):
-        original = getattr(decoding.Decoder, name)
+    for name in ("_draft", "_verify", "_accept"):
+        original = getattr(Text, name)
 
         def wrapper(*args: Any, name: str = name, original: Any = original) -> Any:
             log.append(name)
             return original(*args)
 
-        monkeypatch.setattr(decoding.Decoder, name, wrapper)
+        monkeypatch.setattr(Text, name, wrapper)
     list(
         stream_generate(
             stories.model,
@@ -159,19 +182,23 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
         )
     )
     # The first token waits for nothing.
-    assert log[:5] == ["_read", "_draft", "_verify", "_draft", "_read"]
-    rounds = "".join(f"{name};" for name in log).count("_draft;_read;_verify;")
+    assert log[:5] == ["_accept", "_draft", "_verify", "_draft", "_accept"]
+    rounds = "".join(f"{name};" for name in log).count("_draft;_accept;_verify;")
     assert rounds >= 20
 
 
 # Once per chunk of a prompt, once per set of a drafter's weights, and in blank caches for timing.
 ALLOWED = {
-    "cache": ["mx.eval(cache.keys, cache.values)"],
-    "target": [
+    "proposers/draft_model": [
+        "bool(cached)",  # a list
+        "mx.eval([layer.stock.state for layer in self.cache.layers])",
+    ],
+    "target/caches/full": ["mx.eval(cache.keys, cache.values)"],
+    "target/target": [
         "mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)",
         "mx.eval([layer.state for layer in cache.stock])",
     ],
-    "drafter": ["mx.eval(packed, scales, biases)", "mx.eval(weight)"],
+    "proposers/redrafter/network": ["mx.eval(packed, scales, biases)", "mx.eval(weight)"],
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import generation, parity
-from mlx_redrafter.decoding.text import Decoder, Outcome
+from mlx_redrafter import engine, parity
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.parity import compare_decoding
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -17,21 +19,18 @@ VOCAB_SIZE = 64
 PROMPT = [5, 17, 3]
 
 
-class WrongAt(Decoder):
-    """Changes the token at one position of drafted text, and ends it early if told so."""
+class WrongAt(Text):
+    """Changes the token at one position of drafted text."""
 
     position = 0
-    is_cut = False
 
-    def _read(self, *args: Any) -> Outcome:
-        before = self.stats.num_tokens
-        outcome = super()._read(*args)
-        index = self.position - before
-        if self.drafter is not None and 0 <= index < len(outcome.tokens):
-            outcome.tokens[index] = (outcome.tokens[index] + 1) % VOCAB_SIZE
-            if self.is_cut:
-                return Outcome(outcome.tokens[: index + 1], outcome.rows[: index + 1], 0, "stop")
-        return outcome
+    def step(self) -> list[Token]:
+        tokens = super().step()
+        index = self.position - self.stats.num_tokens
+        if self.drafting is not None and 0 <= index < len(tokens):
+            wrong = (tokens[index].id + 1) % VOCAB_SIZE
+            tokens[index] = replace(tokens[index], id=wrong)
+        return tokens
 
 
 @pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 2}, {"select": "beam"}], ids=str)
@@ -56,7 +55,7 @@ def test_stop_tokens_end_both_texts() -> None:
 def test_first_difference(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
     expected = stock_tokens(model, PROMPT, 12)
-    monkeypatch.setattr(generation, "Decoder", type("Wrong", (WrongAt,), {"position": position}))
+    monkeypatch.setattr(engine, "Text", type("Wrong", (WrongAt,), {"position": position}))
     found = compare_decoding(model, wrapped_tokenizer(VOCAB_SIZE), drafter, PROMPT, 12)
     difference = found.difference
     assert difference is not None

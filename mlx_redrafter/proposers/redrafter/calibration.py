@@ -3,7 +3,7 @@
 Trees are made of the drafts with the largest products of probabilities, so what is too sharp makes
 them too narrow and what is too flat makes them too broad. A greedy target's choice is certain
 where a drafter trained on its distributions says what is probable, so most score scales are above
-1. At a temperature drafts are ranked with a share of the noise that the target chooses with: the
+1. At a temperature drafts are ranked with a weight of the noise that the target chooses with: the
 more of it, the better the drafter knows the target's distribution; all of it would outweigh what a
 poor one knows.
 
@@ -18,17 +18,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.host import to_floats, to_ints
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
-SHARES = tuple(twentieths / 20 for twentieths in range(4, 21))
-# Texts are mostly sampled near this temperature; the best share changes little with it.
+WEIGHTS = tuple(twentieths / 20 for twentieths in range(4, 21))
+# Texts are mostly sampled near this temperature; the best weight changes little with it.
 TEMP = 0.8
-# As many of the target's most probable tokens as are looked at. At a temperature even an improbable
-# one is drawn now and then: for the bundled model's second drafter the best share seemed to be 0.85
-# with 32 of the 4,096 tokens, with 512 it was 0.95, as it was with all.
+# Most probable tokens of the target that are looked at. At a temperature even an improbable one is
+# drawn now and then: for the bundled model's second drafter the best weight seemed to be 0.85 with
+# 32 of the 4,096 tokens, with 512 it was 0.95, as it was with all.
 TOP_TOKENS = 512
 # Predictions that are looked at, at least where there are as many, and at once.
 ENOUGH = 8192
@@ -40,16 +40,22 @@ class Calibration:
     """The scalars of `DrafterConfig` that say how drafts are ranked.
 
     Attributes:
-        score_scale: Under which a greedy target's choices are most probable.
-        noise_share: With which most first ranks are what the target samples at `TEMP`.
+        inverse_temperature: Factor on the drafter's logits that maximises the likelihood of the
+            target's greedy tokens.
+        coupling_weight: Weight of the noise that makes most first ranks what the target samples at
+            `TEMP`.
     """
 
-    score_scale: float = DrafterConfig.score_scale
-    noise_share: float = DrafterConfig.noise_share
+    inverse_temperature: float = DrafterConfig.inverse_temperature
+    coupling_weight: float = DrafterConfig.coupling_weight
 
     def applied(self, config: DrafterConfig) -> DrafterConfig:
         """A config with these scalars."""
-        return replace(config, score_scale=self.score_scale, noise_share=self.noise_share)
+        return replace(
+            config,
+            inverse_temperature=self.inverse_temperature,
+            coupling_weight=self.coupling_weight,
+        )
 
 
 class Text(NamedTuple):
@@ -57,13 +63,13 @@ class Text(NamedTuple):
 
     Attributes:
         tokens: Token ids, integer, shape (n,).
-        hiddens: The target's last hidden states that predicted them, shape (n, H).
+        hidden_states: The target's last hidden states that predicted them, shape (n, H).
         top_ids: The tokens that it found most probable there, best first, integer, shape (n, k).
         top_log_probs: Their natural log-probabilities, shape (n, k).
     """
 
     tokens: mx.array
-    hiddens: mx.array
+    hidden_states: mx.array
     top_ids: mx.array
     top_log_probs: mx.array
 
@@ -90,12 +96,12 @@ class Prediction(NamedTuple):
 def predict(drafter: Drafter, embed: Embed, text: Text) -> tuple[Prediction, Prediction]:
     """First and second drafts with each token of a text, of at least three, as the root."""
     entered = drafter.project_input(embed(text.tokens))
-    hiddens = text.hiddens.astype(drafter.dtype)
+    hidden_states = text.hidden_states.astype(drafter.dtype)
     ids, log_probs = text.top_ids, text.top_log_probs
     state = drafter.start(entered[:-1])
-    firsts = Prediction(drafter.logits(hiddens[:-1], state), ids[1:], log_probs[1:])
+    firsts = Prediction(drafter.logits(hidden_states[:-1], state), ids[1:], log_probs[1:])
     state = drafter.advance(state[:-1], entered[1:-1])
-    seconds = Prediction(drafter.logits(hiddens[:-2], state), ids[2:], log_probs[2:])
+    seconds = Prediction(drafter.logits(hidden_states[:-2], state), ids[2:], log_probs[2:])
     return firsts, seconds
 
 
@@ -105,9 +111,9 @@ def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[Text]) -> Calibrat
     Args:
         drafter: The network.
         embed: The target's input embedding.
-        texts: As many as wanted; those beyond `ENOUGH` predictions are not read.
+        texts: Any number of texts; those beyond `ENOUGH` predictions are not read.
     """
-    nats, matches, count = [0.0] * len(SCALES), [0] * len(SHARES), 0
+    nats, matches, count = [0.0] * len(SCALES), [0] * len(WEIGHTS), 0
     for text in texts:
         if count >= ENOUGH:
             break
@@ -120,7 +126,7 @@ def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[Text]) -> Calibrat
                 count += prediction.logits.shape[0]
     if count == 0:
         return Calibration()
-    return Calibration(SCALES[nats.index(min(nats))], SHARES[matches.index(max(matches))])
+    return Calibration(SCALES[nats.index(min(nats))], WEIGHTS[matches.index(max(matches))])
 
 
 def _parts(text: Text) -> Iterator[Text]:
@@ -145,7 +151,7 @@ def _nats(drafter: Drafter, prediction: Prediction) -> list[float]:
 
 
 def _matches(drafter: Drafter, prediction: Prediction, key: mx.array) -> list[int]:
-    """Under each of `SHARES`, how many first ranks are what the target samples."""
+    """Under each of `WEIGHTS`, how many first ranks are what the target samples."""
     rows = prediction.logits.shape[0]
     noise = mx.random.gumbel((rows, drafter.config.vocab_size), key=key)
     top_noise = mx.take_along_axis(noise, prediction.top_ids, axis=-1)
@@ -154,7 +160,7 @@ def _matches(drafter: Drafter, prediction: Prediction, key: mx.array) -> list[in
     logits = prediction.logits.astype(mx.float32) / TEMP
     own_noise = noise[:, drafter.to_token_ids(mx.arange(logits.shape[-1]))]
     matches = [
-        mx.sum(drafter.to_token_ids(mx.argmax(logits + share * own_noise, axis=-1)) == sampled)
-        for share in SHARES
+        mx.sum(drafter.to_token_ids(mx.argmax(logits + weight * own_noise, axis=-1)) == sampled)
+        for weight in WEIGHTS
     ]
     return to_ints(mx.stack(matches))

@@ -21,9 +21,9 @@ from mlx_redrafter.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.config import DrafterConfig
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
 PATTERNS = ["config.json", "model*.safetensors", "README.md"]

@@ -1,4 +1,4 @@
-"""What tokens add to a drafter's state, looked up instead of computed where a table of it is small.
+"""Input terms of a drafter's state, looked up instead of computed where their table is small.
 
 It depends on the token alone, so a level of drafting need not read ``rnn_w``. The table of all
 tokens takes the time of some dozens of prompt tokens, once per pair of networks.
@@ -12,12 +12,12 @@ from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed, InputTable
 from mlx_redrafter.target.target import Target
 
-# The largest table; beside a target of more one matrix of its drafter is little.
+# Largest table, in bytes; beside a larger target one matrix of its drafter is little.
 MAX_BYTES = 64 * 2**20
 
 
 def input_lookup(drafter: Drafter, target: Target) -> Embed:
-    """`Drafter.project_input` as a function of token ids; waits for the device where it makes the table.
+    """`Drafter.project_input` by token id; waits for the device where it makes the table.
 
     The drafter keeps the table for the next text, as long as the weights that it is made of stay.
     """

@@ -15,24 +15,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import DrafterConfig
-from mlx_redrafter.policy.acceptance import AcceptanceStats
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 Layer = Callable[[mx.array], mx.array]
-# From token ids to a row of H numbers for each.
+# Function from token ids to a row of H numbers for each.
 Embed = Callable[[mx.array], mx.array]
 
-# What a logit that Apple's `warp_logits` masks is set to.
+# Value of the logits that Apple's `warp_logits` masks.
 MASKED_LOGIT = -50000.0
 
 
 @dataclass(frozen=True)
 class InputTable:
-    """What every token adds to the state.
+    """Terms that tokens add to the state, computed beforehand.
 
     Attributes:
         sources: The weights that it was computed from.
-        rows: `Drafter.project_input` of every row of the target's input embedding.
+        rows: `Drafter.project_input` of every row of the target's input embedding, shape (V, H).
     """
 
     sources: list[mx.array]
@@ -58,16 +57,13 @@ class Drafter(nn.Module):
     head covers only part of the vocabulary (``config.draft_vocab_size``); otherwise it is absent.
 
     Attributes:
-        config: The shape, and how drafts are ranked.
-        carried_over: What the last text whose steps chose their own shapes says of the next one. It is
-            here because texts have nothing else in common.
-        input_table: See `input_lookup`.
+        config: Sizes, and the calibration of the ranking.
+        input_table: Table of `input_lookup`, None before it is made.
     """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.carried_over: AcceptanceStats | None = None
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
@@ -101,10 +97,10 @@ class Drafter(nn.Module):
         return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
 
     def project_input(self, embedding: mx.array) -> mx.array:
-        """What a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
+        """The term that a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
 
         Args:
-            embedding: ``e``, rows of the target's input embedding, shape (..., H).
+            embedding: Rows of the target's input embedding, ``e``, shape (..., H).
 
         Returns:
             The same shape, in the drafter's dtype.
@@ -113,23 +109,23 @@ class Drafter(nn.Module):
         return self.rnn_w(embedding) if self.config.rnn else embedding
 
     def input_of(self, embed: Embed) -> Embed:
-        """`enter` by token id, given the target's input embedding."""
+        """`project_input` by token id, given the target's input embedding."""
         return lambda ids: self.project_input(embed(ids))
 
-    def start(self, entered: mx.array) -> mx.array:
+    def start(self, projected: mx.array) -> mx.array:
         """The state after the root token: `advance` from the zero state.
 
         Args:
-            entered: `enter` of the root, shape (1, H).
+            projected: Input terms from `project_input` of the root, shape (1, H).
 
         Returns:
             ``s_1``, shape (1, H).
         """
         if self.config.rnn and self.config.rnn_first_step_bias:
-            entered = entered + self.rnn_u.bias
-        return self._activate(entered)
+            projected = projected + self.rnn_u.bias
+        return self._activate(projected)
 
-    def advance(self, state: mx.array, entered: mx.array) -> mx.array:
+    def advance(self, state: mx.array, projected: mx.array) -> mx.array:
         """Advance the recurrent state of every beam by one token.
 
         With ``s`` the state and ``e`` the embedding of the newest token:
@@ -139,14 +135,16 @@ class Drafter(nn.Module):
 
         Args:
             state: ``s_{t-1}``, shape (W, H), or (1, H) where it is the same for all beams.
-            entered: `enter` of the newest tokens, shape (W, H).
+            projected: Input terms from `project_input` of the newest tokens, shape (W, H).
 
         Returns:
             ``s_t``, shape (W, H).
         """
-        return self._activate(entered + (self.rnn_u(state) if self.config.rnn else state))
+        return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
 
-    def logits(self, hidden: mx.array, state: mx.array, share: mx.array | None = None) -> mx.array:
+    def logits(
+        self, hidden: mx.array, state: mx.array, hidden_term: mx.array | None = None
+    ) -> mx.array:
         """Logits of the token that follows each beam.
 
             x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
@@ -154,13 +152,13 @@ class Drafter(nn.Module):
         Args:
             hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
             state: The beams' states, shape (W, H).
-            share: `hidden_term` of ``hidden`` where that is known; the same result for less work.
+            hidden_term: Precomputed `hidden_term` of ``hidden``; the same result for less work.
 
         Returns:
             Logits in the drafter's dtype, shape (W, V); not log-probabilities.
         """
         x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
-        y = self._first(x) if share is None else share + self._split()[1](state)
+        y = self._first(x) if hidden_term is None else hidden_term + self._split()[1](state)
         layers = self.lm_head
         if not self.config.has_input_proj:
             # The first block reads the pair itself; without blocks the head does.
@@ -171,7 +169,7 @@ class Drafter(nn.Module):
         return y
 
     def hidden_term(self, hidden: mx.array) -> mx.array | None:
-        """What ``hidden``, shape (H,), adds to the first layer, shape (1, D): equal for all beams.
+        """The term of ``hidden``, shape (H,), in the first layer, shape (1, D), equal for all.
 
         None where a group of quantised weights belongs to both halves of the layer's input.
         """
@@ -200,7 +198,7 @@ class Drafter(nn.Module):
         self,
         hidden: mx.array,
         state: mx.array,
-        share: mx.array | None = None,
+        hidden_term: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
         """Natural log-probabilities of the next token of each beam.
@@ -208,14 +206,14 @@ class Drafter(nn.Module):
         Args:
             hidden: As in `logits`.
             state: As in `logits`.
-            share: As in `logits`.
-            scale: What the logits are multiplied by.
+            hidden_term: As in `logits`.
+            scale: Factor on the logits.
 
         Returns:
             float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
             as Apple's ``warp_logits`` does; the others get the logit -50000.
         """
-        logits = self.logits(hidden, state, share).astype(mx.float32)
+        logits = self.logits(hidden, state, hidden_term).astype(mx.float32)
         if scale != 1:
             logits = logits * scale
         top_k = self.config.draft_top_k
@@ -242,7 +240,7 @@ def columns(
     """The part of a layer that reads these inputs only, with this bias.
 
     The weights are copied, and at once: a matrix whose rows do not follow each other in memory
-    would be copied at every use, and threads must not share what is not computed yet.
+    would be copied at every use, and threads must not hidden_term what is not computed yet.
     """
     if isinstance(linear, nn.QuantizedLinear):
         group, bits = linear.group_size, linear.bits

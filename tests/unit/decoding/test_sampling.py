@@ -27,7 +27,7 @@ def _choose(params: SamplingParams, logits: list[float], count: int) -> np.ndarr
     depths = mx.arange(count, dtype=mx.int32)
     chooser = KeyedChooser(params, len(logits))
     noise = chooser.noise(mx.array([0]), count)
-    return np.array(chooser.choose(rows, depths, noise, count))
+    return np.array(chooser.sample(rows, depths, noise, count))
 
 
 def _expected(params: SamplingParams) -> np.ndarray:
@@ -135,11 +135,11 @@ def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
 
         mx.random.seed(8)
         chooser = StockChooser(sampler)
-        chosen: Any = chooser.choose(rows, depths, None, 4).tolist()
-        state_before_keep = _random_state()
-        chooser.keep(num_choices)
+        chosen: Any = chooser.sample(rows, depths, None, 4).tolist()
+        state_before_commit = _random_state()
+        chooser.commit(num_choices)
         if num_choices == 1:
-            assert state_before_keep == state_after  # as if only the first choice were made
+            assert state_before_commit == state_after  # as if only the first choice were made
         assert [[chosen[node]] for node in path] == expected
         assert _random_state() == state_after
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import mlx.core as mx
@@ -11,22 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_redrafter.config import SamplingParams, TreeShape
+from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import (
-    Decoder,
-    InFlight,
-    Proposal,
-    Request,
-    find_end,
-    normalise,
-)
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.policy.adaptive import FixedPolicy
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.decoding.text import Text, decode, find_end, normalise
+from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target.target import Target
-from tests.helpers.drafts import grow, make_tree
-from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.drafts import Scripted
+from tests.helpers.models import tiny_llama
 
 VOCAB_SIZE = 8  # small, so that random drafts are often right
 
@@ -61,38 +52,26 @@ def test_normalise_is_a_log_softmax() -> None:
         np.testing.assert_allclose(row - row[0], scores - scores[0], rtol=1e-5, atol=1e-5)
 
 
-class AdversarialDecoder(Decoder):
-    """Drafts any tree at all."""
-
-    rng: random.Random
-
-    def _draft(self, shape: TreeShape, flight: InFlight) -> Proposal:
-        (root,) = to_ints(flight.root)
-        tokens, parents = grow(self.rng, root, [], shape, VOCAB_SIZE, accuracy=0)
-        noise = self.chooser.noise(flight.position, shape.beam_length)
-        return Proposal(shape, make_tree(tokens, parents, shape.draft_length), noise)
-
-
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_llama(seed=8, vocab_size=VOCAB_SIZE, layers=2, spread=2.0))
 
 
-def _decode(target: Target, drafter: Drafter | None, seed: int, **options: Any) -> list[int]:
-    shape = TreeShape(4, 5, options.pop("nodes"))
+def _decode(target: Target, drafts: bool, seed: int, **options: Any) -> list[int]:
+    plan = DraftPlan.of(4, 5, options.pop("nodes"))
     chooser = KeyedChooser(SamplingParams(seed=seed, **options), VOCAB_SIZE)
-    kind = Decoder if drafter is None else AdversarialDecoder
-    controller = FixedPolicy(shape if drafter is not None else None)
-    decoder = kind(target, target.new_cache(), chooser, drafter, controller)
-    if isinstance(decoder, AdversarialDecoder):
-        decoder.rng = random.Random(seed)
     request = Request(prompt=[1, 2, 3], stop_tokens=frozenset({0}), max_tokens=16)
-    tokens = [token.id for token in decoder.decode(request)]
-    stats = decoder.stats
+    # Without a script the drafts are any at all.
+    anything = Scripted([], VOCAB_SIZE, accuracy=0, seed=seed)
+    drafting = anything.open(target, request.prompt, True, []) if drafts else None
+    policy = FixedPolicy(plan) if drafts else None
+    text = Text(target, target.new_cache(), chooser, request, drafting, policy)
+    tokens = [token.id for token in decode(text)]
+    stats = text.stats
     assert stats.num_tokens == len(tokens)
     accepted = sum(count * n for n, count in enumerate(stats.accepted_counts))
     # The first token, and for every step its accepted drafts and one more, before the cut.
-    assert len(tokens) <= 1 + accepted + stats.steps < len(tokens) + shape.beam_length
+    assert len(tokens) <= 1 + accepted + stats.steps < len(tokens) + plan.shape.length
     return tokens
 
 
@@ -107,7 +86,6 @@ def _decode(target: Target, drafter: Drafter | None, seed: int, **options: Any) 
 def test_any_drafts_leave_the_text_alone(
     target: Target, seed: int, temp: float, top_p: float, top_k: int, nodes: int
 ) -> None:
-    drafter = random_drafter(VOCAB_SIZE, 32)
     options: dict[str, Any] = {"temp": temp, "top_p": top_p, "top_k": top_k, "nodes": nodes}
-    drafted = _decode(target, drafter, seed, **options)
-    assert drafted == _decode(target, None, seed, **options)
+    drafted = _decode(target, True, seed, **options)
+    assert drafted == _decode(target, False, seed, **options)

@@ -13,6 +13,7 @@ from mlx_redrafter import load
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.adaptive import CANDIDATES, LONGEST, SHORTEST, TREES
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama
@@ -24,55 +25,58 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mlx-redrafter"
 
 
+def _proposer(dtype: mx.Dtype = mx.float32) -> RecurrentProposer:
+    return RecurrentProposer(random_drafter(64, 32, dtype=dtype))
+
+
 def test_every_shape_is_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
-    seconds = profiling.step_costs(target, drafter)
+    target, proposer = Target(tiny_llama()), _proposer()
+    seconds = profiling.step_costs(target, proposer)
     assert set(seconds) == {None, *CANDIDATES}
     assert all(value > 0 for value in seconds.values())
     assert len(list(folder.iterdir())) == 1
 
     monkeypatch.setattr(profiling, "time_steps", lambda *_: pytest.fail("timed again"))
-    assert profiling.step_costs(target, drafter) == seconds
+    assert profiling.step_costs(target, proposer) == seconds
 
 
 def test_a_long_context_is_timed_when_a_text_begins_with_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
+    target, proposer = Target(tiny_llama()), _proposer()
     target.context_length = None
     timed = {
         profiling.CONTEXT: dict.fromkeys(profiling.TIMED, 2.0)
         | {None: 1.0, profiling.SMALLEST: 1.5},
         profiling.LONG_CONTEXT: dict.fromkeys(profiling.TIMED, 4.0) | {None: 1.5, LONGEST: 1.9},
     }
-    monkeypatch.setattr(profiling, "time_steps", lambda target, drafter, context: timed[context])
-    short = {shape: 2.0 - 0.1 * (8 - shape.beam_length) for shape in CANDIDATES} | {None: 1.0}
-    assert profiling.step_costs(target, drafter) == pytest.approx(short)
-    assert profiling.step_costs(target, drafter, profiling.LEAST_LONG - 1) == pytest.approx(short)
+    monkeypatch.setattr(profiling, "time_steps", lambda target, proposer, context: timed[context])
+    short = {plan: 2.0 - 0.1 * (8 - plan.shape.length) for plan in CANDIDATES} | {None: 1.0}
+    assert profiling.step_costs(target, proposer) == pytest.approx(short)
+    assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == pytest.approx(short)
     assert len(list(folder.iterdir())) == 1
-    seconds = profiling.step_costs(target, drafter, profiling.LONG_CONTEXT)
+    seconds = profiling.step_costs(target, proposer, profiling.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
     assert (seconds[None], seconds[LONGEST]) == (1.5, 2.0), "no context makes a step faster"
     assert seconds[profiling.SMALLEST] == pytest.approx(3.5), "or a level slower"
-    twice = profiling.step_costs(target, drafter, 2 * profiling.LONG_CONTEXT - profiling.CONTEXT)
-    assert [twice[shape] for shape in (None, profiling.SMALLEST, LONGEST)] == pytest.approx(
+    twice = profiling.step_costs(target, proposer, 2 * profiling.LONG_CONTEXT - profiling.CONTEXT)
+    assert [twice[plan] for plan in (None, profiling.SMALLEST, LONGEST)] == pytest.approx(
         [2, 5.5, 2]
     )
 
 
 def test_a_level_takes_the_same_whatever_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = LONGEST.beam_length - SHORTEST.beam_length
+    levels = LONGEST.shape.levels - SHORTEST.shape.levels
     timed = {None: 1.0, profiling.SMALLEST: 2.0} | {
-        shape: 2.0 + 0.1 * levels + 0.01 * ((shape.tree_nodes or 0) - 2)
-        for shape in TREES[LONGEST].values()
+        plan: 2.0 + 0.1 * levels + 0.01 * (plan.num_nodes - 2) for plan in TREES[LONGEST].values()
     }
     monkeypatch.setattr(profiling, "time_steps", lambda *_: timed)
-    seconds = profiling.step_costs(Target(tiny_llama()), random_drafter(64, 32))
-    assert {shape: seconds[shape] for shape in timed} == pytest.approx(timed)
-    for shape in CANDIDATES:
-        nodes, length = shape.tree_nodes or 0, shape.beam_length
-        expected = 2.0 + 0.1 * (length - SHORTEST.beam_length) + 0.01 * (nodes - 2)
-        assert seconds[shape] == pytest.approx(expected)
+    seconds = profiling.step_costs(Target(tiny_llama()), _proposer())
+    assert {plan: seconds[plan] for plan in timed} == pytest.approx(timed)
+    for plan in CANDIDATES:
+        nodes, length = plan.num_nodes, plan.shape.length
+        expected = 2.0 + 0.1 * (length - SHORTEST.shape.length) + 0.01 * (nodes - 2)
+        assert seconds[plan] == pytest.approx(expected)
 
 
 def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,23 +84,23 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.Mo
     for smallest, bound in ((9.0, 1.5), (0.1, 1.0)):
         noisy = timed | {profiling.SMALLEST: smallest}
         monkeypatch.setattr(profiling, "_known_costs", lambda *_, noisy=noisy: noisy)
-        seconds = profiling.step_costs(Target(tiny_llama()), random_drafter(64, 32))
+        seconds = profiling.step_costs(Target(tiny_llama()), _proposer())
         assert min(seconds.values()) == 1.0
-        assert min(seconds[shape] for shape in CANDIDATES) == bound
+        assert min(seconds[plan] for plan in CANDIDATES) == bound
 
 
 def test_positions_that_a_model_need_not_know_are_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
+    target, proposer = Target(tiny_llama()), _proposer()
     target.context_length = 2 * profiling.LONG_CONTEXT - 1
     short = dict.fromkeys(profiling.TIMED, 2.0) | {None: 1.0}
     monkeypatch.setattr(
         profiling,
         "time_steps",
-        lambda target, drafter, context: {profiling.CONTEXT: short}[context],
+        lambda target, proposer, context: {profiling.CONTEXT: short}[context],
     )
-    assert profiling.step_costs(target, drafter, 4000)[LONGEST] == 2.0
+    assert profiling.step_costs(target, proposer, 4000)[LONGEST] == 2.0
 
 
 def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
@@ -112,7 +116,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
         return caches[-1]
 
     monkeypatch.setattr(target, "blank_cache", remembered)
-    profiling.time_steps(target, drafter)
+    profiling.time_steps(target, RecurrentProposer(drafter))
     steps = profiling.ROUNDS * profiling.STEPS * len(profiling.TIMED)
     assert caches[0].length <= 1.1 * (profiling.CONTEXT + steps)
 
@@ -127,28 +131,28 @@ def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:
 
     target = Target(model)
     model.__class__ = Watched
-    profiling.time_steps(target, random_drafter(64, 32), 4000)
-    assert max(tokens for tokens, _ in lengths) == LONGEST.tree_nodes
+    profiling.time_steps(target, _proposer(), 4000)
+    assert max(tokens for tokens, _ in lengths) == LONGEST.num_nodes
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
 
 
 def test_another_drafter_or_dtype_is_timed_anew(folder: Path) -> None:
-    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
-    profiling.step_costs(target, drafter)
-    quantize_drafter(drafter, 4, 32)
-    profiling.step_costs(target, drafter)
-    profiling.step_costs(target, random_drafter(64, 32, dtype=mx.float16))
+    target, proposer = Target(tiny_llama()), _proposer()
+    profiling.step_costs(target, proposer)
+    quantize_drafter(proposer.drafter, 4, 32)
+    profiling.step_costs(target, proposer)
+    profiling.step_costs(target, _proposer(mx.float16))
     assert len(list(folder.iterdir())) == 3
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"plain": "fast"}'])
 def test_a_damaged_file_is_replaced(folder: Path, text: str) -> None:
-    target, drafter = Target(tiny_llama()), random_drafter(64, 32)
-    seconds = profiling.step_costs(target, drafter)
+    target, proposer = Target(tiny_llama()), _proposer()
+    seconds = profiling.step_costs(target, proposer)
     (path,) = folder.iterdir()
     path.write_text(text)
-    profiling.step_costs(target, drafter)
-    assert profiling.step_costs(target, drafter).keys() == seconds.keys()
+    profiling.step_costs(target, proposer)
+    assert profiling.step_costs(target, proposer).keys() == seconds.keys()
     assert path.read_text() != text
 
 
@@ -158,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        profiling.step_costs(Target(tiny_llama()), random_drafter(64, 32))
+        profiling.step_costs(Target(tiny_llama()), _proposer())
     assert "not kept" in caplog.text
 
 
@@ -166,5 +170,5 @@ def test_timing_leaves_the_model_alone() -> None:
     model = tiny_llama()
     tokens = mx.array([[3, 1, 4, 1, 5]])
     before = model(tokens)
-    profiling.time_steps(Target(model), random_drafter(64, 32))
+    profiling.time_steps(Target(model), _proposer())
     assert mx.array_equal(model(tokens), before)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.policy.step_times import FORGET_AFTER, MOST_CHANGE, StepTimes
 
-CHAIN, TREE, LARGE = TreeShape(1, 4, 4), TreeShape(4, 4, 6), TreeShape(4, 6, 16)
+CHAIN, TREE, LARGE = DraftPlan.of(1, 4, 4), DraftPlan.of(4, 4, 6), DraftPlan.of(4, 6, 16)
 TIMED = {None: 1.0, CHAIN: 1.2, TREE: 1.4, LARGE: 2.0}
 
 
-def _learnt(*steps: tuple[TreeShape | None, float]) -> StepTimes:
+def _learnt(*steps: tuple[DraftPlan | None, float]) -> StepTimes:
     times = StepTimes(TIMED)
     for shape, seconds in steps:
         times.learn(shape, seconds)
@@ -60,7 +60,7 @@ def test_a_lasting_change_is_believed() -> None:
     st.lists(st.tuples(st.sampled_from(list(TIMED)), st.floats(1e-6, 1e6, allow_subnormal=False)))
 )
 def test_times_stay_between_what_was_timed_and_what_was_seen(
-    steps: list[tuple[TreeShape | None, float]],
+    steps: list[tuple[DraftPlan | None, float]],
 ) -> None:
     times = _learnt(*steps)
     ratios = [1.0, *(seconds / TIMED[shape] for shape, seconds in steps)]

@@ -8,10 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.config import TreeShape
-from mlx_redrafter.proposers.redrafter.beam import Expansion, expand
+from mlx_redrafter.config import DraftPlan, DraftShape
+from mlx_redrafter.proposers.expansion import Expansion, best_nodes, build_tree, merge_beams
+from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.tree import TokenTree, best_nodes, merge_beams
+from mlx_redrafter.tree import TokenTree
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import (
     NumpyDrafter,
@@ -35,7 +36,7 @@ def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.arra
     return embedding, mx.random.normal((HIDDEN_SIZE,), key=keys[1])
 
 
-def _expand(drafter: Drafter, shape: TreeShape, seed: int) -> tuple[Expansion, Search]:
+def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, Search]:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     expansion = expand(
         drafter,
@@ -49,8 +50,8 @@ def _expand(drafter: Drafter, shape: TreeShape, seed: int) -> tuple[Expansion, S
         np.array(embedding, dtype=np.float64),
         np.array(hidden, dtype=np.float64),
         ROOT,
-        shape.beam_width,
-        shape.beam_length,
+        shape.width,
+        shape.length,
     )
     return expansion, literal
 
@@ -62,19 +63,18 @@ def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
     return dict(zip(paths, np.array(expansion.scores).tolist(), strict=True))
 
 
-def _tree(drafter: Drafter, shape: TreeShape, seed: int) -> TokenTree:
+def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     root = mx.array([ROOT])
-    expansion = expand(drafter, drafter.input_of(lambda ids: embedding[ids]), hidden, root, shape)
-    select = best_nodes if shape.select == "top_n" else merge_beams
-    return select(expansion, root, shape)
+    project_input = drafter.input_of(lambda ids: embedding[ids])
+    return build_tree(expand(drafter, project_input, hidden, root, plan.shape), root, plan)
 
 
 @pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
 @pytest.mark.parametrize("rnn", [True, False])
 def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int, rnn: bool) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, num_draft_layers=2)
-    expansion, literal = _expand(drafter, TreeShape(width, length), seed=width)
+    expansion, literal = _expand(drafter, DraftShape(width, length), seed=width)
     found = _scored_paths(expansion)
     assert found.keys() == literal.scores.keys()
     per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
@@ -87,7 +87,7 @@ def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int,
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed: int) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
-    shape = TreeShape(width, length, select="beam")
+    shape = DraftShape(width, length, "beam")
     expansion, literal = _expand(drafter, shape, seed)
     tokens, parents = dedup_and_pack(np.array(literal.beams))
     tree = merge_beams(expansion, mx.array([ROOT]), shape)
@@ -101,14 +101,14 @@ def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed:
 @pytest.mark.parametrize("nodes", [2, 9, 30, None])
 def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int | None) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
-    largest = 1 + (length - 1) * min(TreeShape(width, length).level_nodes, VOCAB_SIZE)
-    shape = TreeShape(width, length, largest if nodes is None else min(nodes, largest))
-    expansion, literal = _expand(drafter, shape, seed=4)
+    largest = 1 + (length - 1) * min(DraftShape(width, length).level_nodes, VOCAB_SIZE)
+    plan = DraftPlan.of(width, length, largest if nodes is None else min(nodes, largest))
+    expansion, literal = _expand(drafter, plan.shape, seed=4)
     best = sorted(literal.scores, key=lambda path: -literal.scores[path])
-    assert shape.tree_nodes is not None
-    tree = best_nodes(expansion, mx.array([ROOT]), shape)
-    assert set(tree_paths(tree)) == {(ROOT,), *best[: shape.tree_nodes - 1]}
-    assert tree.num_nodes == tree.tokens.shape[0] == shape.tree_nodes
+    assert plan.options["tree_nodes"] is not None
+    tree = best_nodes(expansion, mx.array([ROOT]), plan)
+    assert set(tree_paths(tree)) == {(ROOT,), *best[: plan.num_nodes - 1]}
+    assert tree.num_nodes == tree.tokens.shape[0] == plan.num_nodes
     assert tree.num_unmerged == 1 + width * (length - 1)
 
 
@@ -125,7 +125,7 @@ def test_merging_saves_nodes_where_beams_share_prefixes() -> None:
     hidden = mx.zeros((HIDDEN_SIZE,))
     hidden[0] = 1.0
     embedding, _ = _context(0)
-    shape = TreeShape(4, 4, select="beam")
+    shape = DraftShape(4, 4, "beam")
     root = mx.array([ROOT])
     expansion = expand(drafter, drafter.input_of(lambda ids: embedding[ids]), hidden, root, shape)
     tree = merge_beams(expansion, root, shape)
@@ -145,20 +145,20 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(
     head: Any = drafter.lm_head[0]
     rows = {"everywhere": VOCAB_SIZE, "half": VOCAB_SIZE // 2, "one": 1}[where]
     head.weight[:rows] = value
-    shape = TreeShape(4, 4, select=select)
+    plan = DraftPlan.of(4, 4, select=select)
     embedding, hidden = _context(0)
     expansion = expand(
         drafter,
         drafter.input_of(lambda ids: embedding[ids]),
         hidden,
         mx.array([ROOT]),
-        shape,
+        plan.shape,
     )
     scores = np.array(expansion.scores)
     assert np.isfinite(scores).all()
     parents = np.array(expansion.parents)
     assert (scores[parents >= 0] <= scores[parents[parents >= 0]]).all()
-    paths = tree_paths(_tree(drafter, shape, seed=0))
+    paths = tree_paths(_tree(drafter, plan, seed=0))
     assert all(0 <= token < VOCAB_SIZE for path in paths for token in path)
 
 
@@ -166,7 +166,7 @@ def test_head_over_part_of_the_vocabulary_proposes_its_token_ids() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=6)
     allowed = [60, 2, 33, 41, 7, 19]
     drafter.token_ids = mx.array(allowed, dtype=mx.int32)
-    tree = _tree(drafter, TreeShape(3, 4, 12), seed=0)
+    tree = _tree(drafter, DraftPlan.of(3, 4, 12), seed=0)
     drafts = {token for path in tree_paths(tree) for token in path[1:]}
     assert drafts
     assert drafts <= set(allowed)
@@ -174,10 +174,10 @@ def test_head_over_part_of_the_vocabulary_proposes_its_token_ids() -> None:
 
 def test_head_of_a_large_vocabulary() -> None:
     drafter = random_drafter(50_257, HIDDEN_SIZE, num_draft_layers=0)
-    shape = TreeShape(8, 4, 24)
-    expansion, literal = _expand(drafter, shape, seed=1)
+    plan = DraftPlan.of(8, 4, 24)
+    expansion, literal = _expand(drafter, plan.shape, seed=1)
     found = _scored_paths(expansion)
     assert found.keys() == literal.scores.keys()
     best = sorted(literal.scores, key=lambda path: -literal.scores[path])
-    tree = best_nodes(expansion, mx.array([ROOT]), shape)
+    tree = best_nodes(expansion, mx.array([ROOT]), plan)
     assert set(tree_paths(tree)) == {(ROOT,), *best[:23]}

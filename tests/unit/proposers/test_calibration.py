@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftShape
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.calibration import (
     SCALES,
@@ -33,9 +33,12 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Tex
     """
     keys = mx.random.split(mx.random.key(seed), 3)
     tokens = mx.random.randint(0, VOCAB_SIZE, (length,), key=keys[0])
-    hiddens = mx.random.normal((length, HIDDEN_SIZE), key=keys[1])
+    hidden_states = mx.random.normal((length, HIDDEN_SIZE), key=keys[1])
     nothing = mx.zeros((length, 1), dtype=mx.int32)
-    logits = sharpness * predict(drafter, _embed, Text(tokens, hiddens, nothing, nothing))[0].logits
+    logits = (
+        sharpness
+        * predict(drafter, _embed, Text(tokens, hidden_states, nothing, nothing))[0].logits
+    )
     first = mx.random.categorical(logits, key=keys[2])[:, None]
     rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
     rows = mx.where(rows == first, rows[:, :1], mx.where(rows == 0, first, rows))
@@ -43,7 +46,10 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Tex
     log_probs = mx.take_along_axis(log_probs, rows, axis=-1)
     ids = drafter.to_token_ids(rows)
     return Text(
-        tokens, hiddens, mx.concatenate([ids[:1], ids]), mx.concatenate([log_probs[:1], log_probs])
+        tokens,
+        hidden_states,
+        mx.concatenate([ids[:1], ids]),
+        mx.concatenate([log_probs[:1], log_probs]),
     )
 
 
@@ -65,23 +71,23 @@ def test_fitted_scale_is_the_most_likely_one(sharpness: float, draft_vocab: int 
     # Longer than a batch, whose seams leave out a few predictions.
     text = _text(drafter, 100, sharpness)
     found = calibrate(drafter, _embed, [text])
-    assert found.score_scale == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
+    assert found.inverse_temperature == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
 
 
 def test_sharper_head_gets_the_smaller_scale() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     text = _text(drafter, 100, 8.0)
     drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / 4
-    before = calibrate(drafter, _embed, [text]).score_scale
+    before = calibrate(drafter, _embed, [text]).inverse_temperature
     drafter.lm_head[-1].weight = 2 * drafter.lm_head[-1].weight
-    after = calibrate(drafter, _embed, [text]).score_scale
+    after = calibrate(drafter, _embed, [text]).inverse_temperature
     assert SCALES[0] < after == before / 2
 
 
 def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
-    assert calibrate(drafter, _embed, texts).noise_share >= 0.9
+    assert calibrate(drafter, _embed, texts).coupling_weight >= 0.9
 
 
 def test_a_drafter_that_is_too_flat_gets_less_of_the_noise() -> None:
@@ -89,7 +95,7 @@ def test_a_drafter_that_is_too_flat_gets_less_of_the_noise() -> None:
     drafter.lm_head[-1].weight = 3 * drafter.lm_head[-1].weight
     texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
     drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / 3
-    assert calibrate(drafter, _embed, texts).noise_share < 0.7
+    assert calibrate(drafter, _embed, texts).coupling_weight < 0.7
 
 
 def test_without_texts_nothing_is_fitted() -> None:
@@ -100,10 +106,10 @@ def test_without_texts_nothing_is_fitted() -> None:
 
 
 def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
-    scaled = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, score_scale=3.0)
+    scaled = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, inverse_temperature=3.0)
     plain = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     hidden, root = mx.random.normal((HIDDEN_SIZE,), key=mx.random.key(1)), mx.array([4])
-    shape = TreeShape(2, 3)
+    shape = DraftShape(2, 3)
     found = expand(scaled, scaled.input_of(_embed), hidden, root, shape)
     state = plain.start(plain.project_input(_embed(root)))
     expected = 3 * plain.logits(hidden, state)

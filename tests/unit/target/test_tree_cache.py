@@ -20,15 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.config import TreeShape
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.tree_cache import TreeCache, consecutive_runs
+from mlx_redrafter.target.caches.full import consecutive_runs
+from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import grow, make_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
 
 VOCAB_SIZE = 64
-SHAPE = TreeShape(4, 5, 9)
+PLAN = DraftPlan.of(4, 5, 9)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def assert_same_rows(found: Sequence[KVCache], expected: Sequence[KVCache]) -> N
 def _decode_tree(
     target: Target, cache: TreeCache, tokens: list[int], parents: list[int], path: list[int]
 ) -> None:
-    tree = make_tree(tokens, parents, SHAPE.draft_length)
+    tree = make_tree(tokens, parents, PLAN.shape.levels)
     forward = target.verify(tree, cache)
     mx.async_eval(forward.logits)
     cache.commit(path)
@@ -77,7 +78,7 @@ def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, 
     target.prefill(mx.array(text), cache, 4, lambda done, total: None)
     for _ in range(steps):
         root = rng.randrange(VOCAB_SIZE)
-        tokens, parents = grow(rng, root, [], SHAPE, VOCAB_SIZE, accuracy=0)
+        tokens, parents = grow(rng, root, [], PLAN, VOCAB_SIZE, accuracy=0)
         path = _random_path(rng, parents)
         _decode_tree(target, cache, tokens, parents, path)
         text += [tokens[node] for node in path]
@@ -95,7 +96,7 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
     cache = target.new_cache()
     target.prefill(mx.array(text), cache, 512, lambda done, total: None)
     for _ in range(3):  # the second and third trees also write the rows of a path
-        tokens, parents = grow(rng, 7, [], TreeShape(4, 5, 20), VOCAB_SIZE, accuracy=0)
+        tokens, parents = grow(rng, 7, [], DraftPlan.of(4, 5, 20), VOCAB_SIZE, accuracy=0)
         tree = make_tree(tokens, parents, 4)
         logits = np.array(target.verify(tree, cache).logits)
         for node in range(len(tokens)):
@@ -173,7 +174,7 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
     target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
     target.prefill(mx.array([1, 2, 3]), plain, 512, lambda done, total: None)
     while cache.length < 3 * block:
-        tokens, parents = grow(rng, 7, [], SHAPE, VOCAB_SIZE, accuracy=0)
+        tokens, parents = grow(rng, 7, [], PLAN, VOCAB_SIZE, accuracy=0)
         path = _random_path(rng, parents)
         _decode_tree(target, cache, tokens, parents, path)
         for _ in path:
@@ -213,13 +214,19 @@ def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
     target.prefill(mx.array([1, 2, 3]), cache, 512, lambda done, total: None)
     tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
     _decode_tree(target, cache, tree, parents, [0, 1, 2])
-    assert (cache.num_in_place, cache.aside) == (6, [])
+    assert _places(cache) == [(6, [])] * 3
     _decode_tree(target, cache, tree, parents, [0, 3])
-    assert (cache.num_in_place, cache.aside) == (7, [slice(3, 4)])
+    assert _places(cache) == [(7, [slice(3, 4)])] * 3
     _decode_tree(target, cache, tree, parents, [0, 1])
-    assert (cache.num_in_place, cache.aside) == (10, [])
+    assert _places(cache) == [(10, [])] * 3
     cache.settle(cache.length)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
+
+
+def _places(cache: TreeCache) -> list[tuple[int, list[slice]]]:
+    """Of each layer, how many committed rows are in place, and the nodes of the others."""
+    layers: list[Any] = cache.layers
+    return [(layer._num_in_place, layer._aside) for layer in layers]
 
 
 @given(st.lists(st.integers(0, 9)))

@@ -1,0 +1,141 @@
+"""Options of the prompt, and its token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_redrafter.cli.options import PROMPT, IgnoreChatTemplate
+from mlx_redrafter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """The prompt, and how it becomes token ids."""
+
+    prompt: Annotated[
+        str,
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="The prompt; - reads it from stdin.",
+            show_default=False,
+            rich_help_panel=PROMPT,
+        ),
+    ]
+    ignore_chat_template: IgnoreChatTemplate = False
+    chat_template_config: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-config",
+            help="JSON object of options for the chat template.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None
+    system_prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--system-prompt", help="System message for the chat template.", rich_help_panel=PROMPT
+        ),
+    ] = None
+    prompt_cache_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-cache-file",
+            help="Continue from a cache written by mlx_lm.cache_prompt.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        _ = self.template_options  # checked before anything is loaded
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The options for the chat template.
+
+        Raises:
+            ConfigError: They are not a JSON object.
+        """
+        try:
+            options = json.loads(self.chat_template_config or "{}")
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--chat-template-config must be JSON: {error}") from error
+        if not isinstance(options, dict):
+            raise ConfigError(f"--chat-template-config must be a JSON object, got {options!r}")
+        return options
+
+    def read(self) -> str:
+        """The prompt's text, from stdin if it is ``-``."""
+        is_stdin = self.prompt == "-"
+        try:
+            text = sys.stdin.read() if is_stdin else self.prompt
+            text.encode()  # fails for bytes that Python let pass as lone surrogates
+        except UnicodeError as error:
+            raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
+        return text if is_stdin else text.replace("\\n", "\n").replace("\\t", "\t")
+
+    def encode(self, tokenizer: TokenizerWrapper) -> list[int]:
+        """Token ids as `mlx_lm.generate` makes them.
+
+        After a prompt cache the beginning of the chat template is left out.
+
+        Raises:
+            ConfigError: The prompt is not text, or the chat template rejects it.
+        """
+        from mlx_redrafter.chat import encode_chat, encode_question
+
+        text = self.read()
+        if self.ignore_chat_template or not tokenizer.has_chat_template:
+            if self.system_prompt is not None:
+                raise ConfigError(
+                    "--system-prompt needs a chat template; the model has none, or "
+                    "--ignore-chat-template is given"
+                )
+            return encode_question(tokenizer, text, use_template=False)
+        messages = [{"role": "user", "content": text}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        follows_cache = self.prompt_cache_file is not None
+        try:
+            return encode_chat(
+                tokenizer, messages, self.template_options, follows_cache=follows_cache
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; change its options, or use --ignore-chat-template"
+            ) from error
+
+    def load_cache(self, model: str | None) -> list[Any] | None:
+        """The prompt cache of the file, None without one.
+
+        Args:
+            model: Name of the target, which must be the cache's.
+
+        Raises:
+            ConfigError: The file is damaged, or was made with another model.
+        """
+        path = self.prompt_cache_file
+        if path is None:
+            return None
+        from mlx_lm.models.cache import load_prompt_cache
+
+        try:
+            cache, metadata = load_prompt_cache(path, return_metadata=True)
+        except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--prompt-cache-file {path} is no cache of mlx_lm.cache_prompt: {error}"
+            ) from error
+        if metadata.get("model") != model:
+            raise ConfigError(
+                f"--prompt-cache-file was made with model {metadata.get('model')!r}, but --model "
+                f"is {model!r}; give the same one"
+            )
+        return list(cache)

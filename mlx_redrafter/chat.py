@@ -1,0 +1,83 @@
+"""Prompts and chats to token ids, as `mlx_lm.generate` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.host import to_ints
+
+Message = Mapping[str, Any]
+
+# Stand-in for the last message while the template's text before it is looked for.
+MARKER = "<query>"
+
+
+def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    """Token ids of a prompt; text gets the special tokens it does not start with, as in mlx-lm."""
+    if isinstance(prompt, str):
+        starts_special = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=not starts_special))
+    return to_ints(prompt) if isinstance(prompt, mx.array) else [int(token) for token in prompt]
+
+
+def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool = True) -> list[int]:
+    """Token ids of one user message, in the chat format if the model has one.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        text: Text of the message.
+        use_template: False encodes the text as it is.
+
+    Raises:
+        ConfigError: The chat template rejects the message.
+    """
+    if use_template and tokenizer.has_chat_template:
+        return encode_chat(tokenizer, [{"role": "user", "content": text}])
+    return list(tokenizer.encode(text))
+
+
+def encode_chat(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Message],
+    options: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    follows_cache: bool = False,
+) -> list[int]:
+    """Token ids of messages in the format of the model's chat template.
+
+    Args:
+        tokenizer: The model's tokenizer, which has a chat template.
+        messages: Messages with "role" and "content".
+        options: Options of the template.
+        add_generation_prompt: Whether the beginning of the assistant's reply is added.
+        follows_cache: Whether the last message continues a stored cache, so that the template's
+            text before its content is left out.
+
+    Raises:
+        ConfigError: The chat template rejects the messages.
+    """
+
+    def render(messages: Sequence[Message]) -> str:
+        # A template is a program from the checkpoint and may raise any exception.
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **(options or {}),
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"the model's chat template rejects these messages: {error}"
+            ) from error
+
+    text = render(messages)
+    if follows_cache:
+        marked = render([*messages[:-1], {**messages[-1], "content": MARKER}])
+        text = text[marked.index(MARKER) :]
+    return list(tokenizer.encode(text, add_special_tokens=False))

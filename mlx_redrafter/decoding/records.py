@@ -1,0 +1,130 @@
+"""Records of one text: what is asked for, what is in flight, and what comes out.
+
+Axes: N nodes of the tree, L its levels, the root's included, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import mlx.core as mx
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.host import to_ints
+
+ProgressCallback = Callable[[int, int], None]
+
+# Stands for the number of accepted drafts where the logits were NaN.
+NOT_A_NUMBER = -1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to decode.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        stop_tokens: Token ids that end the text.
+        max_tokens: Most tokens to yield, -1 for no limit.
+        prefill_step_size: Most prompt tokens per forward pass.
+        on_progress: Callback for the prompt tokens processed and their number.
+        leave_as_stock: Whether the K/V cache and the random state are left as mlx-lm leaves them,
+            with the last token processed as well, which takes one more forward pass.
+    """
+
+    prompt: list[int]
+    stop_tokens: frozenset[int] = frozenset()
+    max_tokens: int = -1
+    prefill_step_size: int = 2048
+    on_progress: ProgressCallback = field(default=lambda done, total: None)
+    leave_as_stock: bool = False
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of the text.
+
+    Attributes:
+        id: Token id.
+        is_draft: Whether it is an accepted draft, rather than the target's own addition.
+        log_probs: Natural log-probabilities after logits processors, shape (V,).
+        finish_reason: "stop" or "length" on the last token, else None.
+    """
+
+    id: int
+    is_draft: bool
+    log_probs: mx.array
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched forward pass; the host may not have read its outcome yet.
+
+    Attributes:
+        outcome: Number of accepted drafts, bonus token, and for a tree, node indices and tokens of
+            the path, int32, shape (2 + 2 L,) or (2,).
+        root: The bonus token, which is the next root, int32, shape (1,).
+        position: Position of that root, int32, shape (1,).
+        hidden_state: Target state that predicted it, shape (H,).
+        log_probs: Natural log-probabilities after the nodes, shape (N, V).
+        length: Committed tokens before the root of this pass.
+        path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
+        plan: Plan of the drafts verified; None for one token.
+        num_nodes: Nodes verified; 0 for the prefill, which is no step.
+        num_unmerged: Nodes as they would have been without merging.
+    """
+
+    outcome: mx.array
+    root: mx.array
+    position: mx.array
+    hidden_state: mx.array
+    log_probs: mx.array
+    length: int
+    path: mx.array | None
+    plan: DraftPlan | None
+    num_nodes: int
+    num_unmerged: int
+
+    @property
+    def num_accepted(self) -> mx.array:
+        """Number of accepted drafts, int32, shape (1,)."""
+        return mx.maximum(self.outcome[:1], 0)
+
+    @property
+    def path_tokens(self) -> mx.array:
+        """Tokens of the accepted path, its root first, int32, shape (L,); junk after them.
+
+        For a pass over one token, which accepts nothing, shape (1,) of junk.
+        """
+        return self.outcome[:1] if self.path is None else self.outcome[2 + self.path.shape[0] :]
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Node indices of the accepted path; waits for the device.
+
+        Raises:
+            NonFiniteError: The logits are NaN.
+        """
+        num_accepted, _, *path = self._values
+        if num_accepted == NOT_A_NUMBER:
+            raise NonFiniteError(
+                "the target's logits after the prompt are NaN; its weights are damaged, or its "
+                "dtype overflows (bfloat16 or float32 may not)"
+            )
+        return [0] if self.path is None else path[: num_accepted + 1]
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Accepted drafts and the bonus token; waits for the device."""
+        kept = len(self.rows)
+        _, bonus, *path = self._values
+        length = len(path) // 2
+        return [*path[length + 1 : length + kept], bonus]
+
+    @cached_property
+    def _values(self) -> list[int]:
+        return to_ints(self.outcome)

@@ -1,0 +1,273 @@
+"""What outlives a text: the target, its proposer, and what both have shown of themselves.
+
+    model, tokenizer, drafter = load("org/model", drafter="org/drafter")
+    engine = Engine(model, tokenizer, drafter)
+    for response in engine.stream("Once upon a time", max_tokens=100):
+        print(response.text, end="")
+
+Threads may share an engine, load it in one and use it in others. Each text belongs to the thread
+that reads its stream; any thread may cancel it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.chat import encode_prompt
+from mlx_redrafter.config import DraftPlan, GenerationOptions
+from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
+from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposer
+from mlx_redrafter.decoding.records import ProgressCallback, Request
+from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
+from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.policy.acceptance import AcceptanceStats
+from mlx_redrafter.policy.adaptive import SHORTEST, AdaptivePolicy
+from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.profiling import Seconds, lookup_costs, step_costs
+from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.lookup_first import LookupFirst
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.responses import ResponseStream
+from mlx_redrafter.target.target import Target
+
+AnyDrafter = Drafter | Proposer | Literal["lookup"] | None
+
+
+@dataclass
+class Memory:
+    """What the texts of a target and a proposer have shown.
+
+    Attributes:
+        lookup: Lookup whose rates all texts share.
+        acceptance: Statistics of the last adaptively drafted text, the prior for the next.
+        timed: Step times measured or read so far, by context in tokens.
+    """
+
+    lookup: Lookup = field(default_factory=Lookup)
+    acceptance: AcceptanceStats | None = None
+    timed: dict[int, Seconds] = field(default_factory=dict)
+
+
+class Engine:
+    """A target and a proposer, ready for any number of texts.
+
+    Args:
+        model: A model loaded by `mlx_redrafter.load` or by mlx-lm.
+        tokenizer: The model's tokenizer.
+        drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for drafts out of the
+            text itself, None for plain decoding.
+        memory: Memory to go on with; a new one by default.
+
+    Raises:
+        CheckpointError: The drafter was made for another model.
+        UnsupportedTargetError: Trees of this model would not be exact.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        drafter: AnyDrafter = "lookup",
+        memory: Memory | None = None,
+    ):
+        is_wrapped = isinstance(tokenizer, TokenizerWrapper)
+        self.tokenizer = tokenizer if is_wrapped else TokenizerWrapper(tokenizer)
+        self.target = Target(model)
+        self.memory = Memory() if memory is None else memory
+        self.proposer = _find_proposer(drafter, self.memory)
+        if self.proposer is not None:
+            self.proposer.check_fit(self.target, self.tokenizer)
+        self._streams: weakref.WeakSet[ResponseStream] = weakref.WeakSet()
+        self._is_closed = False
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | mx.array,
+        *,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        prompt_cache: Sequence[Any] | None = None,
+        prompt_progress_callback: ProgressCallback | None = None,
+        **options: Any,
+    ) -> ResponseStream:
+        """Begin a text; its responses come one per token.
+
+        Args:
+            prompt: Text, or token ids.
+            sampler: As in `mlx_redrafter.stream_generate`.
+            logits_processors: As in `mlx_redrafter.stream_generate`.
+            prompt_cache: As in `mlx_redrafter.stream_generate`.
+            prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
+            **options: Fields of `GenerationOptions`.
+
+        Raises:
+            ConfigError: An option is out of range (a ValueError), the prompt is empty or too long,
+                or the engine is closed.
+            UnsupportedTargetError: Trees in this prompt cache would not be exact.
+        """
+        if self._is_closed:
+            raise ConfigError("the engine is closed; make a new one")
+        chosen = GenerationOptions(**options)
+        if sampler is not None and chosen.given_sampling:
+            given = ", ".join(chosen.given_sampling)
+            raise ConfigError(f"sampler= replaces {given}; give one or the other")
+        ids = encode_prompt(self.tokenizer, prompt)
+        request = Request(
+            prompt=ids,
+            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
+            max_tokens=chosen.max_tokens,
+            prefill_step_size=chosen.prefill_step_size,
+            on_progress=prompt_progress_callback or (lambda done, total: None),
+            leave_as_stock=prompt_cache is not None or sampler is not None,
+        )
+        text = self._open(request, chosen, sampler, logits_processors, prompt_cache)
+        stream = ResponseStream(text, self.tokenizer)
+        self._streams.add(stream)
+        return stream
+
+    def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
+        """A complete text; the options are those of `stream`."""
+        return "".join(response.text for response in self.stream(prompt, **options))
+
+    def close(self) -> None:
+        """Cancel all texts, in whichever thread they are, and begin none any more."""
+        self._is_closed = True
+        for stream in list(self._streams):
+            stream.cancel()
+
+    def _open(
+        self,
+        request: Request,
+        options: GenerationOptions,
+        sampler: Sampler | None,
+        logits_processors: Sequence[LogitsProcessor] | None,
+        prompt_cache: Sequence[Any] | None,
+    ) -> Text:
+        target, ids = self.target, request.prompt
+        cached = None if prompt_cache is None else list(prompt_cache)
+        own, num_layers = [], 0 if self.proposer is None else self.proposer.num_layers
+        if cached is not None and len(cached) == target.num_layers + num_layers:
+            # mlx-lm's convention: the target's layers, then those of the draft model.
+            cached, own = cached[: target.num_layers], cached[target.num_layers :]
+        cache = target.new_cache(cached)
+        _check_prompt(ids, cache.length, target)
+        params = options.sampling(secrets.randbits(32))
+        chooser: TokenChooser = (
+            KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
+        )
+        drafting, policy = self._plan(options, ids, cache.length, own)
+        processors = ProcessorChain(logits_processors, ids) if logits_processors else None
+        text = Text(target, cache, chooser, request, drafting, policy, processors)
+        if isinstance(policy, AdaptivePolicy):
+            text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
+        return text
+
+    def _plan(
+        self, options: GenerationOptions, ids: list[int], num_cached: int, cached: Sequence[Any]
+    ) -> tuple[Drafting | None, DraftPolicy | None]:
+        """Who proposes, and who says how much."""
+        proposer, plan = self.proposer, options.plan
+        if proposer is None:
+            return None, None
+        # The shortest plan on offer has the fewest nodes to choose from.
+        _check_plan(plan or SHORTEST, proposer)
+        policy: DraftPolicy
+        if plan is not None:
+            policy = FixedPolicy(plan)
+        else:
+            network = None if isinstance(proposer, Lookup) else proposer
+            length = num_cached + len(ids)
+            seconds = step_costs(self.target, network, length, self.memory.timed)
+            if network is not None:
+                proposer = LookupFirst(self.memory.lookup, network)
+                seconds = seconds | lookup_costs(seconds)
+            # Acceptance of uncoupled drafts is not that of coupled ones.
+            policy = AdaptivePolicy(seconds, self.memory.acceptance if options.couple else None)
+        return proposer.open(self.target, ids, options.couple, cached), policy
+
+
+class Memories:
+    """Memories of models and their drafters, each for as long as both live."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Memory]] = {}
+
+    def of(self, *owners: object) -> Memory:
+        """The memory of these objects, which are told apart by identity."""
+        key = tuple(map(id, owners))
+        if key not in self._known:
+            refs = [weakref.ref(owner, lambda _: self._known.pop(key, None)) for owner in owners]
+            self._known[key] = refs, Memory()
+        return self._known[key][1]
+
+
+def as_proposer(drafter: Drafter | Proposer) -> Proposer:
+    """The proposer that a network of this package makes."""
+    return RecurrentProposer(drafter) if isinstance(drafter, Drafter) else drafter
+
+
+def _find_proposer(drafter: AnyDrafter, memory: Memory) -> Proposer | None:
+    if drafter is None:
+        return None
+    if isinstance(drafter, str):
+        if drafter != "lookup":
+            raise ConfigError(
+                f"drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, "
+                f"got {drafter!r}"
+            )
+        return memory.lookup
+    return as_proposer(drafter)
+
+
+def _conclusion(text: Text, policy: AdaptivePolicy, memory: Memory) -> Callable[[], None]:
+    """However a text ends, keep what its steps have shown."""
+
+    def conclude() -> None:
+        text.stats.shapes = policy.shapes()
+        memory.acceptance = policy.carried_over or memory.acceptance
+
+    return conclude
+
+
+def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
+    rows, shape = proposer.num_rows, plan.shape
+    if rows is None:
+        return
+    if shape.width > rows:
+        raise ConfigError(
+            f"beam_width must be at most the {rows} tokens that the drafter proposes, got "
+            f"{shape.width}"
+        )
+    most = 1 + shape.levels * min(shape.level_nodes, rows)
+    if shape.select == "top_n" and plan.num_nodes > most:
+        raise ConfigError(
+            f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
+            f"got {plan.num_nodes}"
+        )
+
+
+def _check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one token")
+    if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+        raise ConfigError(
+            f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "
+            f"{min(prompt) if min(prompt) < 0 else max(prompt)}"
+        )
+    total, limit = num_cached + len(prompt), target.context_length
+    if limit is not None and total > limit:
+        cached = f" after {num_cached} cached ones" if num_cached else ""
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens{cached}, the model's context is {limit}; "
+            "shorten the prompt"
+        )

@@ -1,0 +1,33 @@
+"""The same plan at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class FixedPolicy:
+    """A `DraftPolicy` that always does the same.
+
+    Attributes:
+        plan: Plan of every step that has something to propose; None for plain decoding.
+    """
+
+    plan: DraftPlan | None
+
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+        """See `DraftPolicy.choose`."""
+        has_nothing = outlook is not None and len(outlook) == 0
+        return None if has_nothing else self.plan
+
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+        """See `DraftPolicy.keep`; all nodes are worth it."""
+        return tree.size
+
+    def observe(self, step: Step) -> None:
+        """See `DraftPolicy.observe`; there is nothing to learn."""

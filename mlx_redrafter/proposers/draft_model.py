@@ -1,0 +1,253 @@
+"""A smaller model of the same family as the proposer: any supported mlx-lm model of the same ids.
+
+Axes: W beam width, L beam length, V token ids that both models have, n tokens.
+
+The state of a text is the K/V rows of its committed tokens. Accepted drafts are read again together
+with the new root, in one pass of L rows of which the device knows how many count; what is beyond
+is junk that nobody sees, and is overwritten. So rolling back is setting an offset, and nothing is
+read by the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.expansion import build_tree
+from mlx_redrafter.proposers.search import search
+from mlx_redrafter.target.caches.levels import LevelCache, LevelMask, attend_to_levels
+from mlx_redrafter.target.hooks import HookPoint, TreePositions, install, tree_positions
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree
+
+# Most tokens per forward pass while the model reads what it has not seen yet.
+READ_STEP_SIZE = 512
+# Weight of the target's noise in the ranking of drafts. All of it: the model's distribution is its
+# own, not one that was fitted to greedy choices.
+COUPLING_WEIGHT = 1.0
+ATTENTION = "scaled_dot_product_attention"
+
+
+class DraftModel:
+    """A draft model among the proposers; see `Proposer`.
+
+    Args:
+        model: A supported mlx-lm model.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        UnsupportedTargetError: Trees of this architecture would not be exact.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any):
+        self.target = Target(model)
+        self.tokenizer = tokenizer
+        for module in {type(module).__module__ for module in model.modules()}:
+            if hasattr(sys.modules.get(module), ATTENTION):
+                install(HookPoint(sys.modules[module], ATTENTION, attend_to_levels))
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """See `Proposer.modules`."""
+        return (self.target.model,)
+
+    @property
+    def num_layers(self) -> int:
+        """See `Proposer.num_layers`."""
+        return self.target.num_layers
+
+    @property
+    def num_rows(self) -> int:
+        """See `Proposer.num_rows`."""
+        return self.target.vocab_size
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        """See `Proposer.check_fit`; tokens must have the same ids."""
+        check_ids(self.tokenizer, tokenizer)
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> ModelDrafting:
+        """See `Proposer.open`."""
+        return ModelDrafting(self.target, target.vocab_size, prompt, couple_noise, cached)
+
+
+def check_ids(draft: Any, target: Any) -> None:
+    """Check that two tokenizers give the same tokens the same ids.
+
+    Raises:
+        CheckpointError: They do not; the message shows the first difference.
+    """
+    if draft is target:
+        return
+    ours, theirs = ({i: t for t, i in one.get_vocab().items()} for one in (draft, target))
+    different = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
+    if different:
+        first = different[0]
+        raise CheckpointError(
+            f"the draft model's token ids are not the target's: id {first} is "
+            f"{ours.get(first)!r} for the draft model and {theirs.get(first)!r} for the target; "
+            "use a draft model of the same family"
+        )
+
+
+class ModelDrafting:
+    """One text's drafts; see `Drafting`.
+
+    Args:
+        model: The draft model.
+        vocab_size: Token ids of the target.
+        prompt: Token ids of the prompt.
+        couple_noise: Whether drafts are ranked with the target's noise.
+        cached: mlx-lm caches to continue, [] for new ones.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        vocab_size: int,
+        prompt: Sequence[int],
+        couple_noise: bool,
+        cached: Sequence[Any],
+    ):
+        self.model = model
+        self.num_rows = min(vocab_size, model.vocab_size)
+        self.couple_noise = couple_noise
+        self.cache = LevelCache(list(cached) or make_prompt_cache(model.model))
+        self._is_shared = bool(cached)
+        # Tokens of the text with a row each, and those known to the host without a row.
+        self._length = self.cache.num_rows
+        self._unread = list(prompt)
+        # Rows here beyond those of the target; other than 0 where a cache holds the target's only.
+        self._excess: int | None = None
+        # A pass after which was drafted: the rows of its tokens are there, the host learns later
+        # how many they are.
+        self._flight: InFlight | None = None
+
+    def outlook(self) -> None:
+        """See `Drafting.outlook`."""
+
+    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        """See `Drafting.propose`."""
+        self._count_flight(flight)
+        levels = _ModelLevels(self, flight)
+        self._flight = flight
+        rank = None
+        if noise is not None and self.couple_noise:
+            rank = partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
+        return build_tree(search(levels, plan.shape, rank), flight.root, plan)
+
+    def skip(self, flight: InFlight) -> None:
+        """See `Drafting.skip`."""
+        self._count_flight(flight)
+        self._unread += flight.tokens
+
+    def settle(self, length: int) -> None:
+        """See `Drafting.settle`; the model reads what it has not."""
+        if not self._is_shared or self._excess is None:
+            return
+        self._count_flight()
+        num_rows = length + self._excess
+        self.cache.keep(self._length)
+        missing = self._unread[: max(0, num_rows - self._length)]
+        for start in range(0, len(missing), READ_STEP_SIZE):
+            self.read(missing[start : start + READ_STEP_SIZE])
+        self.cache.keep(min(num_rows, self.cache.num_rows))
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Process tokens of the text, after the rows that are there; waits for the device."""
+        self._forward(mx.array(list(tokens), dtype=mx.int32))
+        mx.eval([layer.stock.state for layer in self.cache.layers])
+
+    def read_flight(self, flight: InFlight) -> mx.array:
+        """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
+        self.cache.keep(self._length)
+        while len(self._unread) > READ_STEP_SIZE:
+            self.read(self._unread[:READ_STEP_SIZE])
+            self._length += READ_STEP_SIZE
+            del self._unread[:READ_STEP_SIZE]
+        known = mx.array(self._unread, dtype=mx.int32)
+        path = flight.path_tokens
+        slots = mx.arange(path.shape[0])
+        following = mx.concatenate([path[1:], path[:1]])
+        accepted = mx.where(slots == flight.num_accepted, flight.root, following)
+        logits = self._forward(mx.concatenate([known, mx.maximum(accepted, 0)]))
+        self._length += len(self._unread)
+        num_known = len(self._unread)
+        self._unread = []
+        return logits[num_known + flight.num_accepted]
+
+    def read_level(self, tokens: mx.array, mask: LevelMask, positions: TreePositions) -> mx.array:
+        """Process the newest tokens of the beams, (W,), on rows aside; logits, shape (W, V)."""
+        self.cache.expect_level(mask)
+        with tree_positions(positions):
+            return self._forward(tokens)
+
+    @property
+    def length(self) -> int:
+        """Rows whose tokens the host knows."""
+        return self._length
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        return self.model.model(tokens[None], cache=self.cache.layers)[0]
+
+    def _count_flight(self, following: InFlight | None = None) -> None:
+        if self._flight is not None:
+            self._length += len(self._flight.tokens)
+            self._flight = None
+        if following is not None:  # its root is the newest token that the host knows
+            self._excess = self._length + len(self._unread) - (following.length + 1)
+
+
+class _ModelLevels:
+    """A draft model after one root; see `Levels`."""
+
+    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+        self.drafting = drafting
+        self.flight = flight
+        self.num_rows = drafting.num_rows
+        self._lineage: mx.array | None = None
+
+    def first(self) -> mx.array:
+        """See `Levels.first`."""
+        logits = self.drafting.read_flight(self.flight)
+        num_rows, length = self.drafting.cache.num_rows, self.drafting.length
+        # Rows of committed tokens and of the accepted drafts up to the root.
+        self._seen = mx.arange(num_rows) <= length + self.flight.num_accepted
+        return self._log_probs(logits)
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        """See `Levels.following`."""
+        width = tokens.shape[0]
+        own = mx.eye(width).astype(mx.bool_)
+        if self._lineage is not None:
+            before = self._lineage if beams is None else self._lineage[beams]
+            own = mx.concatenate([before, own], axis=1)
+        self._lineage = own
+        length = self.drafting.length
+        root = length + self.flight.num_accepted
+        positions = TreePositions(
+            mx.broadcast_to(root + depth, (width,)),
+            length,
+            self.drafting.cache.num_rows - length + depth,
+        )
+        logits = self.drafting.read_level(tokens, LevelMask(self._seen, own), positions)
+        return self._log_probs(logits)
+
+    def to_token_ids(self, rows: mx.array) -> mx.array:
+        """See `Levels.to_token_ids`."""
+        return rows.astype(mx.int32)
+
+    def _log_probs(self, logits: mx.array) -> mx.array:
+        logits = logits[:, : self.num_rows].astype(mx.float32)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

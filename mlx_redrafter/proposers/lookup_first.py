@@ -1,0 +1,99 @@
+"""A lookup in the text in front of a network: whichever the policy expects more of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.protocols import Drafting, Proposer
+from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.proposers.lookup import Lookup, LookupDrafting
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree
+
+
+class LookupFirst:
+    """Both among the proposers; see `Proposer`.
+
+    Args:
+        lookup: Drafts where a plan is ``from_text``.
+        network: Drafts for all other plans.
+    """
+
+    def __init__(self, lookup: Lookup, network: Proposer):
+        self.lookup = lookup
+        self.network = network
+
+    @property
+    def num_layers(self) -> int:
+        """See `Proposer.num_layers`."""
+        return self.network.num_layers
+
+    @property
+    def num_rows(self) -> int | None:
+        """See `Proposer.num_rows`."""
+        return self.network.num_rows
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """See `Proposer.modules`."""
+        return self.network.modules
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        """See `Proposer.check_fit`."""
+        self.network.check_fit(target, tokenizer)
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> LookupFirstDrafting:
+        """See `Proposer.open`."""
+        return LookupFirstDrafting(
+            self.lookup.open(target, prompt, couple_noise, []),
+            self.network.open(target, prompt, couple_noise, cached),
+        )
+
+
+class LookupFirstDrafting:
+    """One text's drafts; see `Drafting`."""
+
+    def __init__(self, lookup: LookupDrafting, network: Drafting):
+        self.lookup = lookup
+        self.network = network
+        # A pass that the lookup does not know yet, as the host had not read it.
+        self._unseen: InFlight | None = None
+
+    def outlook(self) -> Sequence[float]:
+        """See `Drafting.outlook`; the lookup's alone."""
+        self._show_lookup()
+        return self.lookup.outlook()
+
+    def propose(
+        self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None
+    ) -> TokenTree | None:
+        """See `Drafting.propose`."""
+        self._show_lookup()
+        if plan.from_text:
+            tree = self.lookup.propose(flight, plan, noise)
+            self.network.skip(flight)
+            return tree
+        self._unseen = flight
+        return self.network.propose(flight, plan, noise)
+
+    def skip(self, flight: InFlight) -> None:
+        """See `Drafting.skip`."""
+        self._show_lookup()
+        self.lookup.skip(flight)
+        self.network.skip(flight)
+
+    def settle(self, length: int) -> None:
+        """See `Drafting.settle`."""
+        self.network.settle(length)
+
+    def _show_lookup(self) -> None:
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None:
+            self.lookup.skip(unseen)

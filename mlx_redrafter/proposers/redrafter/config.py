@@ -1,0 +1,119 @@
+"""The shape of a recurrent drafter, as stored in the ``config.json`` beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.errors import CheckpointError, ConfigError
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+# Bounds on what a config file may claim, far above any model.
+MAX_DIMENSION = 2**24
+MAX_DRAFT_LAYERS = 64
+MAX_SCORE_SCALE = 100
+# Keys of the file that have other names here.
+KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
+
+Activation = Literal["silu", "identity"]
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The shape of a recurrent drafter, as stored in its ``config.json``.
+
+    Attributes:
+        vocab_size: Size of the target's vocabulary.
+        hidden_size: Size of the target's last hidden state, H.
+        exit_dim: Width of the head's residual blocks; ``2 * hidden_size`` needs no projection.
+        num_draft_layers: Number of residual SiLU blocks before the final linear layer.
+        rnn: True for the recurrent state update, False for the plain sum of embeddings.
+        rnn_activation: "silu" (Apple) or "identity" (TensorRT-LLM's linear recurrence).
+        rnn_first_step_bias: False leaves ``rnn_u``'s bias out of the first step (TensorRT-LLM).
+        draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
+            or None to keep them all.
+        draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
+        inverse_temperature: Calibration: factor on the logits of drafts for a greedy target, with
+            which probabilities are the chances of being accepted (temperature scaling, Guo et al.
+            2017); ``score_scale`` in the file.
+        coupling_weight: Calibration: weight of the target's noise in the ranking of drafts for a
+            target that samples, 0 to 1; ``noise_share`` in the file.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    exit_dim: int
+    num_draft_layers: int
+    rnn: bool = False
+    rnn_activation: Activation = "silu"
+    rnn_first_step_bias: bool = True
+    draft_top_k: int | None = None
+    draft_vocab_size: int | None = None
+    inverse_temperature: float = 1.0
+    coupling_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "exit_dim"):
+            check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
+        check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_DRAFT_LAYERS)
+        for name in ("rnn", "rnn_first_step_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"drafter {name} must be true or false, got {getattr(self, name)!r}"
+                )
+        if self.rnn_activation not in ("silu", "identity"):
+            raise ConfigError(
+                f"drafter rnn_activation must be 'silu' or 'identity', got {self.rnn_activation!r}"
+            )
+        for name in ("draft_top_k", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
+        scale = self.inverse_temperature
+        if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:
+            raise ConfigError(
+                f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
+            )
+        weight = self.coupling_weight
+        if not is_number(weight) or not 0 <= weight <= 1:
+            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
+        """Read a ``config.json``; keys that belong to other programs are ignored.
+
+        Raises:
+            CheckpointError: The file describes another kind of model, lacks a key, or has a value
+                out of range.
+        """
+        model_type = values.get("model_type", MODEL_TYPE)
+        if model_type != MODEL_TYPE:
+            raise CheckpointError(
+                f"expected a drafter with model_type {MODEL_TYPE!r}, found {model_type!r}; "
+                "a PyTorch drafter is made loadable by `redrafter-mlx convert`"
+            )
+        required = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
+        missing = [name for name in required if name not in values]
+        if missing:
+            raise CheckpointError(f"the drafter's config.json lacks {', '.join(missing)}")
+        keys = {KEYS.get(field.name, field.name): field.name for field in fields(cls)}
+        try:
+            return cls(**{keys[key]: value for key, value in values.items() if key in keys})
+        except ConfigError as error:
+            raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of ``config.json`` that describe this drafter."""
+        values = {KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {"model_type": MODEL_TYPE, **values}
+
+    @property
+    def has_input_proj(self) -> bool:
+        """Apple's rule: the head projects its input when the widths differ."""
+        return self.exit_dim != 2 * self.hidden_size
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the final linear layer."""
+        return self.draft_vocab_size or self.vocab_size

@@ -1,0 +1,123 @@
+"""The recurrent drafter as a proposer: it keeps nothing of a text but the target's last state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.expansion import build_tree
+from mlx_redrafter.proposers.redrafter.beam import expand, ranking
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree
+
+
+class RecurrentProposer:
+    """A recurrent drafter among the proposers; see `Proposer`.
+
+    Args:
+        drafter: The network.
+    """
+
+    num_layers = 0
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """See `Proposer.modules`."""
+        return (self.drafter,)
+
+    @property
+    def num_rows(self) -> int:
+        """See `Proposer.num_rows`."""
+        return self.drafter.config.head_rows
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        """See `Proposer.check_fit`."""
+        check_sizes(
+            self.drafter.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size
+        )
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> RecurrentDrafting:
+        """See `Proposer.open`."""
+        return RecurrentDrafting(self.drafter, input_lookup(self.drafter, target), couple_noise)
+
+
+class RecurrentDrafting:
+    """One text's drafts; see `Drafting`."""
+
+    def __init__(self, drafter: Drafter, project_input: Embed, couple_noise: bool):
+        self.drafter = drafter
+        self.project_input = project_input
+        self.couple_noise = couple_noise
+
+    def outlook(self) -> None:
+        """See `Drafting.outlook`."""
+
+    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        """See `Drafting.propose`."""
+        rank = None
+        if noise is not None and self.couple_noise:
+            rank = ranking(self.drafter, noise)
+        expansion = expand(
+            self.drafter,
+            self.project_input,
+            flight.hidden_state,
+            flight.root,
+            plan.shape,
+            rank,
+        )
+        return build_tree(expansion, flight.root, plan)
+
+    def skip(self, flight: InFlight) -> None:
+        """See `Drafting.skip`; nothing is remembered."""
+
+    def settle(self, length: int) -> None:
+        """See `Drafting.settle`; there are no caches."""
+
+
+def check_sizes(
+    config: DrafterConfig,
+    hidden_size: int | None,
+    vocab_size: int | None,
+    tokenizer_size: int | None = None,
+) -> None:
+    """Check that a drafter's sizes are those of a target, as far as these are known.
+
+    A vocabulary smaller than the target's embedding is accepted if it covers the tokenizer: the
+    rows beyond are padding.
+
+    Args:
+        config: The drafter's.
+        hidden_size: The target's hidden size.
+        vocab_size: Rows of the target's embedding.
+        tokenizer_size: Number of tokens of the tokenizer.
+
+    Raises:
+        CheckpointError: The drafter is for another target.
+    """
+    if hidden_size is not None and config.hidden_size != hidden_size:
+        raise CheckpointError(
+            f"the drafter's hidden_size {config.hidden_size} does not match the target's "
+            f"{hidden_size}; use a drafter trained for this model"
+        )
+    if vocab_size is None:
+        return
+    least = 0 if tokenizer_size is None else min(tokenizer_size, vocab_size)
+    if not least <= config.vocab_size <= vocab_size:
+        raise CheckpointError(
+            f"the drafter's vocab_size {config.vocab_size} does not match the target's "
+            f"{vocab_size}; use a drafter trained for this model"
+        )

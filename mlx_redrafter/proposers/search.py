@@ -1,0 +1,98 @@
+"""Beam search with any network that scores continuations level by level, as arrays of fixed shape.
+
+Axes: W beam width, L beam length (root included), K nodes scored per level, M in all, V tokens that
+the network proposes.
+
+A search never duplicates a prefix: the nodes that it scores are distinct continuations of distinct
+prefixes, so they are already a tree. `expansion.py` selects the nodes of it that are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_redrafter.config import DraftShape
+from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.topk import TopK, top_k
+
+# Stands for log-probabilities that are NaN or minus infinity, so that order stays defined.
+LEAST_LOG_PROB = -1e30
+
+# From log-probabilities of the tokens after nodes of one depth to what nodes are ranked by.
+Rank = Callable[[mx.array, int], mx.array]
+
+
+class Levels(Protocol):
+    """A network about to draft after one root: it scores one level after another."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens that it proposes, V."""
+        ...
+
+    def first(self) -> mx.array:
+        """Natural log-probabilities of the tokens after the root, float32, shape (1, V)."""
+        ...
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        """Natural log-probabilities of the tokens after the beams, each longer by one token.
+
+        Args:
+            beams: For each beam, the beam of the level before that it continues, int32, shape
+                (W,); None where every beam continues the beam of its own index, or the root.
+            tokens: Newest tokens of the beams, int32, shape (W,).
+            depth: Depth of those tokens, 1 for the children of the root.
+
+        Returns:
+            float32, shape (W, V).
+        """
+        ...
+
+    def to_token_ids(self, rows: mx.array) -> mx.array:
+        """Token ids, int32, of indices into V; any shape."""
+        ...
+
+
+def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
+    """Score the best continuations of the root, and those of the W best nodes of every level.
+
+    Args:
+        levels: The network.
+        shape: W, L and how many nodes of a level are scored, at most V; M is all of them.
+        rank: Function that replaces log-probabilities, shape (W, V), by others of that shape; None
+            ranks by the network's own.
+
+    Returns:
+        The scored nodes. Nothing is read by the host.
+    """
+    width, rows = shape.width, levels.num_rows
+    count = min(shape.level_nodes, rows)
+
+    def best_of(log_probs: mx.array, before: mx.array, depth: int) -> TopK:
+        """The best continuations of nodes with these scores, (1, K) of (W * V)."""
+        if rank is not None:
+            log_probs = rank(log_probs, depth)
+        scores = before[:, None] + log_probs
+        scores = mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
+        return top_k(scores.reshape(1, -1), count)
+
+    best = best_of(levels.first(), mx.zeros((1,)), 0)
+    tokens, scores = levels.to_token_ids(best.indices[0]), best.values[0]
+    found = [(tokens, scores, mx.full((count,), -1, dtype=mx.int32))]
+    beams: mx.array | None = None
+    for depth in range(1, shape.levels):
+        best = best_of(levels.following(beams, tokens[:width], depth), scores[:width], depth)
+        chosen, scores = best.indices[0].astype(mx.int32), best.values[0]
+        if width == 1:
+            parents = mx.full((1,), depth - 1, dtype=mx.int32)
+        else:
+            # Not mx.divmod, which aborts the process under mx.vmap (MLX 0.32).
+            beams, chosen = chosen // rows, chosen % rows
+            parents, beams = beams + (depth - 1) * count, beams[:width]
+        tokens = levels.to_token_ids(chosen)
+        found.append((tokens, scores, parents))
+
+    return Expansion(*(mx.concatenate(list(parts)) for parts in zip(*found, strict=True)))

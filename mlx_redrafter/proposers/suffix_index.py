@@ -1,0 +1,150 @@
+"""A suffix automaton over a growing text: what followed the newest tokens when they stood before.
+
+It knows, after every token and in amortised constant time, the longest suffix of the text that also
+occurs earlier (Blumer et al., 1985), and how often each token followed it. SuffixDecoding (arXiv
+2411.04975) drafts from such counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mlx_redrafter.tree import NO_TOKEN
+
+# States whose counts a new token updates, the longest suffixes first. Texts that repeat one token
+# have as many as tokens; the short ones are not what drafts are read from.
+MOST_COUNTED = 32
+
+
+class Match(NamedTuple):
+    """A suffix of the text, or one followed by drafts, that occurs earlier.
+
+    Attributes:
+        state: State of the automaton.
+        length: Number of tokens of the suffix.
+    """
+
+    state: int
+    length: int
+
+
+class Continuation(NamedTuple):
+    """A token that followed an earlier occurrence.
+
+    Attributes:
+        token: Token id.
+        share: Share of the occurrences that it followed.
+        match: The occurrence, longer by this token.
+    """
+
+    token: int
+    share: float
+    match: Match
+
+
+class SuffixIndex:
+    """The automaton of a text, one token at a time.
+
+    Attributes:
+        match: Longest suffix of the text that occurs earlier; its length is 0 where there is none.
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()):
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]  # to the state of the longest suffix that occurs elsewhere as well
+        self._length = [0]  # of the longest string of a state
+        self._count = [0]  # occurrences
+        self._end = [0]  # of the newest occurrence
+        self._last = 0
+        self._size = 0
+        self.match = Match(0, 0)
+        for token in tokens:
+            self.add(token)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, token: int) -> None:
+        """Append a token to the text."""
+        match = self._extend_match(token)
+        self._size += 1
+        new = self._add_state(self._length[self._last] + 1)
+        state = self._last
+        while state != -1 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state == -1:
+            self._link[new] = 0
+        else:
+            below = self._next[state][token]
+            if self._length[state] + 1 == self._length[below]:
+                self._link[new] = below
+            else:
+                clone = self._split(below, state, token)
+                self._link[new] = clone
+                if match.state == below and match.length <= self._length[clone]:
+                    match = Match(clone, match.length)
+        self._last = new
+        self.match = match
+        self._count_occurrence(new)
+
+    def continuations(self, match: Match, most: int) -> list[Continuation]:
+        """Tokens that followed a match earlier, the most frequent first, then the newest.
+
+        A match that is the end of the text has no continuation; then shorter suffixes are asked.
+        """
+        state, length = match
+        while True:
+            following = [item for item in self._next[state].items() if item[0] != NO_TOKEN]
+            if following or state == 0:
+                break
+            state = self._link[state]
+            length = min(length, self._length[state])
+        if state == 0:
+            return []
+        total = sum(self._count[below] for _, below in following)
+        if len(following) > 1:
+            following.sort(key=lambda item: (-self._count[item[1]], -self._end[item[1]]))
+        return [
+            Continuation(token, self._count[below] / total, Match(below, length + 1))
+            for token, below in following[:most]
+        ]
+
+    def _extend_match(self, token: int) -> Match:
+        """The longest suffix with this token that occurs in the text without it."""
+        state, length = self.match
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        below = self._next[state].get(token)
+        return Match(0, 0) if below is None else Match(below, length + 1)
+
+    def _add_state(self, length: int) -> int:
+        self._next.append({})
+        self._link.append(0)
+        self._length.append(length)
+        self._count.append(0)
+        self._end.append(self._size)
+        return len(self._next) - 1
+
+    def _split(self, below: int, state: int, token: int) -> int:
+        """Give the strings of a state that now also occur elsewhere a state of their own."""
+        clone = self._add_state(self._length[state] + 1)
+        self._next[clone] = dict(self._next[below])
+        self._link[clone] = self._link[below]
+        self._count[clone] = self._count[below]
+        self._end[clone] = self._end[below]
+        while state != -1 and self._next[state].get(token) == below:
+            self._next[state][token] = clone
+            state = self._link[state]
+        self._link[below] = clone
+        return clone
+
+    def _count_occurrence(self, state: int) -> None:
+        for _ in range(MOST_COUNTED):
+            if state <= 0:
+                return
+            self._count[state] += 1
+            self._end[state] = self._size
+            state = self._link[state]

@@ -1,0 +1,112 @@
+"""From the tokens of a text to mlx-lm's responses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse as StockResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.text import Text, decode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GenerationResponse(StockResponse):
+    """One token of the text and the text it adds: mlx-lm's response with counts of drafting.
+
+    Attributes:
+        steps: Verifies so far; the first token belongs to none.
+        tokens_per_step: Tokens per verify so far, None before the first.
+        stats: All counts of the request, which go on counting.
+    """
+
+    steps: int = 0
+    tokens_per_step: float | None = None
+    stats: DecodingStats = field(default_factory=DecodingStats)
+
+
+class ResponseStream(Iterator[GenerationResponse]):
+    """The responses of one text, one per token, for one thread to read.
+
+    Args:
+        text: The text.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, text: Text, tokenizer: TokenizerWrapper):
+        self._text = text
+        self._responses = _respond(text, tokenizer)
+
+    def __next__(self) -> GenerationResponse:
+        return next(self._responses)
+
+    def cancel(self) -> None:
+        """End the text soon, from any thread; the thread that reads it sees the stream end."""
+        self._text.cancel()
+
+    def close(self) -> None:
+        """End the text, from the thread that reads it."""
+        self._responses.close()
+
+    def __enter__(self) -> ResponseStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _respond(text: Text, tokenizer: TokenizerWrapper) -> Generator[GenerationResponse, None, None]:
+    detokenizer = tokenizer.detokenizer
+    limit = text.target.context_length
+    num_prompt, num_before = len(text.request.prompt), text.cache.length + len(text.request.prompt)
+    start = time.perf_counter()
+    prompt_tps = 0.0
+    with (
+        wired_limit(text.target.model, [generation_stream]),  # type: ignore[list-item]
+        closing(decode(text)) as tokens,  # type: ignore[type-var]
+    ):
+        for n, token in enumerate(tokens, start=1):
+            if n == 1:
+                now = time.perf_counter()
+                prompt_tps, start = num_prompt / (now - start), now
+            if limit is not None and num_before + n == limit + 1:
+                logger.warning(
+                    "the text is now longer than the model's context of %d tokens; "
+                    "what follows may be poor",
+                    limit,
+                )
+            if token.finish_reason != "stop":
+                detokenizer.add_token(token.id)
+            if token.finish_reason is not None:
+                detokenizer.finalize()
+            generation_tps = n / (time.perf_counter() - start)
+            yield GenerationResponse(
+                text=detokenizer.last_segment,
+                token=token.id,
+                logprobs=token.log_probs,
+                from_draft=token.is_draft,
+                prompt_tokens=num_prompt,
+                prompt_tps=prompt_tps,
+                generation_tokens=n,
+                generation_tps=generation_tps,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=token.finish_reason,
+                steps=text.stats.steps,
+                tokens_per_step=text.stats.tokens_per_step,
+                stats=text.stats,
+            )

@@ -1,0 +1,54 @@
+"""Every supported architecture drafts with the probabilities that it has when it decodes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.target import Target
+from tests.models.tiny_models import build, main_rope, tiny_config
+from tests.models.trees import PROMPT
+
+# Far above rounding (float32), far below any wrong position or mask.
+TOLERANCE = 2e-3
+
+
+# Several tokens at once have one base of the "dynamic" rope, in mlx-lm's own forward passes too.
+EXACT = [name for name in SUPPORTED if main_rope(name) != "dynamic"]
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> None:
+    model = build(tiny_config(model_type, main_rope(model_type)))
+    drafting = DraftModel(model, None).open(Target(model), PROMPT, True, [])
+    # The newest pass has verified a path of four tokens and accepted the first two drafts of it.
+    path, bonus = [PROMPT[-1], 7, 8, 9], 30
+    flight: Any = SimpleNamespace(
+        root=mx.array([bonus], dtype=mx.int32),
+        num_accepted=mx.array([2], dtype=mx.int32),
+        path_tokens=mx.array(path, dtype=mx.int32),
+        length=len(PROMPT) - 1,
+        tokens=[7, 8, bonus],
+    )
+    tree = drafting.propose(flight, DraftPlan.of(2, 4, 8), None)
+    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
+    scores, depths = tree.read()
+    assert max(depths) > 1
+    for node in range(1, len(tokens)):
+        drafts, above = [tokens[node]], parents[node]
+        while above:
+            drafts.insert(0, tokens[above])
+            above = parents[above]
+        text = [*PROMPT, 7, 8, bonus]
+        logits = model(mx.array([[*text, *drafts]]))[0].astype(mx.float32)
+        log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        rows = mx.arange(len(text) - 1, len(text) - 1 + len(drafts))
+        expected = mx.sum(log_probs[rows, mx.array(drafts)]).item()
+        assert scores[node - 1] == pytest.approx(expected, abs=TOLERANCE)

@@ -1,0 +1,172 @@
+"""Proposers that need no training leave every text as stock mlx-lm has it.
+
+Lookup alone and in front of a network, and draft models: one that is the target, one of other
+weights of the same sizes, one that is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers import draft_model
+from mlx_redrafter.proposers.draft_model import DraftModel
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+# Passages that come back, so that there is something to look up.
+PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
+NUM_TOKENS = 48
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"beam_width": 1, "beam_length": 6},
+    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
+]
+SAMPLERS: list[dict[str, Any]] = [
+    {"temp": 0.7},
+    {"temp": 1.1, "top_p": 0.9},
+    {"temp": 1.0, "min_p": 0.05},
+]
+PROCESSORS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"logit_bias": {7: 4.0, 9: -3.0}}]
+
+MODEL = tiny_llama(seed=4)
+
+
+@pytest.fixture(autouse=True)
+def _same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny models have no tokenizers of their own."""
+    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
+
+
+def _perturbed() -> nn.Module:
+    """The target with noise in its head: mostly right."""
+    model: Any = tiny_llama(seed=4)
+    head = model["lm_head"]
+    head.weight = head.weight + 0.3 * mx.random.normal(head.weight.shape, key=mx.random.key(1))
+    mx.eval(head.weight)
+    return model  # type: ignore[no-any-return]
+
+
+GUESTS: dict[str, Callable[[], Any]] = {
+    "lookup": lambda: "lookup",
+    "the target itself": lambda: DraftModel(MODEL, None),
+    "a similar model": lambda: DraftModel(_perturbed(), None),
+    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
+    "a smaller model": lambda: DraftModel(tiny_llama(seed=9, layers=1), None),
+    "lookup in front of a network": lambda: random_drafter(VOCAB_SIZE, 32),
+}
+
+
+@pytest.fixture(scope="module", params=GUESTS)
+def guest(request: pytest.FixtureRequest) -> Any:
+    return GUESTS[request.param]()
+
+
+def _tokens(guest: Any, **options: Any) -> list[int]:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE, options.pop("stop_tokens", None))
+    prompt = options.pop("prompt", PROMPT)
+    return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=guest, **options)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_greedy_texts_are_stock_mlx_lms(guest: Any, shape: dict[str, Any]) -> None:
+    expected = stock_tokens(MODEL, PROMPT, NUM_TOKENS)
+    assert_same_tokens(expected, _tokens(guest, max_tokens=NUM_TOKENS, **shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("temp", [0.6, 1.0])
+@pytest.mark.parametrize("couple", [True, False])
+def test_sampled_texts_are_those_of_plain_decoding(
+    guest: Any, shape: dict[str, Any], temp: float, couple: bool
+) -> None:
+    options: dict[str, Any] = {"temp": temp, "seed": 11, "max_tokens": NUM_TOKENS}
+    assert _tokens(guest, couple=couple, **options, **shape) == _tokens(None, **options)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_stock_samplers(guest: Any, sampler: dict[str, Any], shape: dict[str, Any]) -> None:
+    mx.random.seed(3)
+    expected = stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(**sampler))
+    mx.random.seed(3)
+    found = _tokens(guest, max_tokens=24, sampler=make_sampler(**sampler), **shape)
+    assert_same_tokens(expected, found)
+
+
+@pytest.mark.parametrize("processors", PROCESSORS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_stock_logits_processors(
+    guest: Any, processors: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    options = {"logits_processors": make_logits_processors(**processors)}
+    expected = stock_tokens(MODEL, PROMPT, 24, **options)
+    assert_same_tokens(expected, _tokens(guest, max_tokens=24, **options, **shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_stop_tokens_end_inside_a_draft(guest: Any, shape: dict[str, Any]) -> None:
+    text = ids(stock_tokens(MODEL, PROMPT, NUM_TOKENS))
+    for stop in dict.fromkeys(text):
+        found = _tokens(guest, stop_tokens={stop}, max_tokens=NUM_TOKENS, **shape)
+        assert found == text[: text.index(stop) + 1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
+    """With the target's layers alone, and with those of a draft model after them."""
+    turns = [PROMPT, [7, 8, 9], [60], PROMPT]
+    for is_shared in (False, isinstance(guest, DraftModel)):
+        stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
+        own = make_prompt_cache(guest.target.model) if is_shared else []
+        for turn in turns:
+            expected = ids(stock_tokens(MODEL, turn, 9, prompt_cache=stock))
+            found = _tokens(guest, prompt=turn, max_tokens=9, prompt_cache=cache + own, **shape)
+            assert found == expected
+            assert {layer.offset for layer in cache + own} == {stock[0].offset}
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=20)
+def test_any_repetitive_prompt(seed: int) -> None:
+    keys = mx.random.split(mx.random.key(seed))
+    passage = to_ints(mx.random.randint(1, VOCAB_SIZE, (9,), key=keys[0]))
+    cuts = sorted(to_ints(mx.random.randint(0, 9, (6,), key=keys[1])))
+    prompt = [*passage, *(t for a, b in pairwise(cuts) for t in passage[a:b]), *passage[:3]]
+    expected = stock_tokens(MODEL, prompt, 40)
+    for shape in SHAPES:
+        assert_same_tokens(expected, _tokens("lookup", prompt=prompt, max_tokens=40, **shape))
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("length", [2, 5, 9])
+def test_the_target_accepts_all_of_itself(temp: float, length: int) -> None:
+    guest = DraftModel(MODEL, None)
+    responses = list(
+        stream_generate(
+            MODEL,
+            wrapped_tokenizer(VOCAB_SIZE),
+            PROMPT,
+            drafter=guest,
+            temp=temp,
+            seed=5,
+            beam_width=1,
+            beam_length=length,
+            tree_nodes=length,
+            max_tokens=1 + 6 * length,
+        )
+    )
+    counts = responses[-1].stats.accepted_counts
+    assert counts == [0] * (length - 1) + [6]

@@ -1,0 +1,191 @@
+"""An engine: threads, cancelling, closing, and what it remembers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
+from mlx_redrafter.engine import Memories
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.draft_model import DraftModel
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+PROMPT = [5, 17, 3, 60]
+DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
+    "network": lambda model: random_drafter(VOCAB_SIZE, 32),
+    "lookup": lambda model: "lookup",
+    "draft model": lambda model: DraftModel(model, None),
+    "none": lambda model: None,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_llama(seed=4)
+
+
+@pytest.fixture(params=DRAFTERS)
+def engine(model: nn.Module, request: pytest.FixtureRequest, monkeypatch: Any) -> Engine:
+    monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)
+    return Engine(model, wrapped_tokenizer(VOCAB_SIZE), DRAFTERS[request.param](model))
+
+
+def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    responses = stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options)
+    return [response.token for response in responses]
+
+
+def test_texts_are_those_of_plain_decoding(engine: Engine, model: nn.Module) -> None:
+    for options in ({}, {"temp": 0.9, "seed": 5}, {"temp": 1.0, "seed": 5, "top_p": 0.8}):
+        for shape in ({}, {"beam_width": 3, "beam_length": 5}, {"beam_width": 1}):
+            found = [r.token for r in engine.stream(PROMPT, max_tokens=40, **options, **shape)]
+            assert found == _plain(model, PROMPT, 40, **options)
+
+
+def test_four_threads_have_their_own_texts(engine: Engine, model: nn.Module) -> None:
+    prompts = [[3, 1, 4, 1], [5, 9], [2, 6, 5], [35, 8, 9, 7]]
+    start = threading.Barrier(4)
+
+    def work(i: int) -> list[int]:
+        start.wait()
+        options: dict[str, Any] = {"temp": 0.7, "seed": i} if i % 2 else {}
+        return [r.token for r in engine.stream(prompts[i], max_tokens=60, **options)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    for i, prompt in enumerate(prompts):
+        options: dict[str, Any] = {"temp": 0.7, "seed": i} if i % 2 else {}
+        assert found[i] == _plain(model, prompt, 60, **options)
+
+
+def test_a_pair_loaded_in_one_thread_works_in_another() -> None:
+    with ThreadPoolExecutor(1) as loader:
+        model, tokenizer, drafter = loader.submit(load).result()
+    with ThreadPoolExecutor(1) as worker:
+        text = worker.submit(
+            lambda: generate(model, tokenizer, "Once", drafter=drafter, max_tokens=20)
+        ).result()
+    assert text == generate(model, tokenizer, "Once", max_tokens=20)
+
+
+def test_another_thread_cancels_a_text(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=-1)
+    found = [next(stream) for _ in range(3)]
+    thread = threading.Thread(target=stream.cancel)
+    thread.start()
+    thread.join()
+    rest = list(stream)
+    assert len(rest) < 16, "at most the rest of a step"
+    assert all(response.finish_reason is None for response in found + rest)
+    assert list(engine.stream(PROMPT, max_tokens=3)), "the engine goes on"
+
+
+def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> None:
+    done: list[int] = []
+
+    def on_progress(processed: int, total: int) -> None:
+        done.append(processed)
+        if processed >= 8:
+            stream.cancel()
+
+    stream = engine.stream(
+        PROMPT * 20, prefill_step_size=4, max_tokens=9, prompt_progress_callback=on_progress
+    )
+    assert list(stream) == []
+    assert done[-1] == 8
+
+
+def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=-1)
+    next(stream)
+    engine.close()
+    assert len(list(stream)) < 16
+    with pytest.raises(ConfigError, match="the engine is closed"):
+        engine.stream(PROMPT)
+
+
+def test_a_stream_is_closed_by_with(model: nn.Module) -> None:
+    with Engine(model, wrapped_tokenizer(VOCAB_SIZE)).stream(PROMPT, max_tokens=-1) as stream:
+        next(stream)
+    assert list(stream) == []
+
+
+def test_a_cancelled_text_leaves_its_cache_with_what_was_yielded(model: nn.Module) -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    stream = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)).stream(
+        PROMPT, max_tokens=-1, prompt_cache=cache
+    )
+    tokens = [next(stream).token for _ in range(7)]
+    stream.cancel()
+    tokens += [response.token for response in stream]
+    assert {layer.offset for layer in cache} == {len(PROMPT) + len(tokens)}
+
+
+def test_acceptance_is_carried_from_text_to_text(model: nn.Module) -> None:
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
+    assert engine.memory.acceptance is None
+    engine.generate(PROMPT, max_tokens=60)
+    first = engine.memory.acceptance
+    assert first is not None
+    engine.generate(PROMPT, max_tokens=60)
+    assert engine.memory.acceptance is not first
+    second = engine.memory.acceptance
+    engine.generate(PROMPT, max_tokens=60, temp=0.5, couple=False)
+    assert engine.memory.acceptance is second, "uncoupled drafts say nothing of coupled ones"
+
+
+def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
+    memories, other = Memories(), tiny_llama(seed=5)
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    memory = memories.of(other, drafter)
+    assert memories.of(other, drafter) is memory
+    assert memories.of(other) is not memory
+    assert memories.of(model, drafter) is not memory
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None, "a memory keeps no model"
+    assert len(memories._known) == 1
+
+
+def test_a_function_remembers_without_keeping_the_model() -> None:
+    model = tiny_llama(seed=6)
+    generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter="lookup", max_tokens=5)
+    gone = weakref.ref(model)
+    mx.synchronize()
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("drafter", ["lookups", "path/to/drafter"])
+def test_words_that_are_no_drafter_are_refused(model: nn.Module, drafter: str) -> None:
+    wrong: Any = drafter
+    with pytest.raises(ConfigError, match=r"drafter must be a drafter that mlx_redrafter\.load"):
+        Engine(model, wrapped_tokenizer(VOCAB_SIZE), wrong)
+
+
+def test_a_drafter_of_another_model_is_refused(model: nn.Module) -> None:
+    with pytest.raises(CheckpointError, match="hidden_size 48 does not match"):
+        Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 48))
+
+
+def test_lookup_is_the_default(model: nn.Module) -> None:
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE))
+    assert isinstance(engine.proposer, Lookup)
+    text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
+    responses = list(engine.stream(text, max_tokens=30))
+    assert [r.token for r in responses] == _plain(model, text, 30)
