@@ -12,6 +12,7 @@ from mlx_redrafter.cli.bench_guard import guard
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
 from mlx_redrafter.cli.bench_predict import predict
+from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_speed import compare, sweep
 from mlx_redrafter.errors import ConfigError
 
@@ -26,6 +27,8 @@ app.command()(predict)
 app.command()(overhead)
 app.command()(memory)
 app.command()(endurance)
+app.command()(request)
+app.command()(copy)
 
 
 @app.command()

@@ -133,11 +133,11 @@ def compare(
             setting, plans, encoded, rounds.repeats, recording, stock.load(),
             stock.num_draft_tokens, rounds.cool_down, rounds.max_repeated, on_progress,
         )  # fmt: skip
-    show(_table(found.rows, "all prompts"))
+    show(speed_table(found.rows, "all prompts"))
     calibration = recording.result.get("calibration_seconds", 0.0)
     show(f"auto: timing the plans took {calibration:.1f} s, which no answer's time includes")
     for category, rows in found.by_category.items():
-        show(_table(rows, category))
+        show(speed_table(rows, category))
     refuse_texts(_num_different(found.rows))
 
 
@@ -190,7 +190,7 @@ def sweep(
     title = f"{configuration['model']} on {recording.result['machine']['processor']}"
     for group in dict.fromkeys((point.dtype, point.temp) for point in points):
         rows = [point.row for point in points if (point.dtype, point.temp) == group]
-        show(_table(rows, f"{group[0]}, temperature {group[1]:g}"))
+        show(speed_table(rows, f"{group[0]}, temperature {group[1]:g}"))
     draw(lambda: plot_sweep(out, points, title))
     refuse_texts(_num_different([point.row for point in points]))
 
@@ -205,7 +205,7 @@ def _parse_temps(text: str) -> tuple[float, ...]:
     return temps
 
 
-def _table(rows: Sequence[Row], title: str) -> Table:
+def speed_table(rows: Sequence[Row], title: str) -> Table:
     columns = (
         "way", "speedup", "95% interval", "tokens/s", "tokens/step", "nodes/step",
         "accepted by depth", "repeated 4-grams", "prompt speedup", "texts", "different",

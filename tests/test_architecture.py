@@ -147,7 +147,23 @@ def test_the_checker_notices_an_import_that_goes_up() -> None:
     assert RANK["cli"] > RANK["topk"]
 
 
-@pytest.mark.parametrize("module", ["accept", "beam", "tree", "topk", "drafter", "stats", "config"])
+# Array code and counts that stand on MLX alone.
+WITHOUT_MLX_LM = (
+    "config",
+    "tree",
+    "topk",
+    "decoding/accept",
+    "decoding/stats",
+    "decoding/records",
+    "proposers/expansion",
+    "proposers/search",
+    "proposers/suffix_index",
+    "proposers/redrafter/beam",
+    "proposers/redrafter/network",
+)
+
+
+@pytest.mark.parametrize("module", WITHOUT_MLX_LM)
 def test_the_core_does_not_know_mlx_lm(module: str) -> None:
     tree = ast.parse((ROOT / PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
@@ -155,3 +171,49 @@ def test_the_core_does_not_know_mlx_lm(module: str) -> None:
             assert not any(alias.name.startswith("mlx_lm") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not (node.module or "").startswith("mlx_lm")
+
+
+def _reachable(area: str) -> set[str]:
+    """Areas that the modules of an area import, and those import, and so on."""
+    found, waiting = set(), [module for module in SOURCES if _area(module) == area]
+    while waiting:
+        module = waiting.pop()
+        path = SOURCES[module]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for imported in _imports(tree, module, path.name == "__init__.py"):
+            if imported in SOURCES and imported not in found:
+                found.add(imported)
+                waiting.append(imported)
+    return {_area(module) for module in found} - {area, ""}
+
+
+def test_decoding_knows_no_proposer_and_no_policy() -> None:
+    assert _reachable("decoding") <= {"config", "errors", "host", "tree", "target"}
+
+
+def test_trees_stand_on_the_ground() -> None:
+    assert _reachable("tree") == {"host"}
+
+
+MOST_LINES, MOST_BODY_LINES = 400, 50
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_files_and_functions_are_short(module: str) -> None:
+    source = SOURCES[module].read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert lines <= MOST_BODY_LINES, node.name
+
+
+def test_a_step_fits_on_a_screen() -> None:
+    source = SOURCES[f"{PACKAGE}.decoding.text"].read_text(encoding="utf-8")
+    (step,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "step"
+    )
+    assert (step.end_lineno or 0) - step.lineno + 1 <= MOST_BODY_LINES

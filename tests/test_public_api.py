@@ -13,9 +13,12 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 import mlx_redrafter
 
 EXPORTS = [
+    "DraftModel",
     "Drafter",
     "DrafterConfig",
+    "Engine",
     "GenerationResponse",
+    "Lookup",
     "RedrafterError",
     "__version__",
     "generate",

@@ -124,10 +124,15 @@ def test_files_in_place_of_folders(
 
 
 def test_a_model_in_place_of_a_drafter(
-    stories: Trained, capsys: pytest.CaptureFixture[str]
+    stories: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """One whose trees are exact drafts itself; another is refused by its config alone."""
     result = _generate(capsys, stories.folder, stories.folder)
-    _assert_error(result, 1, "expected a drafter", "found 'llama'", "redrafter-mlx convert")
+    stock = mlx_lm.generate(stories.model, stories.tokenizer, "Hi", max_tokens=4)
+    assert (result.code, result.out) == (0, stock + "\n")
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    result = _generate(capsys, stories.folder, tmp_path)
+    _assert_error(result, 1, "model_type 'mamba' cannot be decoded exactly")
 
 
 @pytest.fixture

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import generation
-from mlx_redrafter.decoding.text import Decoder, Outcome
+from mlx_redrafter import engine, generation
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.text import Text
 from tests.conftest import Trained
 from tests.helpers.cli import run
 
 PROMPTS = ["-p", "Once upon a time", "-p", "Lily"]
 
 
-class BrokenDecoder(Decoder):
+class BrokenText(Text):
     """Yields another token than the target's own at every drafted step's end."""
 
-    def _read(self, *args: Any) -> Outcome:
-        outcome = super()._read(*args)
-        if self.drafter is not None and self.stats.num_tokens > 5:
-            outcome.tokens[-1] = (outcome.tokens[-1] + 1) % 512
-        return outcome
+    def step(self) -> list[Token]:
+        tokens = super().step()
+        if self.drafting is not None and self.stats.num_tokens > 5:
+            tokens[-1] = replace(tokens[-1], id=(tokens[-1].id + 1) % 512)
+        return tokens
 
 
 def _options(stories: Trained, drafter: Path) -> list[object]:
@@ -60,7 +62,7 @@ def test_a_difference_is_told_with_its_gap(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation, "Decoder", BrokenDecoder)
+    monkeypatch.setattr(engine, "Text", BrokenText)
     options = [*_options(stories, drafter_folder), "-p", "Once upon a time"]
     result = run(capsys, *options)
     assert (result.code, result.err) == (1, "")
