@@ -18,8 +18,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import engine, load, loading
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.policy.adaptive import CANDIDATES, LOOKUPS
+from mlx_redrafter.policy.profiling import Seconds
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter, shared_model
@@ -75,9 +75,9 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     Plain decoding seems so slow that drafts are never given up; drafters stay as they are.
     """
     mx.random.seed(0)
-    seconds: dict[DraftPlan | None, float] = {None: 99.0}
+    seconds: Seconds = {None: 99.0}
     seconds.update({plan: 1 + 0.01 * plan.shape.max_nodes for plan in CANDIDATES})
-    lookups = {plan: 1 + 0.01 * plan.num_nodes for plan in LOOKUPS.values()}
+    lookups: Seconds = {plan: 1 + 0.01 * plan.num_nodes for plan in LOOKUPS.values()}
     monkeypatch.setattr(
         engine,
         "step_costs",

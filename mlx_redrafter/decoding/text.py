@@ -265,7 +265,7 @@ class Text:
             length=length,
             path=path,
             plan=plan,
-            num_nodes=tree.size,
+            num_nodes=tree.num_nodes,
             num_unmerged=tree.num_unmerged,
         )
 

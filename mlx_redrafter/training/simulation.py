@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.decoding.accept import count_matches
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.proposers.expansion import best_nodes
@@ -147,7 +148,7 @@ def count_accepted(
         drafted = draft(*inputs)
         mx.eval(drafted)
         nodes, parents, depths = (np.array(array) for array in drafted)
-        counts.append(_accept(nodes, parents, depths, following[start : start + size]))
+        counts.append(count_matches(nodes, parents, depths, following[start : start + size]))
     return np.concatenate(counts)
 
 
@@ -186,24 +187,3 @@ def _read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDAr
     ends = starts[np.searchsorted(starts, roots, side="right")]
     ahead = roots[:, None] + np.arange(1, length + 1)
     return tokens[np.where(ahead < ends[:, None], ahead, -1)]
-
-
-def _accept(
-    tokens: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    depths: NDArray[np.int32],
-    following: NDArray[np.int32],
-) -> NDArray[np.int64]:
-    """Apply `mlx_redrafter.decoding.accept.accept` to p trees of N nodes, in arrays (p, N).
-
-    The walk runs on the host, node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of
-    MLX 0.32 read past the end of an operand that is not mapped.
-    """
-    rows = np.arange(len(tokens))
-    on_path = np.zeros(tokens.shape, np.bool_)
-    on_path[:, 0] = True
-    for node in range(1, tokens.shape[1]):
-        parent = parents[:, node]
-        matches = tokens[:, node] == following[rows, depths[rows, parent]]
-        on_path[:, node] = on_path[rows, parent] & matches
-    return on_path.sum(axis=1) - 1

@@ -14,7 +14,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter import bundled, load, save_drafter
+from mlx_redrafter import Drafter, bundled, load, save_drafter
 from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import fingerprint_weights
@@ -114,7 +114,7 @@ def test_a_drafter_of_ones_own(
     own = random_drafter(vocab_size, hidden_size, exit_dim=32, dtype=mx.float16)
     save_drafter(own, tmp_path)
     loaded = load(drafter=tmp_path)[2]
-    assert loaded is not None
+    assert isinstance(loaded, Drafter)
     assert loaded.config == own.config
     assert _dtypes(loaded) == {mx.float32}
     result = run(capsys, "generate", "--drafter", tmp_path, "-p", PROMPT, "-m", 30)
@@ -123,7 +123,7 @@ def test_a_drafter_of_ones_own(
 
 def test_load_without_a_name(pair: Pair) -> None:
     model, tokenizer, drafter = load()
-    assert drafter is not None
+    assert isinstance(drafter, Drafter)
     assert _dtypes(model) == _dtypes(drafter) == {mx.float32}
     assert fingerprint_weights(model) == fingerprint_weights(pair.model)
     assert tokenizer.vocab_size == pair.tokenizer.vocab_size

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -14,6 +18,11 @@ from tests.models.tiny_models import build, flat_parameters, main_rope, tiny_con
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
 
 CASES = [(name, main_rope(name)) for name in SUPPORTED]
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+}
 
 
 def stock_logits(model: nn.Module) -> list[mx.array]:
@@ -47,6 +56,29 @@ def test_hooks_are_installed_once(model_type: str, rope: str) -> None:
     Target(model)
     assert [hooked_class(point.owner, point.name) for point in points] == hooked
     assert find_parts(model).hooks == points
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "llama"])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_a_hooked_model_are_stock(model_type: str, way: str) -> None:
+    config = tiny_config(model_type, main_rope(model_type))
+    model = build(config)
+    stock_classes, before = classes(model), stock_logits(model)
+    target = Target(model)
+    twin = COPIES[way](model)
+    assert classes(model) != stock_classes
+    assert classes(twin) == classes(build(config)) == stock_classes
+    assert all(mx.array_equal(*pair) for pair in zip(before, stock_logits(twin), strict=True))
+    expected = verify_after_prompt(target, branching_tree())
+    found = verify_after_prompt(Target(twin), branching_tree())
+    assert all(mx.array_equal(*pair) for pair in zip(expected, found, strict=True))
+    assert classes(twin) == classes(model)
+    assert all(mx.array_equal(*pair) for pair in zip(before, stock_logits(twin), strict=True))
+
+
+def classes(model: nn.Module) -> list[type]:
+    """The classes of all modules of a model."""
+    return [type(module) for module in model.modules()]
 
 
 def hooked_class(owner: object, name: str) -> object:

@@ -39,15 +39,13 @@ def _cache(capacity: int) -> list[KVCache]:
 
 def _peak_of_decoding(model: nn.Module, capacity: int, **options: Any) -> int:
     """Bytes in use at the peak of some steps, beyond those before them."""
-    responses = iter(
-        stream_generate(
-            model,
-            wrapped_tokenizer(VOCAB_SIZE),
-            [1, 2, 3],
-            max_tokens=40,
-            prompt_cache=_cache(capacity),
-            **options,
-        )
+    responses = stream_generate(
+        model,
+        wrapped_tokenizer(VOCAB_SIZE),
+        [1, 2, 3],
+        max_tokens=40,
+        prompt_cache=_cache(capacity),
+        **options,
     )
     for _ in range(3):  # the prompt and two steps, before memory is measured
         next(responses)

@@ -26,7 +26,7 @@ from tests.helpers.models import random_drafter, tiny_llama
 from tests.training.conftest import Run
 
 PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
-SHAPES = {
+PLANS = {
     "chain": DraftPlan.of(1, 5),
     "tree": DraftPlan.of(4, 5, 9),
     "short": DraftPlan.of(2, 2, 3),
@@ -34,13 +34,13 @@ SHAPES = {
 
 
 def _decode(
-    stories: Trained, drafter: Drafter, shape: DraftPlan, samplings: Sequence[dict[str, Any]]
+    stories: Trained, drafter: Drafter, plan: DraftPlan, samplings: Sequence[dict[str, Any]]
 ) -> tuple[list[TokenSequence], int, int]:
     """Texts after every prompt, sampled in every way; their tokens, and the steps they took."""
     sequences, tokens, steps = [], 0, 0
     for sampling, prompt in itertools.product(samplings, PROMPTS):
         ids = stories.tokenizer.encode(prompt)
-        options = {**vars(shape), **sampling, "max_tokens": 80}
+        options = {**plan.options, **sampling, "max_tokens": 80}
         responses = list(
             stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
         )
@@ -56,16 +56,16 @@ def _decode(
 def test_simulated_equals_measured_within_five_percent(
     stories: Trained, finished: Run, name: str, temp: float
 ) -> None:
-    shape = SHAPES[name]
+    plan = PLANS[name]
     drafter = load_drafter(finished.request.out)
     drafter.set_dtype(mx.float32)
     # A stock sampler: with noise of their own, drafts would be ranked by it too, which only
     # decoding with a seed can know.
     mx.random.seed(3)
     sampler = make_sampler(temp=temp)
-    sequences, tokens, steps = _decode(stories, drafter, shape, [{"sampler": sampler}])
+    sequences, tokens, steps = _decode(stories, drafter, plan, [{"sampler": sampler}])
     target = Target(stories.model)
-    found = simulate(drafter, target.embed, [read_sequences(target, sequences, 4)], shape)
+    found = simulate(drafter, target.embed, [read_sequences(target, sequences, 4)], plan)
     assert found.num_tokens - 1 == tokens
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert tokens / steps > 1.3  # the drafter has learnt something
@@ -76,23 +76,23 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(
     stories: Trained, finished: Run, name: str
 ) -> None:
     """The noise of a text is drawn anew, so only averages agree."""
-    shape, temp = SHAPES[name], 0.8
+    plan, temp = PLANS[name], 0.8
     drafter = load_drafter(finished.request.out)
     drafter.set_dtype(mx.float32)
     samplings = [{"temp": temp, "seed": seed} for seed in range(6)]
-    sequences, tokens, steps = _decode(stories, drafter, shape, samplings)
+    sequences, tokens, steps = _decode(stories, drafter, plan, samplings)
     target = Target(stories.model)
     shard = read_sequences(target, sequences, 512)
-    found = simulate(drafter, target.embed, [shard], shape, temp)
-    without = simulate(drafter, target.embed, [shard], shape)
+    found = simulate(drafter, target.embed, [shard], plan, temp)
+    without = simulate(drafter, target.embed, [shard], plan)
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PLANS)
 def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
     """One position at a time by the functions of decoding, against all at once."""
-    shape = SHAPES[name]
+    plan = PLANS[name]
     target = Target(tiny_llama(vocab_size=16))
     drafter = random_drafter(16, 32)
     rng = np.random.default_rng(1)
@@ -101,18 +101,18 @@ def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
     ]
     shard = read_sequences(target, sequences, 4)
     roots = np.array([*range(1, 60), *range(61, 69)])
-    found = count_accepted(drafter, target.embed, shard, roots, shape)
+    found = count_accepted(drafter, target.embed, shard, roots, plan)
     enter = drafter.input_of(target.embed)
     tokens = np.array(shard.tokens)
     for root, count in zip(roots, found, strict=True):
         end = 60 if root < 60 else 69
-        following = [*tokens[root + 1 : min(root + 1 + shape.beam_length, end)].tolist()]
-        following += [-2] * (shape.beam_length - len(following))
+        following = [*tokens[root + 1 : min(root + 1 + plan.shape.length, end)].tolist()]
+        following += [-2] * (plan.shape.length - len(following))
         node = mx.array([int(tokens[root])])
         hidden = shard.hidden[int(root) - 1]
-        expansion = expand(drafter, enter, hidden, node, shape)
-        tree = best_nodes(expansion, node, shape)
-        walk = accept(tree, mx.array(following)[tree.depths], shape.beam_length)
+        expansion = expand(drafter, enter, hidden, node, plan.shape)
+        tree = best_nodes(expansion, node, plan)
+        walk = accept(tree, mx.array(following)[tree.depths])
         assert walk.num_accepted.item() == count
     assert found.max() > 0
 
@@ -121,6 +121,6 @@ def test_texts_with_nothing_to_draft_are_left_out() -> None:
     target = Target(tiny_llama(vocab_size=16))
     short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     shard = read_sequences(target, [short], 4)
-    found = simulate(random_drafter(16, 32), target.embed, [shard], SHAPES["chain"])
+    found = simulate(random_drafter(16, 32), target.embed, [shard], PLANS["chain"])
     assert found.steps == 0
     assert found.tokens_per_step is None

@@ -47,8 +47,11 @@ def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any)
 
 
 def test_texts_are_those_of_plain_decoding(engine: Engine, model: nn.Module) -> None:
-    for options in ({}, {"temp": 0.9, "seed": 5}, {"temp": 1.0, "seed": 5, "top_p": 0.8}):
-        for shape in ({}, {"beam_width": 3, "beam_length": 5}, {"beam_width": 1}):
+    samplings: list[dict[str, Any]] = [{}, {"temp": 0.9, "seed": 5}]
+    samplings += [{"temp": 1.0, "seed": 5, "top_p": 0.8}]
+    shapes: list[dict[str, Any]] = [{}, {"beam_width": 3, "beam_length": 5}, {"beam_width": 1}]
+    for options in samplings:
+        for shape in shapes:
             found = [r.token for r in engine.stream(PROMPT, max_tokens=40, **options, **shape)]
             assert found == _plain(model, PROMPT, 40, **options)
 

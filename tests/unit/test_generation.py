@@ -397,7 +397,7 @@ def test_more_beams_than_the_drafter_has_tokens_are_refused(model: nn.Module) ->
 
 def test_more_nodes_than_the_drafter_has_tokens_for_are_refused(model: nn.Module) -> None:
     drafter = random_drafter(VOCAB_SIZE, 32, draft_vocab_size=8)
-    options = {"drafter": drafter, "beam_width": 4, "beam_length": 3}
+    options: dict[str, Any] = {"drafter": drafter, "beam_width": 4, "beam_length": 3}
     with pytest.raises(ConfigError, match=r"tree_nodes must be at most 17 .*8 tokens.*got 18"):
         stream_generate(model, wrapped_tokenizer(64), PROMPT, tree_nodes=18, **options)
     text = stream_generate(

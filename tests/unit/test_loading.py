@@ -32,7 +32,7 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
 ) -> None:
     monkeypatch.setattr(loading, "choose_precision", lambda drafter, embed: quantised_copy(drafter))
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
-    assert drafter is not None
+    assert isinstance(drafter, Drafter)
     assert bits_of(drafter) == 8
     plain = generate(model, tokenizer, "Once", max_tokens=40)
     assert generate(model, tokenizer, "Once", drafter=drafter, max_tokens=40) == plain

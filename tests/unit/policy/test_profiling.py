@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import load
+from mlx_redrafter import Drafter, load
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.adaptive import CANDIDATES, LONGEST, SHORTEST, TREES
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
@@ -107,7 +107,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _, drafter = load()
-    assert drafter is not None
+    assert isinstance(drafter, Drafter)
     target, caches = Target(model), []
     blank_cache = target.blank_cache
 

@@ -19,9 +19,9 @@ def test_two_parts_are_attention_over_all_rows(heads: int, width: int) -> None:
     keys = mx.random.split(mx.random.key(heads * width), 6)
     queries = mx.random.normal((1, heads, width, size), key=keys[0])
     committed, aside = (
-        tuple(
-            mx.random.normal((1, groups, rows, size), key=key)
-            for key in mx.random.split(keys[i], 2)
+        (
+            mx.random.normal((1, groups, rows, size), key=mx.random.key(i)),
+            mx.random.normal((1, groups, rows, size), key=keys[i]),
         )
         for i, rows in ((1, num_committed), (2, num_aside))
     )
