@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,6 @@ def _describe_provenance(
         "converter": f"mlx_redrafter {__version__}",
         "name_set": pending.name_set,
         "target": None if options.target is None else shared_name(options.target),
-        "self_test": None if measured is None else asdict(measured),
+        "self_test": None if measured is None else measured.to_dict(),
         "notes": pending.notes,
     }

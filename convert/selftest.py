@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -64,6 +65,10 @@ class SelfTest:
     calibration: Calibration
     other_activation: float | None = None
     other_is_better: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results as they stand in a ``config.json``."""
+        return {**asdict(self), "calibration": self.calibration.to_dict()}
 
     def warning(self, activation: Activation) -> str | None:
         """Describe the likely mistake, or return None if the drafter seems to fit."""

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.config import DraftShape
 from mlx_redrafter.convert.conversion import (
     Conversion,
     ConversionOptions,
@@ -108,6 +108,7 @@ def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
 
 def test_calibration_is_stored(convert: Convert, tmp_path: Path) -> None:
     fitted = convert().provenance["self_test"]["calibration"]
+    assert list(fitted) == ["score_scale", "noise_share"]
     config = load_drafter(tmp_path / "out").config
     assert (config.inverse_temperature, config.coupling_weight) == tuple(fitted.values())
     assert config.inverse_temperature != 1
@@ -134,7 +135,7 @@ def test_the_self_test_measures_what_drafting_does(
     """The first draft of a beam search at every token of the target's own text."""
     convert(dtype="float32", rnn_activation="identity" if is_linear else "silu")
     drafter = load_drafter(tmp_path / "out")
-    target, shape = Target(stories.model), DraftPlan.of(beam_width=1, beam_length=2)
+    target, shape = Target(stories.model), DraftShape(1, 2)
     enter = drafter.input_of(target.embed)
     matches = []
     for prompt in PROMPTS_OF_SELF_TEST:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from mlx_redrafter.config import DraftPlan  # noqa: E402
+from mlx_redrafter.config import DraftShape  # noqa: E402
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter  # noqa: E402
@@ -168,7 +168,7 @@ def check_logits(drafter: Drafter, published: PublishedDrafter) -> None:
 def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
     """The beams agree as a set, and so do their log-probabilities."""
     generator = torch.Generator().manual_seed(3)
-    config, shape = drafter.config, DraftPlan.of(beam_width=4, beam_length=5, select="beam")
+    config, shape = drafter.config, DraftShape(4, 5, "beam")
     table = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
     embedding = mx.array(table.numpy())
     for root in range(4):
@@ -186,13 +186,13 @@ def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
         )
         found = {}
         last = len(tokens) - shape.level_nodes
-        for node in range(last, last + shape.beam_width):
+        for node in range(last, last + shape.width):
             score, path = scores[node], []
             while node >= 0:
                 path.append(tokens[node])
                 node = parents[node]
             found[(root, *reversed(path))] = score
-        expected = published.beams(hidden, root, table, shape.beam_width, shape.beam_length)
+        expected = published.beams(hidden, root, table, shape.width, shape.length)
         assert found.keys() == expected.keys()
         for beam, score in expected.items():
             assert found[beam] == pytest.approx(score, abs=1e-4)

@@ -13,13 +13,13 @@ Axes: n tokens of a text, k most probable tokens, p predictions, V rows of the h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_redrafter.host import to_floats, to_ints
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import KEYS, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
@@ -48,6 +48,10 @@ class Calibration:
 
     inverse_temperature: float = DrafterConfig.inverse_temperature
     coupling_weight: float = DrafterConfig.coupling_weight
+
+    def to_dict(self) -> dict[str, float]:
+        """The scalars under their keys in a ``config.json``."""
+        return {KEYS[name]: value for name, value in asdict(self).items()}
 
     def applied(self, config: DrafterConfig) -> DrafterConfig:
         """A config with these scalars."""
