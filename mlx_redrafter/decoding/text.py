@@ -135,15 +135,17 @@ class Text:
         self.on_close()
         if not self.request.leave_as_stock:
             return
-        if self._is_read and self._flight is not None:
-            if self._flight.num_nodes == 0:  # the proposer was not told of the prompt's outcome
-                self._skip(self._flight)
-            if num_taken == self._num_tokens:
-                self._catch_up(self._flight)
-        length = self._end_of_prompt + num_taken
-        if num_taken == 0:
-            length = min(self.cache.length, length)
-        self.cache.settle(length)
+        try:
+            if self._is_read and self._flight is not None:
+                if self._flight.num_nodes == 0:  # the proposer was not told of the first token
+                    self._skip(self._flight)
+                if num_taken == self._num_tokens:
+                    self._catch_up(self._flight)
+        finally:
+            # Of a tree in flight, the row of its root is there. An interruption may leave less.
+            is_tree = self._flight is not None and self._flight.path is not None
+            length = min(self._end_of_prompt + num_taken, self.cache.length + is_tree)
+            self.cache.settle(length)
         if self.drafting is not None:
             self.drafting.settle(length)
 

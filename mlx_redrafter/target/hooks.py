@@ -185,8 +185,8 @@ def _hooked(base: type[nn.Module], name: str, hook: Hook) -> type[nn.Module]:
 
     def reduce_ex(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle and copy as the stock class; a copy is hooked when it becomes a target."""
-        make, (_, *arguments), *state = cast(Any, super(stock, self).__reduce_ex__(protocol))
-        return (make, (stock, *arguments), *state)
+        _, (_, *arguments), *state = cast(Any, super(stock, self).__reduce_ex__(protocol))
+        return (dict.__new__, (stock, *arguments), *state)  # a module is a dict
 
     namespace = {
         name: update_wrapper(call, original),

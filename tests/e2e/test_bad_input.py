@@ -83,9 +83,8 @@ def test_options_of_check_are_checked_first_too(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["generate", "--model", NOWHERE, "-p", "Hi"], ["--drafter", "train", "--no-draft"]),
         (["generate", "--model", NOWHERE, "--no-draft"], ["--prompt"]),
-        (["check", "--model", NOWHERE], ["--drafter"]),
+        (["bench", "overhead", "--model", NOWHERE], ["--drafter"]),
         (["train", "--out", NOWHERE], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
     ],
@@ -95,6 +94,50 @@ def test_missing_options(
     capsys: pytest.CaptureFixture[str], arguments: list[object], parts: list[str]
 ) -> None:
     _assert_error(run(capsys, *arguments), 2, *parts)
+
+
+def test_without_a_drafter_drafts_come_out_of_the_text(
+    stories: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text is stock mlx-lm's, with the word for it and without, and `check` says so."""
+    prompt = "Tim had a red ball. Tim had a red ball. Tim had a"
+    stock = mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=40)
+    base = ["generate", "--model", stories.folder, "-p", prompt, "-m", 40]
+    for options in ([], ["--drafter", "lookup"], ["--no-draft"]):
+        result = run(capsys, *base, *options)
+        assert (result.code, result.out) == (0, stock + "\n")
+        assert ("Speculative:" in result.err) == (options != ["--no-draft"])
+    result = run(capsys, "check", "--model", stories.folder, "-p", prompt, "-m", 40)
+    assert result.code == 0
+    assert result.out.startswith("equal: 40 tokens")
+
+
+def test_the_word_for_lookup_may_be_a_folder_too(
+    stories: Trained,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "lookup").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = _generate(capsys, stories.folder, "lookup")
+    _assert_error(result, 2, "is a folder here as well", "./lookup")
+
+
+def test_a_draft_model_of_other_tokens(
+    stories: Trained, babyllama: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = _generate(capsys, stories.folder, babyllama.folder)
+    _assert_error(result, 1, "token ids are not the target's", "id 3 is", "same family")
+
+
+def test_a_folder_with_the_signs_of_two_kinds(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copy(drafter_folder / "model.safetensors", tmp_path)
+    shutil.copy(stories.folder / "config.json", tmp_path)
+    result = _generate(capsys, stories.folder, tmp_path)
+    _assert_error(result, 1, "several kinds", "recurrent drafter, draft model", "'llama'")
 
 
 def _generate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 MAX_TOKENS = 64
 
 
+load_once = cache(load)
+
+
 def record(shape: tuple[int, int, int | str, str], sampling: dict[str, Any]) -> list[Any]:
     """What every prompt gives: a digest of its tokens, and the counts of its steps."""
-    model, tokenizer, drafter = load()
+    model, tokenizer, drafter = load_once()
     width, length, nodes, select = shape
     found = []
     for prompt in PROMPTS:

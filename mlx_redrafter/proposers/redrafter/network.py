@@ -240,7 +240,7 @@ def columns(
     """The part of a layer that reads these inputs only, with this bias.
 
     The weights are copied, and at once: a matrix whose rows do not follow each other in memory
-    would be copied at every use, and threads must not hidden_term what is not computed yet.
+    would be copied at every use, and threads must not share what is not computed yet.
     """
     if isinstance(linear, nn.QuantizedLinear):
         group, bits = linear.group_size, linear.bits
