@@ -142,9 +142,10 @@ class Text:
                 if num_taken == self._num_tokens:
                     self._catch_up(self._flight)
         finally:
-            # Of a tree in flight, the row of its root is there. An interruption may leave less.
-            is_tree = self._flight is not None and self._flight.path is not None
-            length = min(self._end_of_prompt + num_taken, self.cache.length + is_tree)
+            # The row of the root of a tree in flight is there. An interruption may leave less.
+            flight = None if self._is_read else self._flight
+            num_rows = self.cache.length + (flight is not None and flight.path is not None)
+            length = min(self._end_of_prompt + num_taken, num_rows)
             self.cache.settle(length)
         if self.drafting is not None:
             self.drafting.settle(length)
