@@ -203,7 +203,7 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
             "MB",
         ),
         Finding(
-            f"step by its verify alone, {name or 'all plans'}, last quarter",
+            f"step by its verify alone, {name or 'all shapes'}, last quarter",
             found,
             TIME_RATIO * expected,
             "",
