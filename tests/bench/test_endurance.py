@@ -115,7 +115,7 @@ def test_like_is_compared_with_like():
     assert TREE in found.name
     assert found.holds
     nothing_shared = judge([*[make_window(plain=1.0) for _ in range(6)], *late])[1]
-    assert "all plans" in nothing_shared.name
+    assert "all shapes" in nothing_shared.name
     assert not nothing_shared.holds
 
 
