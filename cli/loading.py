@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     Loaded = tuple[nn.Module, TokenizerWrapper, LoadedDrafter]
 
-# The word for drafts out of the text itself.
-LOOKUP = "lookup"
-
 Model = Annotated[
     str | None,
     typer.Option(
@@ -70,7 +67,7 @@ class Pair:
     @property
     def drafter_name(self) -> str | None:
         """The drafter given, or lookup where a model has none; None for the bundled one."""
-        return LOOKUP if self.drafter is None and self.model is not None else self.drafter
+        return "lookup" if self.drafter is None and self.model is not None else self.drafter
 
     def load(self, **options: Any) -> Loaded:
         """Load the target, its tokenizer and the drafter.

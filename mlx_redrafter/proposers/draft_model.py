@@ -125,8 +125,8 @@ class ModelDrafting:
         self.couple_noise = couple_noise
         self.cache = LevelCache(list(cached) or make_prompt_cache(model.model))
         self._is_shared = bool(cached)
-        # Tokens of the text with a row each, and those known to the host without a row.
-        self._length = self.cache.num_rows
+        # Rows whose tokens the host knows, and known tokens without a row.
+        self.length = self.cache.num_rows
         self._unread = list(prompt)
         # Rows here beyond those of the target; other than 0 where a cache holds the target's only.
         self._excess: int | None = None
@@ -158,8 +158,8 @@ class ModelDrafting:
             return
         self._count_flight()
         num_rows = length + self._excess
-        self.cache.keep(self._length)
-        missing = self._unread[: max(0, num_rows - self._length)]
+        self.cache.keep(self.length)
+        missing = self._unread[: max(0, num_rows - self.length)]
         for start in range(0, len(missing), READ_STEP_SIZE):
             self.read(missing[start : start + READ_STEP_SIZE])
         self.cache.keep(min(num_rows, self.cache.num_rows))
@@ -171,10 +171,10 @@ class ModelDrafting:
 
     def read_flight(self, flight: InFlight) -> mx.array:
         """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
-        self.cache.keep(self._length)
+        self.cache.keep(self.length)
         while len(self._unread) > READ_STEP_SIZE:
             self.read(self._unread[:READ_STEP_SIZE])
-            self._length += READ_STEP_SIZE
+            self.length += READ_STEP_SIZE
             del self._unread[:READ_STEP_SIZE]
         known = mx.array(self._unread, dtype=mx.int32)
         path = flight.path_tokens
@@ -182,7 +182,7 @@ class ModelDrafting:
         following = mx.concatenate([path[1:], path[:1]])
         accepted = mx.where(slots == flight.num_accepted, flight.root, following)
         logits = self._forward(mx.concatenate([known, mx.maximum(accepted, 0)]))
-        self._length += len(self._unread)
+        self.length += len(self._unread)
         num_known = len(self._unread)
         self._unread = []
         return logits[num_known + flight.num_accepted]
@@ -193,20 +193,15 @@ class ModelDrafting:
         with tree_positions(positions):
             return self._forward(tokens)
 
-    @property
-    def length(self) -> int:
-        """Rows whose tokens the host knows."""
-        return self._length
-
     def _forward(self, tokens: mx.array) -> mx.array:
         return self.model.model(tokens[None], cache=self.cache.layers)[0]
 
     def _count_flight(self, following: InFlight | None = None) -> None:
         if self._flight is not None:
-            self._length += len(self._flight.tokens)
+            self.length += len(self._flight.tokens)
             self._flight = None
         if following is not None:  # its root is the newest token that the host knows
-            self._excess = self._length + len(self._unread) - (following.length + 1)
+            self._excess = self.length + len(self._unread) - (following.length + 1)
 
 
 class _ModelLevels:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
+from contextlib import closing
+
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
+from tests.helpers.memory import filled_cache, peak_of_steps
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -23,42 +24,26 @@ def model() -> nn.Module:
     return tiny_llama(layers=LAYERS)
 
 
-def _long_cache(capacity: int, length: int) -> list[KVCache]:
-    cache = [KVCache() for _ in range(LAYERS)]
-    for layer in cache:
-        layer.keys = mx.zeros((1, HEADS, capacity, HEAD_SIZE))
-        layer.values = mx.zeros((1, HEADS, capacity, HEAD_SIZE))
-        layer.offset = length
-        mx.eval(layer.keys, layer.values)
-    return cache
-
-
 def _peak(model: nn.Module, beam_length: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes in use at the peak of some steps after a long context of the draft model's alone."""
     monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
-    cache = _long_cache(512, 3) + _long_cache(ROWS, ROWS - 1024)
+    short, long = (
+        filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length)
+        for capacity, length in ((512, 3), (ROWS, ROWS - 1024))
+    )
     responses = stream_generate(
         model,
         wrapped_tokenizer(VOCAB_SIZE),
         [1, 2, 3],
         drafter=DraftModel(model, None),
         max_tokens=90,
-        prompt_cache=cache,
+        prompt_cache=short + long,
         beam_width=2,
         beam_length=beam_length,
         tree_nodes=2 * beam_length,
     )
-    for _ in range(20):
-        next(responses)
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for _ in range(30):
-        next(responses)
-    peak = int(mx.get_peak_memory())
-    responses.close()
-    return peak - before
+    with closing(responses):
+        return peak_of_steps(responses, first=20)
 
 
 def test_levels_copy_no_buffer(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,15 @@ Axes: N nodes of a tree.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter import stream_generate
+from tests.helpers.memory import filled_cache, peak_of_steps
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -26,38 +27,17 @@ def model() -> nn.Module:
     return tiny_llama(layers=LAYERS)
 
 
-def _cache(capacity: int) -> list[KVCache]:
-    """A cache with room for ``capacity`` tokens that holds three."""
-    cache = [KVCache() for _ in range(LAYERS)]
-    for layer in cache:
-        layer.keys = mx.zeros((1, HEADS, capacity, HEAD_SIZE))
-        layer.values = mx.zeros((1, HEADS, capacity, HEAD_SIZE))
-        layer.offset = 3
-        mx.eval(layer.keys, layer.values)
-    return cache
-
-
 def _peak_of_decoding(model: nn.Module, capacity: int, **options: Any) -> int:
-    """Bytes in use at the peak of some steps, beyond those before them."""
     responses = stream_generate(
         model,
         wrapped_tokenizer(VOCAB_SIZE),
         [1, 2, 3],
         max_tokens=40,
-        prompt_cache=_cache(capacity),
+        prompt_cache=filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length=3),
         **options,
     )
-    for _ in range(3):  # the prompt and two steps, before memory is measured
-        next(responses)
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    for _ in range(30):
-        next(responses)
-    peak = int(mx.get_peak_memory())
-    responses.close()
-    return peak - before
+    with closing(responses):
+        return peak_of_steps(responses, first=3)  # the prompt and two steps
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Memory of decoding, beyond what is there when it is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+
+def filled_cache(
+    layers: int, heads: int, head_size: int, capacity: int, length: int
+) -> list[KVCache]:
+    """A cache with room for ``capacity`` tokens that holds ``length`` rows of zeros."""
+    cache = [KVCache() for _ in range(layers)]
+    for layer in cache:
+        layer.keys = mx.zeros((1, heads, capacity, head_size))
+        layer.values = mx.zeros((1, heads, capacity, head_size))
+        layer.offset = length
+        mx.eval(layer.keys, layer.values)
+    return cache
+
+
+def peak_of_steps(responses: Iterator[Any], first: int, steps: int = 30) -> int:
+    """Bytes in use at the peak of ``steps`` responses, beyond those after the ``first`` ones."""
+    for _ in range(first):
+        next(responses)
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(steps):
+        next(responses)
+    return int(mx.get_peak_memory()) - before
