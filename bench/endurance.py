@@ -136,7 +136,7 @@ class Watch:
         """See `DraftPolicy.choose`."""
         return self.policy.choose(outlook)
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`."""
         return self.policy.keep(plan, tree)
 

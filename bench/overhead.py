@@ -125,10 +125,10 @@ def measure_overhead(
 class _ReadingPolicy(FixedPolicy):
     """A fixed plan whose scores the decoder waits for, as it does for `AdaptivePolicy`."""
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """All nodes, once their scores are there."""
         tree.read()
-        return tree.size
+        return tree
 
 
 class _Bench:

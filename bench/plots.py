@@ -9,6 +9,8 @@ from typing import Any
 
 from mlx_redrafter.bench.endurance import Window
 from mlx_redrafter.bench.profile import Profile
+from mlx_redrafter.bench.regret import Regret
+from mlx_redrafter.bench.runs import AUTO
 from mlx_redrafter.bench.sweep import Point, group_name
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import DraftPlan
@@ -101,6 +103,21 @@ def plot_profile(folder: Path, found: Profile, title: str) -> list[Path]:
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=9)
     return [verify, draft, step]
+
+
+def plot_regret(path: Path, found: Regret) -> Path:
+    """Draw the speed of every way of decoding with its interval; see `plot_sweep`."""
+    with _figure(path, (6.5, 4.5)) as axes:
+        rows = [row for row in found.rows if row.speedup is not None]
+        for place, row in enumerate(rows[::-1]):
+            assert row.speedup is not None
+            speed = row.speedup
+            axes.plot([speed.low, speed.high], [place, place], color="grey")
+            axes.plot([speed.median], [place], "o", color="C1" if row.arm == AUTO else "C0")
+        axes.set_yticks(range(len(rows)), [row.arm for row in rows[::-1]])
+        axes.axvline(1, color="grey", linewidth=0.8)
+        axes.set_xlabel("speedup over mlx-lm")
+    return path
 
 
 def plot_endurance(path: Path, windows: Sequence[Window], title: str) -> Path:

@@ -12,6 +12,7 @@ from mlx_redrafter.cli.bench_guard import guard
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
 from mlx_redrafter.cli.bench_predict import predict
+from mlx_redrafter.cli.bench_regret import regret, simulate
 from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_speed import compare, sweep
 from mlx_redrafter.errors import ConfigError
@@ -22,6 +23,8 @@ app = typer.Typer(
 app.command()(sweep)
 app.command()(compare)
 app.command()(guard)
+app.command()(regret)
+app.command()(simulate)
 app.command()(profile)
 app.command()(predict)
 app.command()(overhead)

@@ -29,10 +29,10 @@ from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.acceptance import AcceptanceStats
-from mlx_redrafter.policy.adaptive import SHORTEST, AdaptivePolicy
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.candidates import LONGEST, SHORTEST
 from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.profiling import Seconds, lookup_costs, step_costs
+from mlx_redrafter.policy.profiling import Seconds, step_costs
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -49,12 +49,13 @@ class Memory:
 
     Attributes:
         lookup: Lookup whose rates all texts share.
-        acceptance: Statistics of the last adaptively drafted text, the prior for the next.
+        experience: What the drafts of the last adaptively drafted text have shown, which the next
+            begins with.
         timed: Step times measured or read so far, by context in tokens.
     """
 
     lookup: Lookup = field(default_factory=Lookup)
-    acceptance: AcceptanceStats | None = None
+    experience: Experience | None = None
     timed: dict[int, Seconds] = field(default_factory=dict)
 
 
@@ -179,20 +180,19 @@ class Engine:
         proposer, plan = self.proposer, options.plan
         if proposer is None:
             return None, None
-        # The shortest plan on offer has the fewest nodes to choose from.
-        _check_plan(plan or SHORTEST, proposer)
+        # Where the plan is not fixed, a tree has as many nodes as there are.
+        _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
         policy: DraftPolicy
         if plan is not None:
             policy = FixedPolicy(plan)
         else:
             network = None if isinstance(proposer, Lookup) else proposer
             length = num_cached + len(ids)
-            seconds = step_costs(self.target, network, length, self.memory.timed)
+            costs = step_costs(self.target, network, length, self.memory.timed)
             if network is not None:
                 proposer = LookupFirst(self.memory.lookup, network)
-                seconds = seconds | lookup_costs(seconds)
             # Acceptance of uncoupled drafts is not that of coupled ones.
-            policy = AdaptivePolicy(seconds, self.memory.acceptance if options.couple else None)
+            policy = AdaptivePolicy(costs, self.memory.experience if options.couple else None)
         return proposer.open(self.target, ids, options.couple, cached), policy
 
 
@@ -234,7 +234,7 @@ def _conclusion(text: Text, policy: AdaptivePolicy, memory: Memory) -> Callable[
 
     def conclude() -> None:
         text.stats.shapes = policy.shapes()
-        memory.acceptance = policy.carried_over or memory.acceptance
+        memory.experience = policy.experience
 
     return conclude
 

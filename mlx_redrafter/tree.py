@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_redrafter.host import to_floats, to_ints
+from mlx_redrafter.host import to_ints
 
 NO_TOKEN = -1
 
@@ -22,10 +23,19 @@ class Drafts(NamedTuple):
     Attributes:
         scores: As in `TokenTree`.
         depths: Edges from the root.
+        parents: Node index of each draft's parent.
+        tokens: Token ids.
     """
 
     scores: list[float]
     depths: list[int]
+    parents: list[int]
+    tokens: list[int]
+
+    def first(self, count: int) -> Drafts:
+        """The first ``count`` drafts."""
+        scores, depths, parents, tokens = self
+        return Drafts(scores[:count], depths[:count], parents[:count], tokens[:count])
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class TokenTree:
         scores: Natural logarithm of the probability that the proposer gives to a draft and all
             above it, for nodes 1 to N - 1, best first, float32, shape (N - 1,); None where the
             nodes are in another order.
+        packed: All that `read` reads, int32, shape (4 (N - 1),); None where there are no scores.
         known: Drafts that the host knows without waiting for the device.
     """
 
@@ -56,6 +67,7 @@ class TokenTree:
     num_unmerged: int
     max_depth: int
     scores: mx.array | None = None
+    packed: mx.array | None = None
     known: Drafts | None = None
 
     @classmethod
@@ -88,8 +100,15 @@ class TokenTree:
             num_unmerged=len(tokens),
             max_depth=bound,
             scores=None if scores is None else mx.array(list(scores), dtype=mx.float32),
-            known=None if scores is None else Drafts(list(scores), depths[1:]),
+            known=None
+            if scores is None
+            else Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:])),
         )
+
+    def scored(self, scores: mx.array) -> TokenTree:
+        """The same tree with scores."""
+        columns = self.tokens[1:], self.parents[1:], self.depths[1:], scores.view(mx.int32)
+        return replace(self, scores=scores, packed=mx.concatenate(list(columns)))
 
     @property
     def size(self) -> int:
@@ -98,30 +117,61 @@ class TokenTree:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What the device has to compute for this tree."""
-        known = self.tokens, self.parents, self.depths, self.ancestors
-        return known if self.scores is None else (*known, self.scores)
+        """What the device has to compute for this tree, or for any part of it."""
+        known = self.tokens, self.parents, self.depths
+        return (*known, self.ancestors) if self.packed is None else (*known, self.packed)
 
     def read(self) -> Drafts:
         """The drafts of a tree with scores; waits for the device unless the host knows them."""
-        assert self.scores is not None
-        return self.known or Drafts(to_floats(self.scores), to_ints(self.depths)[1:])
+        if self.known is not None:
+            return self.known
+        assert self.packed is not None
+        values = np.array(to_ints(self.packed), dtype=np.int32).reshape(4, -1)
+        tokens, parents, depths, scores = values
+        return Drafts(
+            scores.view(np.float32).tolist(), depths.tolist(), parents.tolist(), tokens.tolist()
+        )
+
+    def subtree(self, drafts: Sequence[int]) -> TokenTree:
+        """The tree of the root and some drafts; waits for the device unless the host knows them.
+
+        Args:
+            drafts: Indices of drafts, 0 for node 1, in an order in which parents come first.
+        """
+        if list(drafts) == list(range(len(drafts))):
+            return self.first(len(drafts) + 1)
+        known = self.read()
+        place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
+        parents = mx.array([0, *(place[known.parents[draft]] for draft in drafts)])
+        depths = [known.depths[draft] for draft in drafts]
+        return TokenTree(
+            tokens=self.tokens[mx.array(list(place), dtype=mx.int32)],
+            parents=parents,
+            depths=mx.array([0, *depths], dtype=mx.int32),
+            ancestors=ancestor_mask(parents, max(depths)),
+            num_nodes=len(place),
+            num_unmerged=len(place),
+            max_depth=max(depths),
+        )
 
     def first(self, num_nodes: int) -> TokenTree:
         """The tree of the first ``num_nodes`` nodes, none of them padding."""
         if num_nodes == self.size:
             return self
         drafts = num_nodes - 1
-        known = self.known and Drafts(self.known.scores[:drafts], self.known.depths[:drafts])
+        known = self.known and self.known.first(drafts)
+        parents, max_depth = self.parents[:num_nodes], min(self.max_depth, drafts)
         return replace(
             self,
             tokens=self.tokens[:num_nodes],
-            parents=self.parents[:num_nodes],
+            parents=parents,
             depths=self.depths[:num_nodes],
-            ancestors=self.ancestors[:num_nodes, :num_nodes],
+            # Not a part of its own mask, which may be that of many more nodes.
+            ancestors=ancestor_mask(parents, max_depth),
             num_nodes=num_nodes,
-            max_depth=min(self.max_depth, drafts),
+            max_depth=max_depth,
             scores=None if self.scores is None else self.scores[:drafts],
+            packed=None,
             known=known,
         )
 

@@ -18,8 +18,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import engine, load, loading
-from mlx_redrafter.policy.adaptive import CANDIDATES, LOOKUPS
-from mlx_redrafter.policy.profiling import Seconds
+from mlx_redrafter.policy.candidates import SIZES, WIDTHS
+from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter, shared_model
@@ -75,13 +75,10 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     Plain decoding seems so slow that drafts are never given up; drafters stay as they are.
     """
     mx.random.seed(0)
-    seconds: Seconds = {None: 99.0}
-    seconds.update({plan: 1 + 0.01 * plan.shape.max_nodes for plan in CANDIDATES})
-    lookups: Seconds = {plan: 1 + 0.01 * plan.num_nodes for plan in LOOKUPS.values()}
+    verify = {size: 99 + 0.01 * size for size in SIZES}
+    costs = StepCosts(99.0, verify, dict.fromkeys(WIDTHS, 0.0), dict.fromkeys(WIDTHS, 0.01))
+    lookups = StepCosts(99.0, verify)
     monkeypatch.setattr(
-        engine,
-        "step_costs",
-        lambda target, proposer, *_: seconds if proposer else {None: 99.0, **lookups},
+        engine, "step_costs", lambda target, proposer, *_: costs if proposer else lookups
     )
-    monkeypatch.setattr(engine, "lookup_costs", lambda costs: lookups)
     monkeypatch.setattr(loading, "choose_precision", lambda drafter, embed: drafter)

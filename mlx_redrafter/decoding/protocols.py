@@ -57,7 +57,8 @@ class Proposer(Protocol):
 class Drafting(Protocol):
     """One text's drafts, with all state that belongs to this text.
 
-    After every forward pass of the target exactly one of `propose` and `skip` is called.
+    After every forward pass of the target exactly one of `propose` and `skip` is called. What a pass
+    after `propose` accepts is of those drafts.
     """
 
     def outlook(self) -> Sequence[float] | None:
@@ -102,14 +103,14 @@ class Step:
     Attributes:
         plan: Plan of its drafts; None where nothing was drafted.
         num_nodes: Nodes verified, root included.
-        num_accepted: Drafts accepted.
+        tokens: Accepted drafts and the target's own token after them.
         seconds: Time from the outcome before to this one; None where the caller kept the decoder
             waiting.
     """
 
     plan: DraftPlan | None
     num_nodes: int
-    num_accepted: int
+    tokens: list[int]
     seconds: float | None
 
 
@@ -124,12 +125,12 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
-        """Number of nodes worth verifying, the first ones; 1 for the root alone.
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """The nodes worth verifying, as a tree; the root alone to decode plainly.
 
         Args:
             plan: The plan that `choose` returned.
-            tree: The drafts, of which the policy may wait for the scores.
+            tree: The drafts, which the policy may wait for.
         """
         ...
 

@@ -240,10 +240,11 @@ class Text:
             return self._advance(flight.root, proposal and proposal.plan)
         assert self.policy is not None
         plan, tree = proposal.plan, proposal.tree
-        num_nodes = self.policy.keep(plan, tree)
-        if num_nodes == 1:
+        with mx.stream(generation_stream):
+            tree = self.policy.keep(plan, tree)
+        if tree.size == 1:
             return self._advance(flight.root, plan)
-        return self._verify_tree(plan, tree.first(num_nodes), proposal.noise)
+        return self._verify_tree(plan, tree, proposal.noise)
 
     def _verify_tree(self, plan: DraftPlan, tree: TokenTree, noise: GumbelNoise | None) -> InFlight:
         length = self.cache.length
@@ -304,7 +305,7 @@ class Text:
         self.stats.count_step(num_accepted, flight.num_nodes, flight.num_unmerged)
         seconds = self.clock.lap()
         if self.policy is not None:
-            self.policy.observe(Step(flight.plan, flight.num_nodes, num_accepted, seconds))
+            self.policy.observe(Step(flight.plan, flight.num_nodes, flight.tokens, seconds))
 
     def _catch_up(self, flight: InFlight) -> None:
         """Process the last token, and leave the random state where plain decoding has it."""

@@ -1,195 +1,290 @@
 """The plan expected to be fastest, step by step: how far to draft, and how much to verify.
 
-Axes: W beam width, L beam length, N tree nodes.
+Every draft, verified or not, is compared with the text that follows it, which calibrates the
+proposer's probabilities. Calibrated, the drafts of one step say what every plan within their shape
+would have got; plans beyond it are extrapolated. The plan with the most expected tokens per second
+is next; plain decoding is one of them.
+
+Axes: W widths on offer, L lengths, S numbers of nodes, n drafts of a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from math import exp
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
-from mlx_redrafter.config import DraftPlan, DraftShape
+import numpy as np
+import numpy.typing as npt
+
+from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
-from mlx_redrafter.policy.acceptance import AcceptanceStats
-from mlx_redrafter.policy.step_times import StepTimes
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.policy.calibration import Calibration, draft_features
+from mlx_redrafter.policy.candidates import (
+    FITS,
+    LONGEST,
+    LOOKUP,
+    PLACES,
+    PLANS,
+    SHAPES,
+    SIZES,
+    best_first,
+    expected_drafts,
+)
+from mlx_redrafter.policy.gains import Gains
+from mlx_redrafter.policy.hindsight import Hindsight
+from mlx_redrafter.policy.slowdowns import Slowdowns
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.tree import Drafts, TokenTree
 
-# Widths and lengths of the searches on offer, and numbers of nodes that may be verified of each.
-WIDTH = 2
-LENGTHS = (3, 4, 5, 6, 7, 8)
-SIZES = (2, 4, 6, 8, 12, 16)
-# Plans with the largest tree of each length, and all plans of that length by number of nodes.
-TREES = {
-    DraftPlan(DraftShape(WIDTH, length), SIZES[-1]): {
-        size: DraftPlan(DraftShape(WIDTH, length), size) for size in SIZES
-    }
-    for length in LENGTHS
-}
-SHORTEST, *_, LONGEST = TREES
-CANDIDATES = tuple(plan for plans in TREES.values() for plan in plans.values())
-# Plans of drafts out of the text by number of nodes; they take no time to draft, so they are long.
-LOOKUPS = {size: DraftPlan(DraftShape(4, 16), size, from_text=True) for size in SIZES}
-LOOKUP = LOOKUPS[SIZES[-1]]
+Floats = npt.NDArray[np.float64]
 
-# During the first TRIAL steps of the first text, drafts go on as long as their estimated speed is
-# at least PLAUSIBLE of plain decoding: the estimate rests on a few drafts.
-TRIAL = 8
-PLAUSIBLE = 0.8
-# Steps with drafts between the plain steps that measure the time of plain ones.
+# Share of the time for drafts that are only looked at, and the credit for them at first, in plain
+# steps.
+EXPLORE = 0.01
+EXPLORE_AT_FIRST = 0.3
+# Steps with drafts between two that show what longer and wider searches would give, and between
+# the plain steps that show whether those have become slower.
+SURVEY_EVERY = 8
 PLAIN_EVERY = 128
-# Plain steps until a draft measures acceptance; the interval doubles up to the second number.
-DRAFT_EVERY = 32
-DRAFT_EVERY_AT_MOST = 256
+# Plain steps are timed while drafts are at most so much faster.
+CLOSE = 1.5
+# How much faster than plain decoding drafts must seem: times and gains are estimates.
+MARGIN = 0.02
+_SIZES = np.array(SIZES)
+
+
+class Choice(NamedTuple):
+    """What is drafted and verified next.
+
+    Attributes:
+        plan: Plan of the drafts; None for plain decoding.
+        num_nodes: Nodes to verify; None to decide that by the drafts' probabilities.
+    """
+
+    plan: DraftPlan | None
+    num_nodes: int | None = None
+
+
+class SeenDrafts:
+    """A network's drafts, which the host reads when they are needed."""
+
+    def __init__(self, plan: DraftPlan, tree: TokenTree):
+        self.plan = plan
+        self._tree = tree
+
+    @cached_property
+    def drafts(self) -> Drafts:
+        """The drafts; waits for the device."""
+        return self._tree.read()
+
+    @cached_property
+    def features(self) -> Floats:
+        """What their probabilities depend on, shape (n, 4)."""
+        return draft_features(self.drafts)
+
+    def chances(self, calibration: Calibration) -> Floats:
+        """Probability that each is accepted, those above it included, shape (n,)."""
+        chances = [1.0]
+        own = calibration.probabilities(self.features).tolist()
+        for parent, chance in zip(self.drafts.parents, own, strict=True):
+            chances.append(chances[parent] * chance)
+        return np.array(chances[1:])
+
+
+class Experience:
+    """What the drafts of a text have shown, which the next text goes on with."""
+
+    def __init__(self, before: Experience | None = None):
+        self.calibration: Calibration = Calibration(None if before is None else before.calibration)
+        self.gains: Gains = Gains(None if before is None else before.gains)
 
 
 class AdaptivePolicy:
-    """The plan with the most expected tokens per second in every step, or plain decoding.
-
-    The length of a search is chosen by the acceptance of its levels; then, of the drafts at hand,
-    those are verified whose probabilities are worth the time that they take. Drafts out of the text
-    are preferred where their probabilities promise more. Step times are corrected as they pass.
+    """See `DraftPolicy`; the text does not depend on what it decides.
 
     Args:
-        seconds: Duration of a step by plan, of plain decoding under None, as timed beforehand; the
-            plans in it are those on offer.
-        before: Statistics of the text before. Without them, plain decoding is only chosen in the
-            first steps where it seems much faster.
+        costs: Seconds of steps, as timed beforehand.
+        before: Experience of the text before.
+
+    Attributes:
+        experience: Experience of this text so far.
+        waits: Whether the last step looked at its drafts before they were verified.
     """
 
-    def __init__(
-        self, seconds: Mapping[DraftPlan | None, float], before: AcceptanceStats | None = None
-    ):
-        self.seconds = StepTimes(seconds)
-        self.acceptance = AcceptanceStats(LONGEST.shape.levels, before)
-        self._trees = [tree for tree in TREES if tree in seconds]
-        self._trial = 0 if before else TRIAL
-        self.current = self._best()
-        self._steps = dict.fromkeys(self.seconds, 0)
-        self._tokens = dict.fromkeys(self.seconds, 0)
-        self._last = self._next = self.current
-        self._expected = [0.0]
-        self._interval = self._until_probe = self._first_interval()
-        # Plans of the next steps, the last one first, before they are `current` again.
-        self._probe: list[DraftPlan | None] = []
-        if self.current is None and self._trees:
-            self._probe = [self._best_tree()]
+    def __init__(self, costs: StepCosts, before: Experience | None = None):
+        self.experience = Experience(before)
+        self.waits = False
+        self._costs = costs
+        self._drafting = np.zeros(FITS.shape[:2])
+        for place, shape in SHAPES.items() if costs.level else ():
+            self._drafting[place] = costs.drafting(shape)
+        self._slowdowns = Slowdowns([1, *costs.verify])
+        self._price()
+        self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
+        self._until_survey, self._until_plain = SURVEY_EVERY // 2, PLAIN_EVERY
+        self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
+        self._last: DraftPlan | None = None
+        self._next = Choice(None)
+        self._seen: SeenDrafts | None = None
+        # Steps to learn from, and drafts that more text may prove right or wrong.
+        self._finished: list[tuple[Step, SeenDrafts | None]] = []
+        self._pending: list[tuple[SeenDrafts, Hindsight]] = []
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        self._next = LOOKUP if self._looks_up(outlook) else self._choose()
-        return self._next
+        self._learn()
+        best, rate = self._find_best()
+        self._rate = rate
+        self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(best)
+        return self._next.plan
 
-    @property
-    def carried_over(self) -> AcceptanceStats | None:
-        """Statistics for the next text; None before this one's trial is over."""
-        return None if self._trial > 0 else self.acceptance
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
+        wanted = self._next.num_nodes
+        self.waits = not plan.from_text and wanted is None
+        if plan.from_text:
+            return tree.subtree(self._worth(np.exp(tree.read().scores)))
+        self._seen = SeenDrafts(plan, tree)
+        if wanted is not None:
+            most = min(wanted, tree.size)
+            return tree.first(max(size for size in self._costs.verify if size <= most))
+        return tree.subtree(self._worth(self._seen.chances(self.experience.calibration)))
 
-    def _choose(self) -> DraftPlan | None:
-        if not self._trees:
-            return None
-        if not self._probe:
-            self._until_probe -= 1
-            if self._until_probe > 0:
-                return self.current
-            self._begin_probe()
-        return self._probe.pop()
+    def observe(self, step: Step) -> None:
+        """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
+        self._finished.append((step, self._seen))
+        self._seen = None
+        self._credit += EXPLORE * (step.seconds or self._plain)
+        self._time(step)
+        counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
+        counts[0] += 1
+        counts[1] += len(step.tokens)
+
+    def shapes(self) -> list[ShapeStats]:
+        """See `DecodingStats.shapes`."""
+        found = []
+        for (plan, num_nodes), (steps, tokens) in self._counts.items():
+            shape = None if plan is None or plan.from_text else plan.shape
+            seconds = self._costs.step(shape, num_nodes, waits=False)
+            kind = plan and DraftPlan(plan.shape, num_nodes, plan.from_text)
+            found.append(ShapeStats(kind, seconds, steps, tokens))
+        return found
+
+    def _price(self) -> None:
+        """Seconds of steps at present: plain, verifying (S,), and with drafting (W, L, S)."""
+        costs, factors = self._costs, self._slowdowns.factors
+        self._plain = costs.plain * factors[0]
+        self._verify = np.full(len(SIZES), np.inf)
+        for size, factor in zip(costs.verify, factors[1:], strict=True):
+            self._verify[SIZES.index(size)] = costs.verify[size] * factor
+        self._seconds = np.where(FITS, self._verify + self._drafting[..., None], np.inf)
+
+    def _time(self, step: Step) -> None:
+        """Learn from a step's time how slow steps are at present."""
+        # A plain step is dispatched before the outcome of the one before is read, which may wait
+        # for both: the first of some plain steps takes twice its time, and the last one none.
+        neighbours = self._last, step.plan, self._next.plan
+        is_inner = len({plan is None for plan in neighbours}) == 1
+        self._last = step.plan
+        # Nor is a step one of its kind in which drafts were made in vain.
+        if step.seconds is None or not is_inner or (step.num_nodes == 1) != (step.plan is None):
+            return
+        shape = None if step.plan is None or step.plan.from_text else step.plan.shape
+        timed = self._costs.step(shape, step.num_nodes, self.waits and shape is not None)
+        self._slowdowns.learn(step.num_nodes, step.seconds / timed)
+        self._price()
+
+    def _find_best(self) -> tuple[Choice, float]:
+        """The choice with the most expected tokens per second, and how many these are."""
+        best, rate = Choice(None), (1 + MARGIN) / self._plain
+        if not self._costs.level:
+            return best, rate
+        gains = self.experience.gains
+        speeds = (1 + gains.mean) / self._seconds
+        w, length, size = np.unravel_index(np.argmax(speeds), speeds.shape)
+        if speeds[w, length, size] > rate:
+            best = Choice(PLANS[int(w), int(length)], SIZES[size])
+            rate = float(speeds[w, length, size])
+        speeds = gains.chosen_tokens / gains.chosen_seconds
+        w, length = np.unravel_index(np.argmax(speeds), speeds.shape)
+        if speeds[w, length] > rate:
+            best, rate = Choice(PLANS[int(w), int(length)]), float(speeds[w, length])
+        return best, rate
+
+    def _explore(self, best: Choice) -> Choice:
+        """The best choice, or now and then one that shows more."""
+        if not self._costs.level:
+            return best
+        if best.plan is None:
+            shadow = self._best_drafts()
+            cost = self._drafting[PLACES[shadow.shape]] + self._costs.wait
+            if self._credit < cost:
+                return best
+            self._credit -= cost
+            return Choice(shadow)
+        self._until_survey -= 1
+        self._until_plain -= 1
+        if self._until_survey <= 0:
+            extra = self._drafting[PLACES[LONGEST.shape]] - self._drafting[PLACES[best.plan.shape]]
+            extra += self._costs.wait if best.num_nodes is not None else 0.0
+            if self._credit >= extra:
+                self._credit -= extra
+                self._until_survey = SURVEY_EVERY
+                return Choice(LONGEST)
+        if -3 < self._until_plain <= 0:
+            # The second of three is timed.
+            return Choice(None) if self._rate < CLOSE / self._plain else best
+        if self._until_plain <= -3:
+            self._until_plain = PLAIN_EVERY
+        return best
+
+    def _best_drafts(self) -> DraftPlan:
+        speeds = (1 + self.experience.gains.mean) / self._seconds
+        w, length, _ = np.unravel_index(np.argmax(speeds), speeds.shape)
+        return PLANS[int(w), int(length)]
 
     def _looks_up(self, outlook: Sequence[float] | None) -> bool:
         """Whether drafts out of the text, of these probabilities, promise the most speed."""
-        if not outlook or LOOKUP not in self.seconds:
+        if not outlook:
             return False
-        expected = [1.0, *accumulate(outlook, initial=1.0)]
-        best = max(
-            expected[min(size, len(expected) - 1)] / self.seconds[plan]
-            for size, plan in LOOKUPS.items()
-        )
-        return best > self._speed(self.current)
+        gains = np.concatenate([[1.0], 1 + np.cumsum(outlook)])
+        tokens = gains[np.minimum(_SIZES, len(gains)) - 1]
+        return bool(np.max(tokens / (self._verify + self._costs.wait)) > self._rate)
 
-    def _first_interval(self) -> int:
-        return DRAFT_EVERY if self.current is None else PLAIN_EVERY
+    def _worth(self, chances: Floats) -> list[int]:
+        """The drafts with the most tokens beyond what their time gives otherwise, the best first.
 
-    def _begin_probe(self) -> None:
-        if self.current is None:
-            self._interval = min(2 * self._interval, DRAFT_EVERY_AT_MOST)
-            self._probe = [self._best_tree()]
-        else:
-            # The second of three is timed.
-            self._probe = [None] * 3
-        self._until_probe = self._interval
+        Args:
+            chances: Probability of each draft that it is accepted, shape (n,), which are there:
+                to verify none takes a plain step.
+        """
+        order = best_first(chances)
+        gains = np.concatenate([[0.0], np.cumsum(chances[order])])
+        is_there = _SIZES <= len(gains)
+        values = gains[np.minimum(_SIZES, len(gains)) - 1] - self._rate * self._verify
+        best = int(np.argmax(np.where(is_there, values, -np.inf)))
+        num_nodes = SIZES[best] if values[best] > -self._rate * self._plain else 1
+        return [int(draft) for draft in order[: num_nodes - 1]]
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
-        """See `DraftPolicy.keep`; waits for the scores of the drafts."""
-        plans = LOOKUPS if plan.from_text else TREES[plan]
-        scores, depths = tree.read()
-        probabilities = list(map(exp, scores))
-        # At n - 1, the expected number of accepted drafts of a tree of n nodes: the probability of
-        # a draft counts those above it, so the probabilities add up.
-        expected = list(accumulate(probabilities, initial=0.0))
-        # Probabilities of drafts out of the text are frequencies; they need no correction.
-        ratio = 1.0 if plan.from_text else self.acceptance.calibration_ratio
-        per_second = self._speed(self.current)
-
-        def gain(size: int) -> float:
-            """Tokens beyond those that the time of the step would give otherwise."""
-            seconds = self.seconds[None] if size == 1 else self.seconds[plans[size]]
-            return ratio * expected[size - 1] - per_second * seconds
-
-        sizes = [size for size in plans if size <= tree.size]
-        size = max([1, *sizes] if plan.from_text else sizes, key=gain)
-        if not plan.from_text:
-            self._expected = [0.0] * plan.shape.levels
-            for depth, probability in zip(depths[: size - 1], probabilities, strict=False):
-                self._expected[depth - 1] += probability
-        return size
-
-    def observe(self, step: Step) -> None:
-        """See `DraftPolicy.observe`."""
-        plan = step.plan
-        kind = None if plan is None or step.num_nodes == 1 else _kind(plan, step.num_nodes)
-        self._steps[kind] += 1
-        self._tokens[kind] += 1 + step.num_accepted
-        # A plain step is dispatched before the outcome of the one before is read, which may wait
-        # for both: the first of some plain steps takes twice its time, and the last one none.
-        neighbours = self._last, plan, self._next
-        is_inner = len({one is None for one in neighbours}) == 1
-        # Nor is a step one of its kind in which drafts were looked up in vain.
-        if step.seconds is not None and is_inner and (kind is None) == (plan is None):
-            self.seconds.learn(kind, step.seconds)
-        self._last = plan
-        if plan is not None and not plan.from_text:
-            self.acceptance.learn(step.num_nodes, step.num_accepted, self._expected)
-        before, self.current = self.current, self._best()
-        self._trial = 0 if self.current is None else self._trial - 1
-        if (before is None) != (self.current is None):
-            self._interval = self._until_probe = self._first_interval()
-
-    def shapes(self) -> list[ShapeStats]:
-        """See `DecodingStats.shapes`; those with drafts in the order of the plans on offer."""
-        return [
-            ShapeStats(plan, seconds, self._steps[plan], self._tokens[plan])
-            for plan, seconds in self.seconds.items()
-            if plan is None or self._steps[plan]
-        ]
-
-    def _best(self) -> DraftPlan | None:
-        if not self._trees:
-            return None
-        tree = self._best_tree()
-        least = PLAUSIBLE if self._trial > 0 else 1.0
-        return tree if self._speed(tree) > least * self._speed(None) else None
-
-    def _best_tree(self) -> DraftPlan:
-        return max(self._trees, key=self._speed)
-
-    def _speed(self, tree: DraftPlan | None) -> float:
-        """Expected tokens per second."""
-        if tree is None:
-            return 1 / self.seconds[None]
-        seconds = {size: self.seconds[plan] for size, plan in TREES[tree].items()}
-        return self.acceptance.speed(tree.shape.length, seconds)
-
-
-def _kind(plan: DraftPlan, num_nodes: int) -> DraftPlan:
-    return (LOOKUPS if plan.from_text else TREES[DraftPlan(plan.shape, SIZES[-1])])[num_nodes]
+    def _learn(self) -> None:
+        """Take in the steps since the last time."""
+        finished, self._finished = self._finished, []
+        calibration = self.experience.calibration
+        for step, seen in finished:
+            if seen is not None:
+                self._pending.append((seen, Hindsight(seen.drafts)))
+            for drafts, hindsight in self._pending:
+                found = hindsight.follow(step.tokens)
+                calibration.add(drafts.features, found)
+            self._pending = [one for one in self._pending if not one[1].is_over]
+        calibration.fit()
+        unverified = self._drafting + self._plain + self._costs.wait
+        for _, seen in finished:
+            if seen is not None:
+                best, chosen = expected_drafts(
+                    seen.drafts, seen.chances(calibration), seen.plan.shape
+                )
+                seconds = self._seconds + self._costs.wait
+                self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)

@@ -25,9 +25,9 @@ class FixedPolicy:
         has_nothing = outlook is not None and len(outlook) == 0
         return None if has_nothing else self.plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; all nodes are worth it."""
-        return tree.size
+        return tree
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`; there is nothing to learn."""

@@ -13,8 +13,8 @@ from statistics import median
 
 import mlx.core as mx
 
+from mlx_redrafter.config import DraftShape
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.adaptive import LONGEST
 from mlx_redrafter.policy.timing_cache import load_or_measure
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, quantize_drafter
@@ -24,6 +24,8 @@ from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
 
+# The search that is timed.
+SHAPE = DraftShape(2, 8)
 BITS = 8
 GROUP_SIZE = 64
 # How much faster 8 bits must be, so that no noise decides.
@@ -44,14 +46,14 @@ def choose_precision(drafter: Drafter, target: Target) -> Drafter:
         drafter: The drafter.
         target: The model it drafts for.
     """
-    if bits_of(drafter) is not None or drafter.config.head_rows < LONGEST.shape.width:
+    if bits_of(drafter) is not None or drafter.config.head_rows < SHAPE.width:
         return drafter
 
     def measure() -> dict[str, float]:
         return time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target)
 
     try:
-        seconds = load_or_measure(("drafts", LONGEST.shape), [drafter], (GIVEN, QUANTISED), measure)
+        seconds = load_or_measure(("drafts", SHAPE), [drafter], (GIVEN, QUANTISED), measure)
     except ConfigError:
         return drafter
     if seconds[QUANTISED] * GAIN > seconds[GIVEN]:
@@ -95,6 +97,6 @@ def time_drafts(drafters: Mapping[str, Drafter], target: Target) -> dict[str, fl
         for name, drafter in drafters.items():
             hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
             start = time.perf_counter()
-            mx.eval(expand(drafter, enter[name], hidden, root, LONGEST.shape))
+            mx.eval(expand(drafter, enter[name], hidden, root, SHAPE))
             times[name].append(time.perf_counter() - start)
     return {name: median(found[1:]) for name, found in times.items()}

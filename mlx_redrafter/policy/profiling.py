@@ -1,4 +1,4 @@
-"""Step times of every plan on this machine, measured once and remembered.
+"""Times of steps on this machine, measured once and remembered.
 
 Whole steps of running decoding are timed: the host's work, and what it does beside the device,
 count where a forward pass takes little time.
@@ -10,42 +10,78 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from statistics import mean
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.config import DraftPlan, DraftShape, SamplingParams
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import InFlight, Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
 from mlx_redrafter.decoding.text import Text, decode
-from mlx_redrafter.policy.adaptive import LONGEST, LOOKUPS, SHORTEST, SIZES, TREES
+from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
+from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.timing_cache import load_or_measure
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# Plans timed for a network: trees of all sizes and of the greatest length, and the smallest of the
-# least, as a level of drafting takes the same whatever is verified.
-SMALLEST = TREES[SHORTEST][SIZES[0]]
-TIMED = (None, *TREES[LONGEST].values(), SMALLEST)
-# Plans timed where drafts come out of the text.
-TIMED_LOOKUPS = (None, *LOOKUPS.values())
+
+class Kind(NamedTuple):
+    """A kind of step that is timed.
+
+    Attributes:
+        plan: Plan of its drafts; None for plain decoding.
+        waits: Whether the drafts are looked at before they are verified.
+    """
+
+    plan: DraftPlan | None
+    waits: bool = False
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return "plain"
+        shape = self.plan.shape
+        return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{' read' if self.waits else ''}"
+
+
+# Searches timed for a network: one with trees of all sizes, and of every width a long and a short
+# one, from which the time of a level follows.
+WIDTH, FEW = 2, 3
+BASE = DraftShape(WIDTH, 6)
+SHORT, LONG = 3, 9
+TIMED_WIDTHS = (WIDTHS[0], WIDTH, WIDTHS[-1])
+PLAIN, UNTIMED = Kind(None), Kind(None, waits=True)
+VERIFY = {size: Kind(DraftPlan(BASE, size)) for size in SIZES}
+SEARCH = {
+    (width, length): Kind(DraftPlan(DraftShape(width, length), FEW))
+    for width in TIMED_WIDTHS
+    for length in (SHORT, LONG)
+}
+READ = Kind(DraftPlan(BASE, FEW), waits=True)
+TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ)
+# Steps timed where drafts come out of the text.
+LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
+TIMED_LOOKUPS = (PLAIN, *LOOKUPS.values())
 
 # Tokens in the cache while timing. A long context is only timed for a text that begins with at
 # least LEAST_LONG tokens; slowdowns of a growing text show while decoding.
 CONTEXT = 128
 LONG_CONTEXT = 2048
 LEAST_LONG = 512
-# Rounds over all plans, and steps of a plan in a row; the fastest turn counts, as the others were
+# Rounds over all kinds, and steps of a kind in a row; the fastest turn counts, as the others were
 # disturbed.
 ROUNDS = 2
 STEPS = 6
+# Where the two fastest turns of a kind differ by more than DOUBT, it has more, up to MOST_ROUNDS.
+DOUBT = 0.1
+MOST_ROUNDS = 5
 
-Seconds = dict[DraftPlan | None, float]
+Seconds = dict[Kind, float]
 
 
 def step_costs(
@@ -53,8 +89,8 @@ def step_costs(
     proposer: Proposer | None,
     length: int = CONTEXT,
     known: dict[int, Seconds] | None = None,
-) -> Seconds:
-    """Seconds per step by plan, of plain decoding under None; timed unless a file knows them.
+) -> StepCosts:
+    """What steps take, by their parts; timed unless a file knows it.
 
     Times take a few seconds and are kept per model, dtype, proposer, device and MLX version in the
     user's cache folder. Attention takes time in proportion to the context, so the part of a long
@@ -69,27 +105,18 @@ def step_costs(
     known = {} if known is None else known
     for context in contexts(target, length):
         if context not in known:
-            known[context] = _known_costs(target, proposer, context)
+            known[context] = _known_seconds(target, proposer, context)
     short, *long = [known[context] for context in contexts(target, length)]
     seconds = short
     if long:
         share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
         seconds = {
-            plan: timed + share * max(0.0, long[0][plan] - timed) for plan, timed in short.items()
+            kind: timed + share * max(0.0, long[0][kind] - timed) for kind, timed in short.items()
         }
+    if proposer is None:
+        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
     # The time of drafting does not depend on the context.
-    return seconds if proposer is None else _of_all_lengths(seconds, _level_seconds(short))
-
-
-def lookup_costs(costs: Seconds) -> Seconds:
-    """Seconds of plans with drafts out of the text, from the `step_costs` of a network."""
-    saved = costs[LONGEST] - costs[TREES[SHORTEST][LONGEST.num_nodes]]
-    per_level = saved / (LONGEST.shape.levels - SHORTEST.shape.levels)
-    drafting = per_level * LONGEST.shape.levels
-    return {
-        plan: max(costs[TREES[LONGEST][size]] - drafting, costs[None])
-        for size, plan in LOOKUPS.items()
-    }
+    return _by_parts(seconds, short)
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -100,12 +127,12 @@ def contexts(target: Target, length: int) -> list[int]:
 
 
 def time_steps(target: Target, proposer: Proposer | None, context: int = CONTEXT) -> Seconds:
-    """Time steps of the plans `TIMED` in a text of no meaning. Waits for the device.
+    """Time steps of the kinds `TIMED` in a text of no meaning. Waits for the device.
 
     Args:
         target: The model.
         proposer: A network that drafts for it; None where drafts come out of the text, for steps
-            of the plans `TIMED_LOOKUPS`.
+            of the kinds `TIMED_LOOKUPS`.
         context: Tokens before the steps.
     """
     schedule = _Schedule(TIMED_LOOKUPS if proposer is None else TIMED)
@@ -113,14 +140,14 @@ def time_steps(target: Target, proposer: Proposer | None, context: int = CONTEXT
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
     text = Text(target, target.blank_cache(context), chooser, Request([0]), drafting, schedule)
     with closing(decode(text)) as tokens:  # type: ignore[type-var]
-        while schedule.missing:
+        while not schedule.is_done:
             next(tokens)
     return schedule.seconds
 
 
-def _known_costs(target: Target, proposer: Proposer | None, context: int) -> Seconds:
+def _known_seconds(target: Target, proposer: Proposer | None, context: int) -> Seconds:
     timed = TIMED_LOOKUPS if proposer is None else TIMED
-    plans = {_key(plan): plan for plan in timed}
+    kinds = {str(kind): kind for kind in timed}
     modules = () if proposer is None else proposer.modules
 
     def measure() -> dict[str, float]:
@@ -130,28 +157,30 @@ def _known_costs(target: Target, proposer: Proposer | None, context: int) -> Sec
             "drafts out of the text" if proposer is None else "drafter",
         )
         seconds = time_steps(target, proposer, context)
-        return {key: seconds[plan] for key, plan in plans.items()}
+        return {name: seconds[kind] for name, kind in kinds.items()}
 
-    seconds = load_or_measure((timed, context), (target.model, *modules), plans, measure)
-    return {plan: seconds[key] for key, plan in plans.items()}
-
-
-def _level_seconds(timed: Seconds) -> float:
-    """Time of drafting a level."""
-    smallest = TREES[LONGEST][SIZES[0]]
-    levels = LONGEST.shape.levels - SHORTEST.shape.levels
-    return max(0.0, timed[smallest] - timed[SMALLEST]) / levels
+    seconds = load_or_measure((timed, context), (target.model, *modules), kinds, measure)
+    return {kind: seconds[name] for name, kind in kinds.items()}
 
 
-def _of_all_lengths(timed: Seconds, level_seconds: float) -> Seconds:
-    """Seconds of all candidates, from those of the longest."""
-    seconds: Seconds = {None: timed[None]}
-    for tree, plans in TREES.items():
-        saved = (LONGEST.shape.levels - tree.shape.levels) * level_seconds
-        for size, plan in plans.items():
-            # No step with drafts is shorter than one without.
-            seconds[plan] = max(timed[TREES[LONGEST][size]] - saved, timed[None])
-    return seconds
+def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
+    """Parts of steps; those of drafting as they are after a short context."""
+    level = {
+        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]]) / (LONG - SHORT)
+        for width in TIMED_WIDTHS
+    }
+    drafting = BASE.levels * level[WIDTH]
+    few = short[VERIFY[FEW]] - drafting
+    return StepCosts(
+        plain=seconds[PLAIN],
+        verify={size: max(0.0, seconds[kind] - drafting) for size, kind in VERIFY.items()},
+        first={
+            width: short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width]
+            for width in TIMED_WIDTHS
+        },
+        level=level,
+        wait=max(0.0, short[READ] - short[VERIFY[FEW]]),
+    )
 
 
 class _Contrary(KeyedChooser):
@@ -193,41 +222,58 @@ class _Junk:
 
 
 class _Schedule:
-    """A policy that lets every plan have its turns, and remembers the time of their steps.
+    """A policy that lets every kind of step have its turns, and remembers their times.
 
     A plain step is dispatched before the outcome of the one before is read, a draft likewise; so
-    the first and the last step of a turn are partly ones of the plans beside them.
+    the first and the last step of a turn are partly ones of the kinds beside them.
     """
 
-    def __init__(self, timed: Sequence[DraftPlan | None]):
-        self.missing = ROUNDS * len(timed) * STEPS
-        self._timed = timed
-        self._left = (plan for _ in range(ROUNDS) for plan in timed for _ in range(STEPS))
-        self._times: list[float] = []
+    def __init__(self, timed: Sequence[Kind]):
+        self.is_done = False
+        self._turns: dict[Kind, list[list[float]]] = {kind: [] for kind in timed}
+        self._order = self._schedule()
+        # Kinds of the steps chosen and not observed, and of the one whose drafts are there.
+        self._chosen: list[Kind] = []
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        return next(self._left, None)
+        self._chosen.append(next(self._order, UNTIMED))
+        return self._chosen[-1].plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
-        """See `DraftPolicy.keep`; waits for the scores as decoding does."""
-        tree.read()
-        return tree.size
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """See `DraftPolicy.keep`; waits for the drafts as decoding does."""
+        if self._chosen[0].waits:
+            tree.read()
+        return tree
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`."""
-        self._times.append(math.inf if step.seconds is None else step.seconds)
-        self.missing -= 1
+        turns = self._turns.get(self._chosen.pop(0))
+        if turns is None:
+            return
+        if not turns or len(turns[-1]) == STEPS:
+            turns.append([])
+        turns[-1].append(math.inf if step.seconds is None else step.seconds)
 
     @property
     def seconds(self) -> Seconds:
         """Mean of the inner steps of a turn, of the fastest turn."""
-        turns = [self._times[i : i + STEPS] for i in range(0, len(self._times), STEPS)]
-        means = [mean(turn[2:-1]) for turn in turns]
-        return {plan: min(means[i :: len(self._timed)]) for i, plan in enumerate(self._timed)}
+        return {kind: self._fastest(kind)[0] for kind in self._turns}
 
+    def _schedule(self) -> Iterator[Kind]:
+        for kinds in [list(self._turns)] * ROUNDS:
+            yield from (kind for kind in kinds for _ in range(STEPS))
+        for _ in range(ROUNDS, MOST_ROUNDS):
+            yield UNTIMED  # meanwhile the last of the turns before is observed
+            doubtful = [kind for kind in self._turns if self._is_doubtful(kind)]
+            yield from (kind for kind in doubtful for _ in range(STEPS))
+        yield UNTIMED
+        self.is_done = True
 
-def _key(plan: DraftPlan | None) -> str:
-    if plan is None:
-        return "plain"
-    return f"{plan.shape.width}x{plan.shape.length}:{plan.num_nodes}"
+    def _is_doubtful(self, kind: Kind) -> bool:
+        first, second, *_ = self._fastest(kind)
+        return second > (1 + DOUBT) * first
+
+    def _fastest(self, kind: Kind) -> list[float]:
+        turns = [turn for turn in self._turns[kind] if len(turn) == STEPS]
+        return sorted(mean(turn[2:-1]) for turn in turns)

@@ -19,6 +19,9 @@ from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
+# No step takes longer.
+MOST_SECONDS = 3600.0
+
 
 def load_or_measure(
     what: object,
@@ -38,7 +41,7 @@ def load_or_measure(
     path = cache_folder() / f"{_fingerprint(what, modules)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return {key: float(stored[key]) for key in keys}
+        return {key: _check_seconds(stored[key]) for key in keys}
     except (OSError, ValueError, KeyError, TypeError):
         seconds = dict(measure())
     try:
@@ -53,6 +56,14 @@ def load_or_measure(
 def cache_folder() -> Path:
     """Where timings are kept: ``mlx-redrafter`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-redrafter"
+
+
+def _check_seconds(value: object) -> float:
+    """Raise ValueError unless it is a time that something may have taken."""
+    seconds = float(value)  # type: ignore[arg-type]
+    if not 0 < seconds < MOST_SECONDS:
+        raise ValueError(f"{seconds} is no time of a step")
+    return seconds
 
 
 def _fingerprint(what: object, modules: Collection[nn.Module]) -> str:

@@ -2,10 +2,11 @@
 
 Axes: W beam width, L beam length, V token ids that both models have, n tokens.
 
-The state of a text is the K/V rows of its committed tokens. Accepted drafts are read again together
-with the new root, in one pass of L rows of which the device knows how many count; what is beyond
-is junk that nobody sees, and is overwritten. So rolling back is setting an offset, and nothing is
-read by the host.
+The state of a text is the K/V rows of its committed tokens. The accepted drafts of a tree are read
+again together with the new root, in one pass of L rows of which the device knows how many count;
+what is beyond is junk that nobody sees, and is overwritten. So rolling back is setting an offset,
+and nothing is read by the host. The drafts of a chain have their rows in the order of the text, so
+those accepted stay, as in mlx-lm; the host has to know how many they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import Levels, search
 from mlx_redrafter.target.caches.levels import LevelCache, LevelMask, attend_to_levels
 from mlx_redrafter.target.hooks import HookPoint, TreePositions, install, tree_positions
 from mlx_redrafter.target.target import Target
@@ -130,6 +131,8 @@ class ModelDrafting:
         self._unread = list(prompt)
         # Rows here beyond those of the target; other than 0 where a cache holds the target's only.
         self._excess: int | None = None
+        # Rows of the drafts of a chain, after those.
+        self._ahead = 0
         # A pass after which was drafted: the rows of its tokens are there, the host learns later
         # how many they are.
         self._flight: InFlight | None = None
@@ -140,8 +143,11 @@ class ModelDrafting:
     def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """See `Drafting.propose`."""
         self._count_flight(flight)
-        levels = _ModelLevels(self, flight)
-        self._flight = flight
+        levels: Levels
+        if plan.shape.width == 1:
+            levels = _ChainLevels(self, flight)
+        else:
+            levels, self._flight, self._ahead = _ModelLevels(self, flight), flight, 0
         rank = None
         if noise is not None and self.couple_noise:
             rank = partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
@@ -150,7 +156,7 @@ class ModelDrafting:
     def skip(self, flight: InFlight) -> None:
         """See `Drafting.skip`."""
         self._count_flight(flight)
-        self._unread += flight.tokens
+        self._take(flight.tokens)
 
     def settle(self, length: int) -> None:
         """See `Drafting.settle`; the model reads what it has not."""
@@ -172,10 +178,7 @@ class ModelDrafting:
     def read_flight(self, flight: InFlight) -> mx.array:
         """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
         self.cache.keep(self.length)
-        while len(self._unread) > READ_STEP_SIZE:
-            self.read(self._unread[:READ_STEP_SIZE])
-            self.length += READ_STEP_SIZE
-            del self._unread[:READ_STEP_SIZE]
+        self._shorten_unread()
         known = mx.array(self._unread, dtype=mx.int32)
         path = flight.path_tokens
         slots = mx.arange(path.shape[0])
@@ -193,6 +196,38 @@ class ModelDrafting:
         with tree_positions(positions):
             return self._forward(tokens)
 
+    def read_tokens(self, tokens: Sequence[int]) -> mx.array:
+        """Process a pass's tokens, which the host knows; logits after them, shape (1, V)."""
+        self._take(tokens)
+        self.cache.keep(self.length)
+        self._shorten_unread()
+        logits = self._forward(mx.array(self._unread, dtype=mx.int32))
+        self.length += len(self._unread)
+        self._unread = []
+        return logits[-1:]
+
+    def read_draft(self, token: mx.array) -> mx.array:
+        """Process the newest token of a chain, (1,), on a row behind; logits, shape (1, V)."""
+        logits = self._forward(token)
+        self._ahead += 1
+        # Several writes to one buffer in a graph would copy it each time.
+        mx.async_eval(logits)
+        return logits
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        """Learn of a pass's tokens: the accepted drafts of a chain have their rows."""
+        num_there = min(self._ahead, len(tokens) - 1)
+        self.length += num_there
+        self._unread += tokens[num_there:]
+        self._ahead = 0
+
+    def _shorten_unread(self) -> None:
+        """Process all but the last known tokens without a row."""
+        while len(self._unread) > READ_STEP_SIZE:
+            self.read(self._unread[:READ_STEP_SIZE])
+            self.length += READ_STEP_SIZE
+            del self._unread[:READ_STEP_SIZE]
+
     def _forward(self, tokens: mx.array) -> mx.array:
         return self.model.model(tokens[None], cache=self.cache.layers)[0]
 
@@ -202,6 +237,27 @@ class ModelDrafting:
             self._flight = None
         if following is not None:  # its root is the newest token that the host knows
             self._excess = self.length + len(self._unread) - (following.length + 1)
+
+
+class _ChainLevels:
+    """A draft model after one root that drafts a chain; see `Levels`. Waits for the pass."""
+
+    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+        self.drafting = drafting
+        self.flight = flight
+        self.num_rows = drafting.num_rows
+
+    def first(self) -> mx.array:
+        """See `Levels.first`."""
+        return log_probs(self.drafting.read_tokens(self.flight.tokens), self.num_rows)
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        """See `Levels.following`."""
+        return log_probs(self.drafting.read_draft(tokens), self.num_rows)
+
+    def to_token_ids(self, rows: mx.array) -> mx.array:
+        """See `Levels.to_token_ids`."""
+        return rows.astype(mx.int32)
 
 
 class _ModelLevels:
@@ -219,7 +275,7 @@ class _ModelLevels:
         num_rows, length = self.drafting.cache.num_rows, self.drafting.length
         # Rows of committed tokens and of the accepted drafts up to the root.
         self._seen = mx.arange(num_rows) <= length + self.flight.num_accepted
-        return self._log_probs(logits)
+        return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         """See `Levels.following`."""
@@ -237,12 +293,14 @@ class _ModelLevels:
             self.drafting.cache.num_rows - length + depth,
         )
         logits = self.drafting.read_level(tokens, LevelMask(self._seen, own), positions)
-        return self._log_probs(logits)
+        return log_probs(logits, self.num_rows)
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """See `Levels.to_token_ids`."""
         return rows.astype(mx.int32)
 
-    def _log_probs(self, logits: mx.array) -> mx.array:
-        logits = logits[:, : self.num_rows].astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+def log_probs(logits: mx.array, num_rows: int) -> mx.array:
+    """Natural log-probabilities of the first tokens, float32, shape (W, ``num_rows``)."""
+    logits = logits[:, :num_rows].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -66,14 +66,14 @@ def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
         return _chain(expansion, root, plan.num_nodes)
     best = mx.argsort(-expansion.scores)[: plan.num_nodes - 1].astype(mx.int32)
     tree = _pack(expansion, root, best, 1 + best // _level_size(expansion, shape), shape)
-    return replace(tree, scores=expansion.scores[best])
+    return tree.scored(expansion.scores[best])
 
 
 def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
     """The first nodes of a search of width 1: each is the only child of the one before."""
     nodes = mx.arange(num_nodes, dtype=mx.int32)
     before = mx.maximum(nodes - 1, 0)
-    return TokenTree(
+    tree = TokenTree(
         tokens=mx.concatenate([root.astype(mx.int32), expansion.tokens[: num_nodes - 1]]),
         parents=before,
         depths=nodes,
@@ -81,8 +81,8 @@ def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
         num_nodes=num_nodes,
         num_unmerged=expansion.tokens.shape[0] + 1,
         max_depth=num_nodes - 1,
-        scores=expansion.scores[: num_nodes - 1],
     )
+    return tree.scored(expansion.scores[: num_nodes - 1])
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:

@@ -14,12 +14,18 @@ from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding import clock as step_clock
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.adaptive import CANDIDATES
+from mlx_redrafter.policy.candidates import PLANS, SIZES, WIDTHS
 from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.target.target import Target
 
 TREE = "top_n w4 l5 n8"
-STEP_SECONDS = {None: 99.0} | {plan: 1 + 0.01 * plan.num_nodes for plan in CANDIDATES}
+COSTS = StepCosts(
+    99.0,
+    {size: 99 + 0.01 * size for size in SIZES},
+    dict.fromkeys(WIDTHS, 0.0),
+    dict.fromkeys(WIDTHS, 0.01),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +36,7 @@ def _no_clock(monkeypatch):
     may do so for a moment, leaves no step out.
     """
     monkeypatch.setattr(step_clock, "MOST_AWAY", 0.5)
-    monkeypatch.setattr(endurance, "step_costs", lambda *_: STEP_SECONDS)
+    monkeypatch.setattr(endurance, "step_costs", lambda *_: COSTS)
 
 
 def make_window(memory=50e6, **ratios):
@@ -121,9 +127,9 @@ def test_like_is_compared_with_like():
 
 def test_steps_that_waited_for_the_caller_are_left_out():
     watch = Watch(FixedPolicy(None))
-    plan = CANDIDATES[0]
+    plan = PLANS[0, 0]
     for observed, seconds in ((None, None), (plan, 0.5), (plan, 2.0), (None, 0.25)):
-        watch.observe(Step(observed, observed.num_nodes if observed else 1, 0, seconds))
+        watch.observe(Step(observed, observed.num_nodes if observed else 1, [0], seconds))
     assert watch.seconds == {plan: [0.5, 2.0], None: [0.25]}
     watch.begin()
     assert not watch.seconds

@@ -14,7 +14,7 @@ from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.engine import Engine
-from mlx_redrafter.policy.adaptive import CANDIDATES
+from mlx_redrafter.policy.candidates import PLANS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -135,23 +135,33 @@ class RandomShapes:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         merged = DraftPlan.of(3, 4, select="beam")
-        plan = self.rng.choice([None, None, merged, *CANDIDATES])
+        plan = self.rng.choice([None, None, merged, *PLANS.values()])
         self.seen.add(plan)
         return plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> int:
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         self.last = None
         if plan.shape.select == "beam":
-            return tree.size
+            return tree
         self.last = self.rng.randint(1, tree.size)
-        return self.last
+        if self.rng.random() < 0.5:
+            return tree.first(self.last)
+        # Any drafts whose parents are there, too.
+        parents, kept = tree.read().parents, [0]
+        while len(kept) < self.last:
+            kept.append(
+                self.rng.choice(
+                    [i + 1 for i, p in enumerate(parents) if p in kept and i + 1 not in kept]
+                )
+            )
+        return tree.subtree([node - 1 for node in kept[1:]])
 
     def observe(self, step: Step) -> None:
         if step.plan is None:
-            assert step.num_accepted == 0
+            assert len(step.tokens) == 1
         elif step.plan.shape.select == "top_n":
             assert step.num_nodes == self.last
-            assert step.num_accepted < step.num_nodes
+            assert len(step.tokens) <= step.num_nodes
 
 
 def use_policy(patch: pytest.MonkeyPatch, policy: DraftPolicy) -> None:

@@ -39,7 +39,7 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
     )
     tree = drafting.propose(flight, DraftPlan.of(2, 4, 8), None)
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    scores, depths = tree.read()
+    scores, depths, *_ = tree.read()
     assert max(depths) > 1
     for node in range(1, len(tokens)):
         drafts, above = [tokens[node]], parents[node]

@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import engine, generation, stream_generate
-from mlx_redrafter.policy.adaptive import CANDIDATES
-from mlx_redrafter.policy.profiling import lookup_costs, step_costs
+from mlx_redrafter.policy.candidates import SIZES, WIDTHS
+from mlx_redrafter.policy.profiling import step_costs
+from mlx_redrafter.policy.step_costs import StepCosts
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -61,7 +62,6 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones
-    monkeypatch.setattr(engine, "lookup_costs", lookup_costs)
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options: dict[str, Any] = {"max_tokens": 120, **sampling}
     plain = [
@@ -77,9 +77,9 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
 def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dear = {None: 1.0} | dict.fromkeys(CANDIDATES, 2.2)
+    none = dict.fromkeys(WIDTHS, 0.0)
+    dear = StepCosts(1.0, dict.fromkeys(SIZES, 2.2), none, dict.fromkeys(WIDTHS, 0.01))
     monkeypatch.setattr(engine, "step_costs", lambda *_: dear)
-    monkeypatch.setattr(engine, "lookup_costs", lambda costs: {})
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     drafter = random_drafter(VOCAB_SIZE, 32)
     texts, draft_steps = [], []
@@ -89,10 +89,10 @@ def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
         choices = responses[-1].stats.shapes
         draft_steps.append(sum(choice.steps for choice in choices if choice.plan))
     memory = generation._memories.of(model, drafter)
-    carried_over = memory.acceptance
+    carried_over = memory.experience
     assert carried_over is not None
     list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120, couple=False))
-    assert memory.acceptance is carried_over, "uncoupled drafts say nothing of coupled ones"
+    assert memory.experience is carried_over, "uncoupled drafts say nothing of coupled ones"
     plain = stream_generate(model, tokenizer, PROMPT, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
     assert draft_steps[0] > draft_steps[1] > 0
@@ -104,6 +104,6 @@ def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
     memory = generation._memories.of(model, drafter)
     with closing(responses):
         *_, last = islice(responses, 60)
-        assert memory.acceptance is None
-    assert memory.acceptance is not None
+        assert memory.experience is None
+    assert memory.experience is not None
     assert last.stats.shapes

@@ -55,7 +55,7 @@ def _open(model: nn.Module, prompt: Sequence[int] = PROMPT, cached: Sequence[Any
 def _assert_scores(model: nn.Module, text: Sequence[int], tree: Any) -> None:
     """Every node's score is the sum of log-probabilities that the model gives to its path."""
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    scores, _ = tree.read()
+    scores = tree.read().scores
     assert tokens[0] == text[-1]
     for node in range(1, len(tokens)):
         path = [node]
@@ -76,19 +76,33 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
     rng = random.Random(seed)
     model = MODELS["llama"]
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
-    text, drafting = list(prompt), _open(model, prompt)
+    text, drafting, tree = list(prompt), _open(model, prompt), None
     for _ in range(steps):
         length = len(text) - 1  # committed before the root of the pass
-        path = [text[-1], *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(5)))]
+        # What the pass verified: these drafts, or those of another proposer after a skip.
+        drafts = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(5))]
+        path = [text[-1], *(drafts if tree is None else _any_path(tree, rng))]
         num_accepted, bonus = rng.randrange(len(path)), rng.randrange(VOCAB_SIZE)
         flight = _flight(path, num_accepted, bonus, length)
         text += flight.tokens
         if rng.random() < 0.4:
             drafting.skip(flight)
+            tree = None
         else:
             shape = DraftShape(rng.choice((1, 3)), rng.choice((2, 4)))
             plan = DraftPlan(shape, min(rng.choice((2, 4, 12)), shape.max_nodes))
-            _assert_scores(model, text, drafting.propose(flight, plan, None))
+            tree = drafting.propose(flight, plan, None)
+            _assert_scores(model, text, tree)
+
+
+def _any_path(tree: Any, rng: random.Random) -> list[int]:
+    """Drafts of a tree from a child of the root on."""
+    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
+    path, node = [], rng.randrange(len(tokens))
+    while node:
+        path.insert(0, tokens[node])
+        node = parents[node]
+    return path
 
 
 MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3(seed=3)}

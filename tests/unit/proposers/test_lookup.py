@@ -67,7 +67,7 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
         assert max(parents.count(parent) for parent in parents) <= width
         siblings = list(zip(parents, to_ints(tree.tokens)[1:], strict=True))
         assert len(set(siblings)) == len(siblings)
-        scores, depths = tree.read()
+        scores, depths, *_ = tree.read()
         assert scores == sorted(scores, reverse=True)
         assert min(map(exp, scores)) >= LEAST_PROBABILITY * 0.999
         assert depths == to_ints(tree.depths)[1:]

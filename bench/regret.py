@@ -1,0 +1,151 @@
+"""What the default lacks to the best fixed plan, on real text and in simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlx_redrafter.bench.compare import arm_name, time_shapes
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import Row, summarise
+from mlx_redrafter.bench.runs import (
+    AUTO,
+    PLAIN,
+    STOCK,
+    Arm,
+    EncodedPrompt,
+    Run,
+    Setting,
+    Turn,
+    drafted_arm,
+    plain_arm,
+    stock_arm,
+    take_turn,
+    warm_up,
+)
+from mlx_redrafter.bench.simulation import Outcome, make_scenario, play
+from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.step_costs import StepCosts
+
+# Fixed plans that the default is compared with, beside plain decoding.
+GRID = (
+    *(DraftPlan.of(1, length, length) for length in (3, 4, 5, 6, 8)),
+    *(DraftPlan.of(2, length, nodes) for length, nodes in ((4, 6), (5, 8), (6, 8), (8, 16))),
+    *(DraftPlan.of(4, length, nodes) for length, nodes in ((5, 16), (8, 16))),
+)
+
+
+@dataclass(frozen=True)
+class Regret:
+    """The default beside fixed plans on the same texts.
+
+    Attributes:
+        rows: One row per way of decoding.
+        best: Name of the fixed way with the highest median speed, plain decoding among them.
+        ratio: Speed of the default by that of the best, one ratio per prompt and repeat.
+    """
+
+    rows: list[Row]
+    best: str
+    ratio: Estimate
+
+
+def measure_regret(
+    setting: Setting,
+    prompts: Sequence[EncodedPrompt],
+    repeats: int,
+    recording: Recording,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Regret:
+    """Decode every prompt by the default, by every fixed plan and without drafts, in turns.
+
+    Args:
+        setting: Settings that all ways share.
+        prompts: The prompts.
+        repeats: Rounds per prompt.
+        recording: Record of the runs; turns that it has are not repeated.
+        on_progress: Callback for the turns done and their number.
+    """
+    arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: plain_arm(setting)}
+    arms |= {arm_name(plan): drafted_arm(setting, plan) for plan in GRID}
+    arms[AUTO] = drafted_arm(setting, None)
+    turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
+    missing = [turn for turn in turns if not recording.has(turn.key)]
+    if missing:
+        time_shapes(setting, max(len(prompt.ids) for prompt in prompts), recording)
+        warm_up(arms, prompts[0])
+    for done, turn in enumerate(missing, start=len(turns) - len(missing)):
+        on_progress(done, len(turns))
+        recording.add(take_turn(arms, turn))
+    on_progress(len(turns), len(turns))
+    found = find_regret(recording.runs, STOCK if setting.temp == 0 else PLAIN)
+    recording.result["found"] = found
+    recording.write()
+    return found
+
+
+def find_regret(runs: Sequence[Run], reference: str) -> Regret:
+    """The regret of runs made in turns; see `summarise` for ``reference``."""
+    rows = summarise(runs, reference)
+    speeds = {
+        row.arm: row.speedup.median
+        for row in rows
+        if row.speedup is not None and row.arm not in (STOCK, AUTO)
+    }
+    best = max(speeds, key=speeds.__getitem__)
+    seconds = {(one.turn, one.arm): one.seconds_per_token for one in runs if one.is_timed}
+    ratios = [
+        seconds[turn, best] / value
+        for (turn, arm), value in seconds.items()
+        if arm == AUTO and (turn, best) in seconds
+    ]
+    return Regret(rows, best, estimate(ratios))
+
+
+@dataclass(frozen=True)
+class SimulatedRegret:
+    """Outcomes of many scenarios.
+
+    Attributes:
+        outcomes: One per scenario.
+        median: Median regret, a share of the best fixed plan's speed.
+        p95: Its 95th percentile.
+        worst: Its maximum.
+        least_plain: Least speed by plain decoding's where no fixed plan is faster than that; None
+            without such scenarios.
+    """
+
+    outcomes: list[Outcome]
+    median: float
+    p95: float
+    worst: float
+    least_plain: float | None
+
+
+def simulate_regret(
+    count: int, on_progress: OnProgress = lambda done, total: None
+) -> SimulatedRegret:
+    """Let the default decode the texts of ``count`` simulated scenarios."""
+    outcomes = []
+    for seed in range(count):
+        on_progress(seed, count)
+        outcomes.append(play(make_scenario(seed), _begin))
+    on_progress(count, count)
+    regrets = [outcome.regret for outcome in outcomes]
+    plain = [outcome.speed for outcome in outcomes if outcome.best is None]
+    return SimulatedRegret(
+        outcomes,
+        float(np.median(regrets)),
+        float(np.quantile(regrets, 0.95)),
+        max(regrets),
+        min(plain, default=None),
+    )
+
+
+def _begin(costs: StepCosts, before: Any) -> AdaptivePolicy:
+    return AdaptivePolicy(costs, None if before is None else before.experience)

@@ -1,0 +1,81 @@
+"""``redrafter-mlx bench regret``: the default against the best fixed plan."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
+from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show
+from mlx_redrafter.cli.bench_speed import speed_table
+from mlx_redrafter.cli.loading import Pair
+from mlx_redrafter.cli.options import Seed, Temp
+from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.config import check_int
+
+
+@takes_records
+def regret(
+    prompts: Prompts,
+    pair: Pair,
+    rounds: ShortRounds,
+    temp: Temp = 0.0,
+    seed: Seed = 0,
+    out: Out = None,
+    resume: Resume = False,
+) -> None:
+    """Compare the default with fixed plans: what would choosing by hand have gained?
+
+    The exit code is 1 if a text is not the target's own.
+    """
+    target, tokenizer, drafter = pair.load()
+    from mlx_redrafter.bench.plots import plot_regret
+    from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.regret import measure_regret
+    from mlx_redrafter.bench.result_file import pair_names
+    from mlx_redrafter.bench.runs import Setting
+
+    encoded = prompts.encode(tokenizer)
+    configuration = {
+        **pair_names(pair.model, pair.drafter_name, drafter),
+        **prompts.describe(encoded),
+        "max_tokens": rounds.max_tokens,
+        "repeats": rounds.repeats,
+        "temp": temp,
+        "seed": seed,
+    }
+    setting = Setting(target, tokenizer, drafter, rounds.max_tokens, temp, seed)
+    recording = Recording(out, "regret", configuration, resume)
+    with progress("Turns") as on_progress:
+        found = measure_regret(setting, encoded, rounds.repeats, recording, on_progress)
+    show(speed_table(found.rows, "by mlx-lm"))
+    ratio = found.ratio
+    interval = f"95% interval {ratio.low:.3f} to {ratio.high:.3f}"
+    show(f"auto / {found.best}: {ratio.median:.3f} ({interval})")
+    if out is not None:
+        draw(lambda: [plot_regret(out.with_suffix(".png"), found)])
+    refuse_texts(sum(row.num_different or 0 for row in found.rows))
+
+
+@takes_records
+def simulate(
+    scenarios: Annotated[int, typer.Option(help="Number of scenarios.")] = 300,
+    out: Out = None,
+) -> None:
+    """Let the default decode simulated texts, drafters and machines, beside fixed plans."""
+    check_int("scenarios", scenarios, 1)
+    from mlx_redrafter.bench.regret import simulate_regret
+    from mlx_redrafter.bench.result_file import new_result, write_result
+
+    with progress("Scenarios") as on_progress:
+        found = simulate_regret(scenarios, on_progress)
+    table = Table("regret", "", title=f"{scenarios} scenarios, against the best fixed plan")
+    for name, value in (("median", found.median), ("95%", found.p95), ("worst", found.worst)):
+        table.add_row(name, f"{value:.1%}")
+    if found.least_plain is not None:
+        table.add_row("least speed where nothing pays", f"{found.least_plain:.3f}")
+    show(table)
+    if out is not None:
+        write_result(out, new_result("simulate", {"scenarios": scenarios}, found=found))

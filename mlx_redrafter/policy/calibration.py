@@ -1,0 +1,95 @@
+"""How likely a draft is right, given what its proposer says, learnt while decoding.
+
+    log-odds(right | the draft's parent is right) = w . (1, log-odds(q), depth, log(1 + rank))
+
+where q is the proposer's probability of the draft given its parent, depth is 0 for children of the
+root, and rank is 0 for the best of siblings: a logistic regression with a normal prior whose mean
+believes the proposer, fitted to the newest drafts by Newton's method.
+
+Axes: n observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_redrafter.tree import Drafts
+
+Floats = npt.NDArray[np.float64]
+
+# Mean and standard deviation of the weights before the first draft.
+PRIOR_MEAN = np.array([0.0, 1.0, 0.0, 0.0])
+PRIOR_SPREAD = np.array([1.5, 0.7, 0.2, 1.0])
+# Observations that count.
+WINDOW = 512
+# Bound on log-odds.
+MOST_LOG_ODDS = 20.0
+
+
+class Calibration:
+    """A logistic regression on the newest observations."""
+
+    def __init__(self, before: Calibration | None = None) -> None:
+        self._features: Floats = np.zeros((WINDOW, 4))
+        self._right: Floats = np.zeros(WINDOW)
+        self._count = 0
+        self._weights: Floats = PRIOR_MEAN.copy()
+        self._is_fitted = True
+        if before is not None:
+            self._features, self._right = before._features.copy(), before._right.copy()
+            self._count, self._weights = before._count, before._weights.copy()
+
+    def probabilities(self, features: Floats) -> Floats:
+        """Probability that a draft is right if its parent is, shape (n,)."""
+        return _sigmoid(features @ self._weights)
+
+    def add(self, features: Floats, found: Sequence[tuple[int, bool]]) -> None:
+        """Take in drafts whose parents were right.
+
+        Args:
+            features: `draft_features` of a tree, shape (n, 4).
+            found: Indices of drafts, and whether these were right.
+        """
+        for draft, is_right in found:
+            place = self._count % WINDOW
+            self._features[place], self._right[place] = features[draft], is_right
+            self._count += 1
+            self._is_fitted = False
+
+    def fit(self) -> None:
+        """Fit the weights to what was taken in."""
+        if self._is_fitted:
+            return
+        self._is_fitted = True
+        known = min(self._count, WINDOW)
+        features, right = self._features[:known], self._right[:known]
+        precision = PRIOR_SPREAD**-2
+        for _ in range(2):
+            chances = _sigmoid(features @ self._weights)
+            slope = features.T @ (right - chances) - precision * (self._weights - PRIOR_MEAN)
+            curvature = (features.T * (chances * (1 - chances) + 1e-4)) @ features
+            curvature[np.diag_indices(4)] += precision
+            step = np.linalg.solve(curvature, slope)
+            self._weights += step / max(1.0, float(np.abs(step).max()))
+
+
+def draft_features(drafts: Drafts) -> Floats:
+    """What the probabilities of drafts depend on, shape (n, 4)."""
+    scores, parents = np.array(drafts.scores), np.array(drafts.parents)
+    depths = np.array(drafts.depths)
+    above = np.concatenate([[0.0], scores])[parents]
+    chances = np.clip(np.exp(np.minimum(scores - above, 0.0)), 1e-12, 1 - 1e-12)
+    log_odds = np.clip(np.log(chances / (1 - chances)), -MOST_LOG_ODDS, MOST_LOG_ODDS)
+    # Siblings come best first: the rank of each among its own.
+    order = np.argsort(parents, kind="stable")
+    starts = np.searchsorted(parents[order], parents[order])
+    ranks = np.empty(len(scores))
+    ranks[order] = np.arange(len(scores)) - starts
+    return np.stack([np.ones(len(scores)), log_odds, depths - 1, np.log1p(ranks)], axis=1)
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))

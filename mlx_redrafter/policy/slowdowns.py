@@ -1,0 +1,59 @@
+"""How much slower steps are at present than they were when they were timed, by number of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# Window of the running mean of a slowdown, in steps.
+MEMORY = 8
+# Weight of the time measured beforehand, in steps.
+TIMED = 3
+# Steps of other sizes after which a slowdown is forgotten.
+FORGET_AFTER = 32
+# Bound on the ratio of a step to the steps before: a single one may have waited.
+MOST_CHANGE = 1.3
+
+
+class Slowdowns:
+    """Ratio of present step times to those timed beforehand, by number of nodes.
+
+    A longer context, a hot chip or other work slows steps down, larger trees by more or by less,
+    whatever their shape. The slowdown of the sizes in use is interpolated, by nodes, for the
+    others. Sizes never used are assumed not slowed down (slowdown 1) at both ends: this optimism
+    makes the policy try them, which measures them. The slowdown of a size is forgotten when other
+    sizes are used instead, as other work on the machine may have been the reason.
+
+    Args:
+        sizes: Numbers of nodes, ascending, 1 for plain decoding.
+
+    Attributes:
+        factors: Slowdown by size, in the order of ``sizes``.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self._sizes = list(sizes)
+        self._used = {self._sizes[0]: 1.0, self._sizes[-1]: 1.0}
+        self._counts = dict.fromkeys(self._sizes, TIMED)
+        self._unused: dict[int, int] = {}
+        self.factors: npt.NDArray[np.float64] = np.ones(len(self._sizes))
+
+    def learn(self, num_nodes: int, ratio: float) -> None:
+        """Take in a step that took ``ratio`` times as long as was timed."""
+        if num_nodes > 1:
+            self._forget_unused()
+        self._unused[num_nodes] = 0
+        known = float(self.factors[self._sizes.index(num_nodes)])
+        ratio = min(max(ratio, known / MOST_CHANGE), known * MOST_CHANGE)
+        self._counts[num_nodes] = min(self._counts[num_nodes] + 1, MEMORY)
+        self._used[num_nodes] = known + (ratio - known) / self._counts[num_nodes]
+        used, slowdowns = zip(*sorted(self._used.items()), strict=True)
+        self.factors = np.interp(self._sizes, used, slowdowns)
+
+    def _forget_unused(self) -> None:
+        self._unused = {size: steps + 1 for size, steps in self._unused.items()}
+        for size in [size for size, steps in self._unused.items() if steps > FORGET_AFTER]:
+            del self._unused[size], self._used[size]
+            self._counts[size] = TIMED
