@@ -135,12 +135,12 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
 
 def _print_shapes(shapes: Sequence[ShapeStats]) -> None:
     """Number, duration and yield of the steps of every kind."""
-    lines = ["Drafted         steps  ms/step  tokens/step"]
+    lines = ["Drafted             steps  ms/step  tokens/step"]
     for one in shapes:
         name, plan = "nothing", one.plan
         if plan is not None:
             search = f"{plan.shape.width} x {plan.shape.length}"
             name = f"{'lookup' if plan.from_text else search}, {plan.num_nodes} nodes"
         gave = f"{one.tokens / one.steps:.2f}" if one.steps else "-"
-        lines.append(f"{name:<16}{one.steps:>5}{1e3 * one.seconds:>9.2f}{gave:>13}")
+        lines.append(f"{name:<20}{one.steps:>5}{1e3 * one.seconds:>9.2f}{gave:>13}")
     typer.echo("\n".join(lines), err=True)

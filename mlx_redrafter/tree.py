@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from struct import pack, unpack
 from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_redrafter.host import to_ints
 
@@ -123,14 +124,16 @@ class TokenTree:
 
     def read(self) -> Drafts:
         """The drafts of a tree with scores; waits for the device unless the host knows them."""
-        if self.known is not None:
-            return self.known
+        return self.known or self._drafts
+
+    @cached_property
+    def _drafts(self) -> Drafts:
         assert self.packed is not None
-        values = np.array(to_ints(self.packed), dtype=np.int32).reshape(4, -1)
-        tokens, parents, depths, scores = values
-        return Drafts(
-            scores.view(np.float32).tolist(), depths.tolist(), parents.tolist(), tokens.tolist()
+        values, count = to_ints(self.packed), self.size - 1
+        tokens, parents, depths, bits = (
+            values[start : start + count] for start in range(0, 4 * count, count)
         )
+        return Drafts(list(unpack(f"{count}f", pack(f"{count}i", *bits))), depths, parents, tokens)
 
     def subtree(self, drafts: Sequence[int]) -> TokenTree:
         """The tree of the root and some drafts; waits for the device unless the host knows them.

@@ -163,13 +163,15 @@ class AdaptivePolicy:
         counts[1] += len(step.tokens)
 
     def shapes(self) -> list[ShapeStats]:
-        """See `DecodingStats.shapes`."""
-        found = []
-        for (plan, num_nodes), (steps, tokens) in self._counts.items():
-            shape = None if plan is None or plan.from_text else plan.shape
-            seconds = self._costs.step(shape, num_nodes, waits=False)
-            kind = plan and DraftPlan(plan.shape, num_nodes, plan.from_text)
-            found.append(ShapeStats(kind, seconds, steps, tokens))
+        """See `DecodingStats.shapes`; drafts in the order of their shapes."""
+        found = [ShapeStats(None, float(self._plain), *self._counts.get((None, 1), (0, 0)))]
+        for (plan, num_nodes), counts in sorted(self._counts.items(), key=_place_of_kind):
+            if plan is not None:
+                shape = None if plan.from_text else plan.shape
+                seconds = self._costs.step(shape, num_nodes, waits=False)
+                seconds *= self._slowdowns.of(num_nodes)
+                kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
+                found.append(ShapeStats(kind, seconds, *counts))
         return found
 
     def _price(self) -> None:
@@ -288,3 +290,8 @@ class AdaptivePolicy:
                 )
                 seconds = self._seconds + self._costs.wait
                 self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
+
+
+def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:
+    (plan, num_nodes), _ = item
+    return () if plan is None else (plan.from_text, plan.shape.width, plan.shape.length, num_nodes)

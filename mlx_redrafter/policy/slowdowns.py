@@ -40,12 +40,16 @@ class Slowdowns:
         self._unused: dict[int, int] = {}
         self.factors: npt.NDArray[np.float64] = np.ones(len(self._sizes))
 
+    def of(self, num_nodes: int) -> float:
+        """The slowdown of one size."""
+        return float(self.factors[self._sizes.index(num_nodes)])
+
     def learn(self, num_nodes: int, ratio: float) -> None:
         """Take in a step that took ``ratio`` times as long as was timed."""
         if num_nodes > 1:
             self._forget_unused()
         self._unused[num_nodes] = 0
-        known = float(self.factors[self._sizes.index(num_nodes)])
+        known = self.of(num_nodes)
         ratio = min(max(ratio, known / MOST_CHANGE), known * MOST_CHANGE)
         self._counts[num_nodes] = min(self._counts[num_nodes] + 1, MEMORY)
         self._used[num_nodes] = known + (ratio - known) / self._counts[num_nodes]

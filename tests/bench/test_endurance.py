@@ -22,7 +22,7 @@ from mlx_redrafter.target.target import Target
 TREE = "top_n w4 l5 n8"
 COSTS = StepCosts(
     99.0,
-    {size: 99 + 0.01 * size for size in SIZES},
+    {size: 1 + 0.01 * size for size in SIZES},
     dict.fromkeys(WIDTHS, 0.0),
     dict.fromkeys(WIDTHS, 0.01),
 )

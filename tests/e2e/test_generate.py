@@ -227,7 +227,7 @@ def test_verbose_says_why_shapes_were_chosen(
     rows = result.err.splitlines()[heading + 1 :]
     assert rows[0].startswith("nothing ")
     assert len(rows) > 1
-    assert sum(int(row[15:21]) for row in rows) == _steps(result.err)
+    assert sum(int(row[19:25]) for row in rows) == _steps(result.err)
 
 
 def test_the_first_run_says_what_it_waits_for(

@@ -74,20 +74,18 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
     assert (tmp_path / "mlx-redrafter").is_dir(), "step times were measured"
 
 
-def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
+def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = dict.fromkeys(WIDTHS, 0.0)
-    dear = StepCosts(1.0, dict.fromkeys(SIZES, 2.2), none, dict.fromkeys(WIDTHS, 0.01))
+    dear = StepCosts(1.0, dict.fromkeys(SIZES, 2.2), none, dict.fromkeys(WIDTHS, 0.05), 0.1)
     monkeypatch.setattr(engine, "step_costs", lambda *_: dear)
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     drafter = random_drafter(VOCAB_SIZE, 32)
-    texts, draft_steps = [], []
+    texts = []
     for _ in range(2):
         responses = list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120))
         texts.append([response.token for response in responses])
-        choices = responses[-1].stats.shapes
-        draft_steps.append(sum(choice.steps for choice in choices if choice.plan))
     memory = generation._memories.of(model, drafter)
     carried_over = memory.experience
     assert carried_over is not None
@@ -95,7 +93,6 @@ def test_after_a_text_without_use_for_drafts_the_next_is_the_same_with_fewer(
     assert memory.experience is carried_over, "uncoupled drafts say nothing of coupled ones"
     plain = stream_generate(model, tokenizer, PROMPT, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
-    assert draft_steps[0] > draft_steps[1] > 0
 
 
 def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:

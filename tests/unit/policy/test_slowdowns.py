@@ -1,0 +1,62 @@
+"""How much slower steps are than when they were timed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_redrafter.policy.slowdowns import FORGET_AFTER, MOST_CHANGE, Slowdowns
+
+PLAIN, CHAIN, TREE, LARGE = SIZES = (1, 4, 6, 16)
+
+
+def _learnt(*steps: tuple[int, float]) -> dict[int, float]:
+    slowdowns = Slowdowns(SIZES)
+    for num_nodes, ratio in steps:
+        slowdowns.learn(num_nodes, ratio)
+    return dict(zip(SIZES, slowdowns.factors.tolist(), strict=True))
+
+
+def test_nothing_is_slower_until_it_is_seen() -> None:
+    assert _learnt() == dict.fromkeys(SIZES, 1.0)
+    assert _learnt(*((size, 1.0) for size in SIZES)) == pytest.approx(dict.fromkeys(SIZES, 1.0))
+
+
+def test_a_slowdown_is_interpolated_by_nodes() -> None:
+    found = _learnt(*[(LARGE, 1.5)] * 80)
+    assert found[LARGE] == pytest.approx(1.5, rel=0.01)
+    assert found[PLAIN] == 1.0
+    assert found[CHAIN] == pytest.approx(1 + 0.5 * 3 / 15, rel=0.01)
+
+
+def test_a_size_that_is_used_needs_no_interpolation() -> None:
+    found = _learnt(*[(LARGE, 1.5), (CHAIN, 1.0)] * 80)
+    assert found[CHAIN] == pytest.approx(1.0, rel=0.01)
+    assert found[TREE] == pytest.approx(1 + 0.5 * 2 / 12, rel=0.01)
+
+
+def test_what_other_work_on_the_machine_did_to_a_size_is_forgotten() -> None:
+    disturbed = [(LARGE, 2.0)] * 60
+    assert _learnt(*disturbed, *[(PLAIN, 1.0)] * 50)[LARGE] == pytest.approx(2.0, rel=0.1)
+    assert _learnt(*disturbed, *[(CHAIN, 1.0)] * FORGET_AFTER)[LARGE] == pytest.approx(2, rel=0.1)
+    gone = _learnt(*disturbed, *[(CHAIN, 1.0)] * (FORGET_AFTER + 1))
+    assert gone[LARGE] == pytest.approx(1.0, rel=0.1)
+
+
+def test_one_step_that_waited_changes_little() -> None:
+    assert _learnt(*[(TREE, 1.0)] * 20, (TREE, 100.0))[TREE] < 1.05
+
+
+def test_a_lasting_change_is_believed() -> None:
+    assert _learnt(*[(TREE, 1.0)] * 20, *[(TREE, 10.0)] * 200)[TREE] == pytest.approx(10, rel=0.01)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(SIZES), st.floats(1e-6, 1e6, allow_subnormal=False)))
+)
+def test_factors_stay_between_one_and_what_was_seen(steps: list[tuple[int, float]]) -> None:
+    ratios = [1.0, *(ratio for _, ratio in steps)]
+    for factor in _learnt(*steps).values():
+        assert min(ratios) * 0.999 <= factor <= max(ratios) * 1.001
+        assert factor <= MOST_CHANGE ** len(steps) * 1.001
