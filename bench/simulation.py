@@ -41,7 +41,7 @@ class Scenario:
     """A text, a drafter and a machine, all simulated.
 
     Attributes:
-        name: What it is.
+        name: Short description.
         ease: Log-odds that the best continuation is right, by position of the text.
         score_scale: Factor of the drafter's logits; 1 where its probabilities are true.
         fade: Log-odds lost from one level of a draft to the next.
@@ -269,8 +269,8 @@ def make_scenario(seed: int) -> Scenario:
     curve = list(CURVES)[seed // len(EASES) % len(CURVES)]
     scale = SCALES[int(rng.integers(len(SCALES)))]
     plain = 10 ** rng.uniform(-2.7, -1.0)
-    level = plain * 10 ** rng.uniform(-2.5, -1.0)
-    wait = plain * 10 ** rng.uniform(-2.5, -0.8)
+    level = plain * 10 ** rng.uniform(-2.5, -0.7)
+    wait = plain * 10 ** rng.uniform(-2.5, -0.4)
     widths = {1: 1.0, 2: 1.1, 4: 1.3}
     costs = StepCosts(
         plain=plain,

@@ -49,8 +49,7 @@ class Memory:
 
     Attributes:
         lookup: Lookup whose rates all texts share.
-        experience: What the drafts of the last adaptively drafted text have shown, which the next
-            begins with.
+        experience: Experience of the last adaptively drafted text, with which the next begins.
         timed: Step times measured or read so far, by context in tokens.
     """
 

@@ -57,8 +57,8 @@ class Proposer(Protocol):
 class Drafting(Protocol):
     """One text's drafts, with all state that belongs to this text.
 
-    After every forward pass of the target exactly one of `propose` and `skip` is called. What a pass
-    after `propose` accepts is of those drafts.
+    After every forward pass of the target exactly one of `propose` and `skip` is called. What a
+    pass after `propose` accepts is of those drafts.
     """
 
     def outlook(self) -> Sequence[float] | None:

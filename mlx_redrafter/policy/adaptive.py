@@ -93,6 +93,22 @@ class SeenDrafts:
         return np.array(chances[1:])
 
 
+class Finished(NamedTuple):
+    """A step to learn from.
+
+    Attributes:
+        step: The step.
+        seen: Drafts of a network, if there were any.
+        is_inner: Whether it stood between two of its kind, with drafts or without.
+        waits: Whether the drafts were looked at before they were verified.
+    """
+
+    step: Step
+    seen: SeenDrafts | None
+    is_inner: bool
+    waits: bool
+
+
 class Experience:
     """What the drafts of a text have shown, which the next text goes on with."""
 
@@ -129,7 +145,7 @@ class AdaptivePolicy:
         self._next = Choice(None)
         self._seen: SeenDrafts | None = None
         # Steps to learn from, and drafts that more text may prove right or wrong.
-        self._finished: list[tuple[Step, SeenDrafts | None]] = []
+        self._finished: list[Finished] = []
         self._pending: list[tuple[SeenDrafts, Hindsight]] = []
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
@@ -149,15 +165,20 @@ class AdaptivePolicy:
         self._seen = SeenDrafts(plan, tree)
         if wanted is not None:
             most = min(wanted, tree.size)
+            if most == 1:
+                return tree.first(1)
             return tree.first(max(size for size in self._costs.verify if size <= most))
         return tree.subtree(self._worth(self._seen.chances(self.experience.calibration)))
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
-        self._finished.append((step, self._seen))
+        # A plain step is dispatched before the outcome of the one before is read, which may wait
+        # for both: the first of some plain steps takes twice its time, and the last one none.
+        neighbours = self._last, step.plan, self._next.plan
+        is_inner = len({plan is None for plan in neighbours}) == 1
+        self._last = step.plan
+        self._finished.append(Finished(step, self._seen, is_inner, self.waits))
         self._seen = None
-        self._credit += EXPLORE * (step.seconds or self._plain)
-        self._time(step)
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
         counts[0] += 1
         counts[1] += len(step.tokens)
@@ -183,18 +204,16 @@ class AdaptivePolicy:
             self._verify[SIZES.index(size)] = costs.verify[size] * factor
         self._seconds = np.where(FITS, self._verify + self._drafting[..., None], np.inf)
 
-    def _time(self, step: Step) -> None:
+    def _time(self, done: Finished) -> None:
         """Learn from a step's time how slow steps are at present."""
-        # A plain step is dispatched before the outcome of the one before is read, which may wait
-        # for both: the first of some plain steps takes twice its time, and the last one none.
-        neighbours = self._last, step.plan, self._next.plan
-        is_inner = len({plan is None for plan in neighbours}) == 1
-        self._last = step.plan
-        # Nor is a step one of its kind in which drafts were made in vain.
-        if step.seconds is None or not is_inner or (step.num_nodes == 1) != (step.plan is None):
+        step = done.step
+        self._credit += EXPLORE * (step.seconds or self._plain)
+        # A step is none of its kind in which drafts were made in vain.
+        is_kind = done.is_inner and (step.num_nodes == 1) == (step.plan is None)
+        if step.seconds is None or not is_kind:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
-        timed = self._costs.step(shape, step.num_nodes, self.waits and shape is not None)
+        timed = self._costs.step(shape, step.num_nodes, done.waits and shape is not None)
         self._slowdowns.learn(step.num_nodes, step.seconds / timed)
         self._price()
 
@@ -221,11 +240,11 @@ class AdaptivePolicy:
             return best
         if best.plan is None:
             shadow = self._best_drafts()
-            cost = self._drafting[PLACES[shadow.shape]] + self._costs.wait
+            cost = self._drafting[PLACES[shadow.shape]]
             if self._credit < cost:
                 return best
             self._credit -= cost
-            return Choice(shadow)
+            return Choice(shadow, num_nodes=1)
         self._until_survey -= 1
         self._until_plain -= 1
         if self._until_survey <= 0:
@@ -274,17 +293,18 @@ class AdaptivePolicy:
         """Take in the steps since the last time."""
         finished, self._finished = self._finished, []
         calibration = self.experience.calibration
-        for step, seen in finished:
-            if seen is not None:
-                self._pending.append((seen, Hindsight(seen.drafts)))
+        for done in finished:
+            self._time(done)
+            if done.seen is not None:
+                self._pending.append((done.seen, Hindsight(done.seen.drafts)))
             for drafts, hindsight in self._pending:
-                found = hindsight.follow(step.tokens)
+                found = hindsight.follow(done.step.tokens)
                 calibration.add(drafts.features, found)
             self._pending = [one for one in self._pending if not one[1].is_over]
         calibration.fit()
         unverified = self._drafting + self._plain + self._costs.wait
-        for _, seen in finished:
-            if seen is not None:
+        for done in finished:
+            if (seen := done.seen) is not None:
                 best, chosen = expected_drafts(
                     seen.drafts, seen.chances(calibration), seen.plan.shape
                 )

@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 # Beam widths, beam lengths and numbers of nodes, root included.
 WIDTHS = (1, 2, 3, 4)
 LENGTHS = tuple(range(2, 11))
-SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+SIZES = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHAPES = {
     (w, length): DraftShape(width, beam_length)
     for w, width in enumerate(WIDTHS)
@@ -51,8 +51,8 @@ def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple
         shape: Shape of the search.
 
     Returns:
-        Of the drafts that the proposer finds best, and of those with the best chances; shape
-        (W', L', S) each, of the widths and lengths up to the search's.
+        Sums over the drafts that the proposer finds best, and over those with the best chances,
+        each of shape (W', L', S) for the widths and lengths up to the search's.
     """
     order = best_first(chances)
     depths = np.array(drafts.depths)

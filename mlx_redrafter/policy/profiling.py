@@ -76,10 +76,10 @@ LEAST_LONG = 512
 # Rounds over all kinds, and steps of a kind in a row; the fastest turn counts, as the others were
 # disturbed.
 ROUNDS = 2
-STEPS = 6
+STEPS = 5
 # Where the two fastest turns of a kind differ by more than DOUBT, it has more, up to MOST_ROUNDS.
-DOUBT = 0.1
-MOST_ROUNDS = 5
+DOUBT = 0.15
+MOST_ROUNDS = 4
 
 Seconds = dict[Kind, float]
 

@@ -22,7 +22,7 @@ class StepCosts:
         verify: A step that verifies N nodes and drafts nothing, by N.
         first: Drafting at no level, by width: what a search takes beside its levels.
         level: Each level of drafts, by width. Both are empty where drafts come out of the text.
-        wait: What a step takes longer whose drafts are looked at before they are verified.
+        wait: Additional seconds of a step whose drafts are looked at before they are verified.
     """
 
     plain: float

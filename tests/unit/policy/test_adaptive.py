@@ -1,4 +1,4 @@
-"""The choice of a plan: what it is based on, and how it changes; `bench/simulation.py` plays texts."""
+"""The choice of a plan in simulated texts: what it is based on, and how it changes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,9 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
 
 def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     costs = _costs()
-    disturbed = {size: seconds * (0.3 if size == 24 else 1) for size, seconds in costs.verify.items()}
+    disturbed = {
+        size: seconds * (0.3 if size == 24 else 1) for size, seconds in costs.verify.items()
+    }
     timed = StepCosts(costs.plain, disturbed, costs.first, costs.level, costs.wait)
     sizes = [step.num_nodes for step in _decode(_scenario(0.5, costs, timed=timed)).steps]
     assert sizes[:8].count(24) > 4

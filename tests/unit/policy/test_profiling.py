@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Drafter, load
+from mlx_redrafter.config import DraftShape
+from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy import profiling
-from mlx_redrafter.policy.adaptive import CANDIDATES, LONGEST, SHORTEST, TREES
+from mlx_redrafter.policy.candidates import SIZES
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -29,15 +34,47 @@ def _proposer(dtype: mx.Dtype = mx.float32) -> RecurrentProposer:
     return RecurrentProposer(random_drafter(64, 32, dtype=dtype))
 
 
-def test_every_shape_is_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _timed(per_node: float = 0.01, per_level: float = 0.1, read: float = 0.3) -> profiling.Seconds:
+    """Times of a machine where plain decoding takes 1, and searches take longer by their width."""
+
+    def seconds(kind: profiling.Kind) -> float:
+        if kind.plan is None:
+            return 1.0
+        shape = kind.plan.shape
+        drafting = per_level * shape.levels * shape.width / 2 + 0.05 * (shape.width - 2)
+        return 2 + per_node * kind.plan.num_nodes + drafting + read * kind.waits
+
+    return {kind: seconds(kind) for kind in profiling.TIMED}
+
+
+def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
-    seconds = profiling.step_costs(target, proposer)
-    assert set(seconds) == {None, *CANDIDATES}
-    assert all(value > 0 for value in seconds.values())
+    costs = profiling.step_costs(target, proposer)
+    assert costs.plain > 0
+    assert set(costs.verify) == set(SIZES)
     assert len(list(folder.iterdir())) == 1
 
     monkeypatch.setattr(profiling, "time_steps", lambda *_: pytest.fail("timed again"))
-    assert profiling.step_costs(target, proposer) == seconds
+    assert profiling.step_costs(target, proposer) == costs
+
+
+def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> None:
+    costs = profiling.step_costs(Target(tiny_llama()), None)
+    assert set(costs.verify) == set(SIZES)
+    assert not costs.level
+    assert costs.wait == 0
+
+
+def test_parts_add_up_to_the_steps_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = _timed()
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: timed)
+    costs = profiling.step_costs(Target(tiny_llama()), _proposer())
+    for kind, seconds in timed.items():
+        plan = kind.plan
+        found = costs.step(plan and plan.shape, plan.num_nodes if plan else 1, kind.waits)
+        assert found == pytest.approx(seconds)
+    between = costs.drafting(DraftShape(3, 6)) - costs.drafting(DraftShape(2, 6))
+    assert between == pytest.approx(0.1 * 5 / 2 + 0.05), "widths in between are interpolated"
 
 
 def test_a_long_context_is_timed_when_a_text_begins_with_one(
@@ -45,48 +82,48 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
 ) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
     target.context_length = None
-    timed = {
-        profiling.CONTEXT: dict.fromkeys(profiling.TIMED, 2.0)
-        | {None: 1.0, profiling.SMALLEST: 1.5},
-        profiling.LONG_CONTEXT: dict.fromkeys(profiling.TIMED, 4.0) | {None: 1.5, LONGEST: 1.9},
-    }
+    short = _timed()
+    long = {kind: seconds + 0.5 for kind, seconds in short.items()}
+    long[profiling.VERIFY[2]] = 0.1  # noise
+    timed = {profiling.CONTEXT: short, profiling.LONG_CONTEXT: long}
     monkeypatch.setattr(profiling, "time_steps", lambda target, proposer, context: timed[context])
-    short = {plan: 2.0 - 0.1 * (8 - plan.shape.length) for plan in CANDIDATES} | {None: 1.0}
-    assert profiling.step_costs(target, proposer) == pytest.approx(short)
-    assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == pytest.approx(short)
+    costs = profiling.step_costs(target, proposer)
+    assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
-    seconds = profiling.step_costs(target, proposer, profiling.LONG_CONTEXT)
+    after = profiling.step_costs(target, proposer, profiling.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
-    assert (seconds[None], seconds[LONGEST]) == (1.5, 2.0), "no context makes a step faster"
-    assert seconds[profiling.SMALLEST] == pytest.approx(3.5), "or a level slower"
+    assert after.plain == 1.5
+    assert after.verify[8] == pytest.approx(costs.verify[8] + 0.5)
+    assert after.verify[2] == pytest.approx(costs.verify[2]), "no context makes a step faster"
+    assert after.level == costs.level, "or a level slower"
     twice = profiling.step_costs(target, proposer, 2 * profiling.LONG_CONTEXT - profiling.CONTEXT)
-    assert [twice[plan] for plan in (None, profiling.SMALLEST, LONGEST)] == pytest.approx(
-        [2, 5.5, 2]
-    )
-
-
-def test_a_level_takes_the_same_whatever_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = LONGEST.shape.levels - SHORTEST.shape.levels
-    timed = {None: 1.0, profiling.SMALLEST: 2.0} | {
-        plan: 2.0 + 0.1 * levels + 0.01 * (plan.num_nodes - 2) for plan in TREES[LONGEST].values()
-    }
-    monkeypatch.setattr(profiling, "time_steps", lambda *_: timed)
-    seconds = profiling.step_costs(Target(tiny_llama()), _proposer())
-    assert {plan: seconds[plan] for plan in timed} == pytest.approx(timed)
-    for plan in CANDIDATES:
-        nodes, length = plan.num_nodes, plan.shape.length
-        expected = 2.0 + 0.1 * (length - SHORTEST.shape.length) + 0.01 * (nodes - 2)
-        assert seconds[plan] == pytest.approx(expected)
+    assert twice.plain == pytest.approx(2.0)
 
 
 def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = dict.fromkeys(profiling.TIMED, 1.5) | {None: 1.0}
-    for smallest, bound in ((9.0, 1.5), (0.1, 1.0)):
-        noisy = timed | {profiling.SMALLEST: smallest}
-        monkeypatch.setattr(profiling, "_known_costs", lambda *_, noisy=noisy: noisy)
-        seconds = profiling.step_costs(Target(tiny_llama()), _proposer())
-        assert min(seconds.values()) == 1.0
-        assert min(seconds[plan] for plan in CANDIDATES) == bound
+    for per_level, read in ((-0.5, -3.0), (9.0, 0.0)):
+        timed = _timed(per_level=per_level, read=read)
+        monkeypatch.setattr(profiling, "_known_seconds", lambda *_, timed=timed: timed)
+        costs = profiling.step_costs(Target(tiny_llama()), _proposer())
+        assert min(costs.verify.values()) >= 0
+        assert min(costs.level.values()) >= 0
+        assert costs.wait >= 0
+        assert costs.drafting(DraftShape(1, 2)) >= 0
+
+
+def test_what_was_disturbed_is_timed_again() -> None:
+    kinds = [profiling.PLAIN, profiling.READ, profiling.VERIFY[2]]
+    schedule = profiling._Schedule(kinds)
+    rng, plan, turn = random.Random(3), schedule.choose(None), 0
+    while not schedule.is_done:
+        following = schedule.choose(None)
+        turn += plan == profiling.VERIFY[2].plan
+        seconds = 5.0 if plan == profiling.VERIFY[2].plan and turn < 9 else 1.0
+        schedule.observe(Step(plan, 2, [1], seconds * rng.uniform(0.99, 1.01)))
+        plan = following
+    assert all(seconds < 1.1 for seconds in schedule.seconds.values())
+    assert turn > profiling.ROUNDS * profiling.STEPS, "this one had more turns"
+    assert len(schedule._turns[profiling.PLAIN]) == profiling.ROUNDS
 
 
 def test_positions_that_a_model_need_not_know_are_not_timed(
@@ -94,13 +131,12 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
 ) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
     target.context_length = 2 * profiling.LONG_CONTEXT - 1
-    short = dict.fromkeys(profiling.TIMED, 2.0) | {None: 1.0}
     monkeypatch.setattr(
         profiling,
         "time_steps",
-        lambda target, proposer, context: {profiling.CONTEXT: short}[context],
+        lambda target, proposer, context: {profiling.CONTEXT: _timed()}[context],
     )
-    assert profiling.step_costs(target, proposer, 4000)[LONGEST] == 2.0
+    assert profiling.step_costs(target, proposer, 4000).plain == 1
 
 
 def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
@@ -117,7 +153,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
 
     monkeypatch.setattr(target, "blank_cache", remembered)
     profiling.time_steps(target, RecurrentProposer(drafter))
-    steps = profiling.ROUNDS * profiling.STEPS * len(profiling.TIMED)
+    steps = profiling.MOST_ROUNDS * profiling.STEPS * len(profiling.TIMED)
     assert caches[0].length <= 1.1 * (profiling.CONTEXT + steps)
 
 
@@ -132,7 +168,7 @@ def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:
     target = Target(model)
     model.__class__ = Watched
     profiling.time_steps(target, _proposer(), 4000)
-    assert max(tokens for tokens, _ in lengths) == LONGEST.num_nodes
+    assert max(tokens for tokens, _ in lengths) == SIZES[-1]
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
 
 
@@ -145,15 +181,24 @@ def test_another_drafter_or_dtype_is_timed_anew(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"plain": "fast"}'])
+BAD = {"zero": 0.0, "NaN": math.nan, "-1": -1.0, "Infinity": math.inf}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"plain": "fast"}', "zero", "NaN", "-1", "Infinity"]
+)
 def test_a_damaged_file_is_replaced(folder: Path, text: str) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
-    seconds = profiling.step_costs(target, proposer)
-    (path,) = folder.iterdir()
-    path.write_text(text)
     profiling.step_costs(target, proposer)
-    assert profiling.step_costs(target, proposer).keys() == seconds.keys()
-    assert path.read_text() != text
+    (path,) = folder.iterdir()
+    names = json.loads(path.read_text())
+    path.write_text(
+        text if not text or text[0] in "[{" else json.dumps(dict.fromkeys(names, BAD[text]))
+    )
+    profiling.step_costs(target, proposer)
+    after = json.loads(path.read_text())
+    assert after.keys() == names.keys()
+    assert all(0 < value < 100 for value in after.values())
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(

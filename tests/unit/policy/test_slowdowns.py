@@ -52,9 +52,7 @@ def test_a_lasting_change_is_believed() -> None:
     assert _learnt(*[(TREE, 1.0)] * 20, *[(TREE, 10.0)] * 200)[TREE] == pytest.approx(10, rel=0.01)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(SIZES), st.floats(1e-6, 1e6, allow_subnormal=False)))
-)
+@given(st.lists(st.tuples(st.sampled_from(SIZES), st.floats(1e-6, 1e6, allow_subnormal=False))))
 def test_factors_stay_between_one_and_what_was_seen(steps: list[tuple[int, float]]) -> None:
     ratios = [1.0, *(ratio for _, ratio in steps)]
     for factor in _learnt(*steps).values():
