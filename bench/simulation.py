@@ -274,7 +274,7 @@ def make_scenario(seed: int) -> Scenario:
     widths = {1: 1.0, 2: 1.1, 4: 1.3}
     costs = StepCosts(
         plain=plain,
-        verify={size: plain * CURVES[curve](size) for size in SIZES},
+        verify={size: plain * CURVES[curve](size) for size in range(2, SIZES[-1] + 1)},
         first=dict.fromkeys(widths, 0.0),
         level={width: level * factor for width, factor in widths.items()},
         wait=wait,
@@ -300,7 +300,7 @@ def _disturbed(costs: StepCosts, rng: np.random.Generator) -> StepCosts:
 
     return StepCosts(
         plain=timed(costs.plain),
-        verify={size: timed(seconds) for size, seconds in costs.verify.items()},
+        verify={size: timed(costs.verify[size]) for size in SIZES},
         first=dict(costs.first),
         level={width: timed(seconds) for width, seconds in costs.level.items()},
         wait=timed(costs.wait),

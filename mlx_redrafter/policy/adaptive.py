@@ -50,6 +50,11 @@ SURVEY_EVERY = 8
 PLAIN_EVERY = 128
 # Plain steps are timed while drafts are at most so much faster.
 CLOSE = 1.5
+# Host time that learning from a step's drafts takes, about, and the share of the time for it: where
+# steps take little, not every draft is learnt from.
+LEARNING_SECONDS, LEARNING_SHARE = 0.8e-3, 0.02
+# Plain steps in a row until their times may change the choice.
+LOOK_AGAIN = 8
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
 MARGIN = 0.02
 _SIZES = np.array(SIZES)
@@ -101,12 +106,14 @@ class Finished(NamedTuple):
         seen: Drafts of a network, if there were any.
         is_inner: Whether it stood between two of its kind, with drafts or without.
         waits: Whether the drafts were looked at before they were verified.
+        is_learnt: Whether there is time to learn from the drafts.
     """
 
     step: Step
     seen: SeenDrafts | None
     is_inner: bool
     waits: bool
+    is_learnt: bool
 
 
 class Experience:
@@ -147,13 +154,18 @@ class AdaptivePolicy:
         # Steps to learn from, and drafts that more text may prove right or wrong.
         self._finished: list[Finished] = []
         self._pending: list[tuple[SeenDrafts, Hindsight]] = []
+        # Seconds left for learning; some at first, when there is most to learn.
+        self._learning = 10 * LEARNING_SECONDS
+        # Plain steps until their times are looked at again.
+        self._until_best = 0
+        self._best, self._rate = self._find_best()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        self._learn()
-        best, rate = self._find_best()
-        self._rate = rate
-        self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(best)
+        if self._learn():
+            self._price()
+            self._best, self._rate = self._find_best()
+        self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
         return self._next.plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
@@ -177,7 +189,11 @@ class AdaptivePolicy:
         neighbours = self._last, step.plan, self._next.plan
         is_inner = len({plan is None for plan in neighbours}) == 1
         self._last = step.plan
-        self._finished.append(Finished(step, self._seen, is_inner, self.waits))
+        self._learning += LEARNING_SHARE * (step.seconds or self._plain)
+        is_learnt = self._seen is not None and self._learning >= 0
+        if is_learnt:
+            self._learning -= LEARNING_SECONDS
+        self._finished.append(Finished(step, self._seen, is_inner, self.waits, is_learnt))
         self._seen = None
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
         counts[0] += 1
@@ -215,7 +231,6 @@ class AdaptivePolicy:
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
         timed = self._costs.step(shape, step.num_nodes, done.waits and shape is not None)
         self._slowdowns.learn(step.num_nodes, step.seconds / timed)
-        self._price()
 
     def _find_best(self) -> tuple[Choice, float]:
         """The choice with the most expected tokens per second, and how many these are."""
@@ -289,27 +304,33 @@ class AdaptivePolicy:
         num_nodes = SIZES[best] if values[best] > -self._rate * self._plain else 1
         return [int(draft) for draft in order[: num_nodes - 1]]
 
-    def _learn(self) -> None:
-        """Take in the steps since the last time."""
+    def _learn(self) -> bool:
+        """Take in the steps since the last time, and say whether that may change the choice."""
         finished, self._finished = self._finished, []
         calibration = self.experience.calibration
         for done in finished:
             self._time(done)
-            if done.seen is not None:
+            if done.is_learnt and done.seen is not None:
                 self._pending.append((done.seen, Hindsight(done.seen.drafts)))
             for drafts, hindsight in self._pending:
                 found = hindsight.follow(done.step.tokens)
                 calibration.add(drafts.features, found)
             self._pending = [one for one in self._pending if not one[1].is_over]
+        has_drafts = any(done.step.plan is not None for done in finished)
+        self._until_best -= len(finished)
+        if not has_drafts and self._until_best > 0:
+            return False
+        self._until_best = LOOK_AGAIN
         calibration.fit()
         unverified = self._drafting + self._plain + self._costs.wait
         for done in finished:
-            if (seen := done.seen) is not None:
+            if done.is_learnt and (seen := done.seen) is not None:
                 best, chosen = expected_drafts(
                     seen.drafts, seen.chances(calibration), seen.plan.shape
                 )
                 seconds = self._seconds + self._costs.wait
                 self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
+        return True
 
 
 def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ Floats = npt.NDArray[np.float64]
 # Mean and standard deviation of the weights before the first draft.
 PRIOR_MEAN = np.array([0.0, 1.0, 0.0, 0.0])
 PRIOR_SPREAD = np.array([1.5, 0.7, 0.2, 1.0])
-# Observations that count.
-WINDOW = 512
+# Observations that count, and steps of Newton's method from the weights before.
+WINDOW, NEWTON_STEPS = 512, 2
 # Bound on log-odds.
 MOST_LOG_ODDS = 20.0
 
@@ -67,7 +67,7 @@ class Calibration:
         known = min(self._count, WINDOW)
         features, right = self._features[:known], self._right[:known]
         precision = PRIOR_SPREAD**-2
-        for _ in range(2):
+        for _ in range(NEWTON_STEPS):
             chances = _sigmoid(features @ self._weights)
             slope = features.T @ (right - chances) - precision * (self._weights - PRIOR_MEAN)
             curvature = (features.T * (chances * (1 - chances) + 1e-4)) @ features

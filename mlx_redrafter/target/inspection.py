@@ -24,7 +24,7 @@ from mlx_redrafter.target.architectures import (
     WRAPPERS,
     Config,
 )
-from mlx_redrafter.target.hooks import HookPoint, capture
+from mlx_redrafter.target.hooks import Hook, HookPoint, capture
 
 MLX_LM_MODELS = "mlx_lm.models."
 
@@ -154,12 +154,14 @@ def _check_caches(name: str, caches: list[Any]) -> None:
 
 def _find_position_hooks(name: str, text_name: str, model: nn.Module) -> Iterator[HookPoint]:
     architecture = ARCHITECTURES[text_name]
+    methods: dict[str, list[tuple[str, Hook]]] = {}
+    for (owner, method), hook in architecture.methods.items():
+        methods.setdefault(owner, []).append((method, hook))
     for leaf, module in _named_modules(model):
         if "rope" in leaf or "rotary" in leaf:
             yield from _find_rope_hook(name, module)
-        for (owner, method), hook in architecture.methods.items():
-            if leaf == owner:
-                yield HookPoint(module, method, hook)
+        for method, hook in methods.get(leaf, ()):
+            yield HookPoint(module, method, hook)
     for function, hook in architecture.functions.items():
         yield HookPoint(sys.modules[MLX_LM_MODELS + text_name], function, hook)
 
@@ -170,12 +172,16 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     waiting: list[tuple[str, Any]] = [("", model)]
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, nn.Module):
-            found.append((name, value))
         if isinstance(value, dict):  # a module is one
-            waiting.extend([item for item in value.items() if isinstance(item[1], (dict, list))])
+            if isinstance(value, nn.Module):
+                found.append((name, value))
+            for key, item in value.items():
+                if isinstance(item, (dict, list)):
+                    waiting.append((key, item))
         else:
-            waiting.extend([(name, item) for item in value if isinstance(item, (dict, list))])
+            for item in value:
+                if isinstance(item, (dict, list)):
+                    waiting.append((name, item))
     return found
 
 
