@@ -82,7 +82,7 @@ def _nodes(watched: Watched, last: int = 40) -> float:
 
 def test_the_regret_of_simulated_texts_is_small() -> None:
     """One scenario of every kind of text and machine; `bench simulate` has hundreds."""
-    found = simulate_regret(18)
+    found = simulate_regret(12)
     assert found.median <= 0.03
     assert found.p95 <= 0.09
     assert found.worst <= 0.15
