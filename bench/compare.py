@@ -11,22 +11,15 @@ import mlx.nn as nn
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
-    AUTO,
-    PLAIN,
-    STOCK,
     STOCK_DRAFT,
     UNCOUPLED,
-    Arm,
     EncodedPrompt,
     Setting,
-    Turn,
     drafted_arm,
-    plain_arm,
     stock_arm,
-    take_turn,
-    warm_up,
 )
 from mlx_redrafter.bench.timing import OnProgress, timed
+from mlx_redrafter.bench.turns import decode_in_turns, fixed_arms, make_turns, reference_arm
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
@@ -73,24 +66,15 @@ def compare(
         max_repeated: See `summarise`.
         on_progress: Callback for the turns done and their number.
     """
-    arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: plain_arm(setting)}
+    arms = fixed_arms(setting, plans)
     if draft_model is not None:
         arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
-    arms |= {arm_name(plan): drafted_arm(setting, plan) for plan in plans}
-    arms[AUTO] = drafted_arm(setting, None)
     if setting.temp:
         arms[UNCOUPLED] = drafted_arm(replace(setting, couple=False), None)
-    turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
-    missing = [turn for turn in turns if not recording.has(turn.key)]
-    if missing:
-        time_shapes(setting, max(len(prompt.ids) for prompt in prompts), recording)
-        warm_up(arms, prompts[0])
-    for done, turn in enumerate(missing, start=len(turns) - len(missing)):
-        on_progress(done, len(turns))
-        recording.add(take_turn(arms, turn, cool_down))
-    on_progress(len(turns), len(turns))
+    prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
+    decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
 
-    reference = STOCK if setting.temp == 0 else PLAIN
+    reference = reference_arm(setting)
     categories = dict.fromkeys(prompt.category for prompt in prompts)
     found = Comparison(
         summarise(recording.runs, reference, max_repeated),
@@ -119,9 +103,3 @@ def time_shapes(setting: Setting, longest: int, recording: Recording) -> None:
     )
     step_costs(target, network, longest)
     recording.result["calibration_seconds"] = seconds
-
-
-def arm_name(plan: DraftPlan) -> str:
-    """Name of a plan in tables."""
-    nodes = "" if plan.shape.select == "beam" else f" n{plan.num_nodes}"
-    return f"{plan.shape.select} w{plan.shape.width} l{plan.shape.length}{nodes}"

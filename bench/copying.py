@@ -16,18 +16,9 @@ import mlx_lm
 from mlx_redrafter.bench.cases import ENGLISH, SOURCE_CODE
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
-from mlx_redrafter.bench.runs import (
-    AUTO,
-    PLAIN,
-    STOCK,
-    Arm,
-    EncodedPrompt,
-    Setting,
-    Turn,
-    take_turn,
-    warm_up,
-)
+from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, Arm, EncodedPrompt, Setting
 from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.bench.turns import decode_in_turns, make_turns, part_of
 from mlx_redrafter.engine import AnyDrafter
 from mlx_redrafter.generation import stream_generate
 
@@ -85,18 +76,11 @@ def compare_copies(
     Returns:
         Rows by name of the copy.
     """
-    turns = [(copy, repeat) for repeat in range(repeats) for copy in copies]
-    for done, (copy, repeat) in enumerate(turns):
-        on_progress(done, len(turns))
-        turn = Turn(copy.prompt.name, 0, copy.prompt, repeat)
-        if not recording.has(turn.key):
-            arms = _arms(
-                replace(setting, max_tokens=min(setting.max_tokens, len(copy.answer))), copy
-            )
-            if repeat == 0:
-                warm_up(arms, copy.prompt)
-            recording.add(take_turn(arms, turn))
-    on_progress(len(turns), len(turns))
+    for index, copy in enumerate(copies):
+        arms = _arms(replace(setting, max_tokens=min(setting.max_tokens, len(copy.answer))), copy)
+        turns = make_turns([copy.prompt], repeats, copy.prompt.name)
+        part = part_of(on_progress, index * repeats, len(copies) * repeats)
+        decode_in_turns(arms, turns, recording, on_progress=part)
     found = {
         copy.prompt.name: summarise([r for r in recording.runs if r.group == copy.prompt.name])
         for copy in copies

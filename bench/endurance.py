@@ -17,11 +17,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.bench.compare import arm_name
 from mlx_redrafter.bench.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.memory import Finding, allocated_rows, num_bytes
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
+from mlx_redrafter.bench.turns import arm_name
 from mlx_redrafter.config import MAX_BEAM_LENGTH, DraftPlan, SamplingParams, check_int
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.bench.compare import arm_name, time_shapes
+from mlx_redrafter.bench.compare import time_shapes
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
-from mlx_redrafter.bench.runs import (
-    AUTO,
-    PLAIN,
-    STOCK,
-    Arm,
-    EncodedPrompt,
-    Run,
-    Setting,
-    Turn,
-    drafted_arm,
-    plain_arm,
-    stock_arm,
-    take_turn,
-    warm_up,
-)
+from mlx_redrafter.bench.runs import AUTO, STOCK, EncodedPrompt, Run, Setting, repetition
 from mlx_redrafter.bench.simulation import Outcome, make_scenario, play
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
+from mlx_redrafter.bench.turns import decode_in_turns, fixed_arms, make_turns, reference_arm
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.step_costs import StepCosts
@@ -60,6 +48,8 @@ def measure_regret(
     prompts: Sequence[EncodedPrompt],
     repeats: int,
     recording: Recording,
+    cool_down: float = 0.0,
+    max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Regret:
     """Decode every prompt by the default, by every fixed plan and without drafts, in turns.
@@ -69,36 +59,33 @@ def measure_regret(
         prompts: The prompts.
         repeats: Rounds per prompt.
         recording: Record of the runs; turns that it has are not repeated.
+        cool_down: Seconds to rest before every run.
+        max_repeated: See `summarise`.
         on_progress: Callback for the turns done and their number.
     """
-    arms: dict[str, Arm] = {STOCK: stock_arm(setting), PLAIN: plain_arm(setting)}
-    arms |= {arm_name(plan): drafted_arm(setting, plan) for plan in GRID}
-    arms[AUTO] = drafted_arm(setting, None)
-    turns = [Turn("", 0, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
-    missing = [turn for turn in turns if not recording.has(turn.key)]
-    if missing:
-        time_shapes(setting, max(len(prompt.ids) for prompt in prompts), recording)
-        warm_up(arms, prompts[0])
-    for done, turn in enumerate(missing, start=len(turns) - len(missing)):
-        on_progress(done, len(turns))
-        recording.add(take_turn(arms, turn))
-    on_progress(len(turns), len(turns))
-    found = find_regret(recording.runs, STOCK if setting.temp == 0 else PLAIN)
+    prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
+    turns = make_turns(prompts, repeats)
+    decode_in_turns(fixed_arms(setting, GRID), turns, recording, cool_down, on_progress, prepare)
+    found = find_regret(recording.runs, reference_arm(setting), max_repeated)
     recording.result["found"] = found
     recording.write()
     return found
 
 
-def find_regret(runs: Sequence[Run], reference: str) -> Regret:
-    """The regret of runs made in turns; see `summarise` for ``reference``."""
-    rows = summarise(runs, reference)
+def find_regret(runs: Sequence[Run], reference: str, max_repeated: float = 1.0) -> Regret:
+    """The regret of runs made in turns; see `summarise` for the rest."""
+    rows = summarise(runs, reference, max_repeated)
     speeds = {
         row.arm: row.speedup.median
         for row in rows
         if row.speedup is not None and row.arm not in (STOCK, AUTO)
     }
     best = max(speeds, key=speeds.__getitem__)
-    seconds = {(one.turn, one.arm): one.seconds_per_token for one in runs if one.is_timed}
+    seconds = {
+        (one.turn, one.arm): one.seconds_per_token
+        for one in runs
+        if one.is_timed and repetition(one.tokens) <= max_repeated
+    }
     ratios = [
         seconds[turn, best] / value
         for (turn, arm), value in seconds.items()

@@ -42,6 +42,11 @@ class Row:
     num_different: int | None = None
 
 
+def num_different(rows: Iterable[Row]) -> int:
+    """Number of texts that differ from the reference's and must not."""
+    return sum(row.num_different or 0 for row in rows)
+
+
 def summarise(runs: Sequence[Run], reference: str = STOCK, max_repeated: float = 1.0) -> list[Row]:
     """One row per way of decoding, in the order of their first runs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -227,7 +227,7 @@ def run(name: str, arm: Arm, turn: Turn) -> Run:
     )
 
 
-def take_turn(arms: dict[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[Run]:
+def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[Run]:
     """Run every way of decoding once, on one prompt; each repeat starts with another way.
 
     Args:
@@ -244,7 +244,7 @@ def take_turn(arms: dict[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[
     return runs
 
 
-def warm_up(arms: dict[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
+def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
     """Let every way of decoding compile and allocate; nothing is recorded."""
     for arm in arms.values():
         with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.bench.compare import arm_name
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.result_file import write_csv
@@ -25,14 +25,18 @@ from mlx_redrafter.bench.runs import (
     EncodedPrompt,
     Run,
     Setting,
-    Turn,
     drafted_arm,
     plain_arm,
     stock_arm,
-    take_turn,
-    warm_up,
 )
 from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.bench.turns import (
+    arm_name,
+    decode_in_turns,
+    make_turns,
+    part_of,
+    reference_arm,
+)
 from mlx_redrafter.config import DraftPlan, Selection
 from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import ConfigError
@@ -182,36 +186,31 @@ def sweep(
         on_progress: Callback for the turns done and their number.
     """
     blocks = list(_blocks(setting, grid, shapes_per_block))
-    total, done = len(blocks) * repeats * len(prompts), 0
+    total = len(blocks) * repeats * len(prompts)
     casts = [_Cast(one) for one in (setting.model, *as_proposer(setting.drafter).modules)]
+    done = 0
     for block in blocks:
-        turns = [
-            Turn(block.group, block.number, prompt, repeat)
-            for repeat in range(repeats)
-            for prompt in prompts
-        ]
-        missing = [turn for turn in turns if not recording.has(turn.key)]
-        done += len(turns) - len(missing)
-        arms = block.arms
-        if missing:
-            for one in casts:
-                one.to(block.dtype)
-            warm_up(arms, prompts[0])
-        for turn in missing:
-            on_progress(done, total)
-            recording.add(take_turn(arms, turn, cool_down))
-            done += 1
-    on_progress(total, total)
+        turns = make_turns(prompts, repeats, block.group, block.number)
+        decode_in_turns(
+            block.arms, turns, recording, cool_down,
+            part_of(on_progress, done, total), partial(_cast, casts, block.dtype),
+        )  # fmt: skip
+        done += len(turns)
     points = [p for block in blocks for p in _points(block, recording.runs, max_repeated)]
     recording.result |= {"points": points, "max_repeated": max_repeated}
     recording.write()
     return points
 
 
+def _cast(casts: Sequence[_Cast], dtype: str) -> None:
+    for one in casts:
+        one.to(dtype)
+
+
 def _points(block: Block, runs: Sequence[Run], max_repeated: float) -> Iterator[Point]:
     """Results of the plans of a block."""
     group = [run for run in runs if run.group == block.group]
-    reference = STOCK if block.setting.temp == 0 else PLAIN
+    reference = reference_arm(block.setting)
     rows = {row.arm: row for row in summarise(group, reference, max_repeated)}
     for plan in block.plans:
         yield Point(block.dtype, block.setting.temp, plan, rows[arm_name(plan)])

@@ -151,6 +151,14 @@ class Rounds:
         check_int("max_tokens", self.max_tokens, 1)
         check_int("repeats", self.repeats, 1)
 
+    def describe(self) -> dict[str, Any]:
+        """What a result says of them before it is there."""
+        return {
+            "max_tokens": self.max_tokens,
+            "repeats": self.repeats,
+            "cool_down": self.cool_down,
+        }
+
 
 @dataclass(frozen=True)
 class ShortRounds(Rounds):

@@ -34,6 +34,7 @@ def regret(
     from mlx_redrafter.bench.plots import plot_regret
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.regret import measure_regret
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
 
@@ -41,22 +42,24 @@ def regret(
     configuration = {
         **pair_names(pair.model, pair.drafter_name, drafter),
         **prompts.describe(encoded),
-        "max_tokens": rounds.max_tokens,
-        "repeats": rounds.repeats,
+        **rounds.describe(),
         "temp": temp,
         "seed": seed,
     }
     setting = Setting(target, tokenizer, drafter, rounds.max_tokens, temp, seed)
     recording = Recording(out, "regret", configuration, resume)
     with progress("Turns") as on_progress:
-        found = measure_regret(setting, encoded, rounds.repeats, recording, on_progress)
+        found = measure_regret(
+            setting, encoded, rounds.repeats, recording, rounds.cool_down, rounds.max_repeated,
+            on_progress,
+        )  # fmt: skip
     show(speed_table(found.rows, "by mlx-lm"))
     ratio = found.ratio
     interval = f"95% interval {ratio.low:.3f} to {ratio.high:.3f}"
     show(f"auto / {found.best}: {ratio.median:.3f} ({interval})")
     if out is not None:
         draw(lambda: [plot_regret(out.with_suffix(".png"), found)])
-    refuse_texts(sum(row.num_different or 0 for row in found.rows))
+    refuse_texts(num_different(found.rows))
 
 
 @takes_records

@@ -65,6 +65,7 @@ def copy(
     target, tokenizer, loaded = pair.load()
     from mlx_redrafter.bench.copying import compare_copies, make_copies
     from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
 
@@ -79,4 +80,4 @@ def copy(
         found = compare_copies(setting, make_copies(tokenizer), repeats, recording, on_progress)
     for name, rows in found.items():
         show(speed_table(rows, name))
-    refuse_texts(sum(row.num_different or 0 for rows in found.values() for row in rows))
+    refuse_texts(num_different(row for rows in found.values() for row in rows))

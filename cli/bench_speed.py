@@ -108,23 +108,22 @@ def compare(
     """
     plans = [shape.plan("beam"), shape.plan()]
     target, tokenizer, drafter = pair.load()
-    from mlx_redrafter.bench.compare import arm_name
     from mlx_redrafter.bench.compare import compare as measure
     from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
+    from mlx_redrafter.bench.turns import arm_name
 
     encoded = prompts.encode(tokenizer)
     configuration = {
         **pair_names(pair.model, pair.drafter_name, drafter),
         **stock.describe(),
         **prompts.describe(encoded),
-        "max_tokens": rounds.max_tokens,
-        "repeats": rounds.repeats,
+        **rounds.describe(),
         "temp": temp,
         "seed": seed,
         "shapes": {arm_name(plan): plan.options for plan in plans},
-        "cool_down": rounds.cool_down,
     }
     setting = Setting(target, tokenizer, drafter, rounds.max_tokens, temp, seed)
     recording = Recording(out, "compare", configuration, resume)
@@ -138,7 +137,7 @@ def compare(
     show(f"auto: timing the plans took {calibration:.1f} s, which no answer's time includes")
     for category, rows in found.by_category.items():
         show(speed_table(rows, category))
-    refuse_texts(_num_different(found.rows))
+    refuse_texts(num_different(found.rows))
 
 
 @takes_records
@@ -160,6 +159,7 @@ def sweep(
     check_int("shapes_per_block", shapes_per_block, 1)
     from mlx_redrafter.bench.plots import plot_sweep
     from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
     from mlx_redrafter.bench.sweep import sweep as measure
@@ -172,12 +172,10 @@ def sweep(
         **pair_names(pair.model, pair.drafter_name, drafter),
         **prompts.describe(encoded),
         "grid": {name: list(values) for name, values in asdict(grid).items()},
-        "max_tokens": rounds.max_tokens,
-        "repeats": rounds.repeats,
+        **rounds.describe(),
         "seed": seed,
         "couple": couple,
         "shapes_per_block": shapes_per_block,
-        "cool_down": rounds.cool_down,
     }
     setting = Setting(target, tokenizer, drafter, rounds.max_tokens, seed=seed, couple=couple)
     recording = Recording(out / "sweep.json", "sweep", configuration, resume)
@@ -192,7 +190,7 @@ def sweep(
         rows = [point.row for point in points if (point.dtype, point.temp) == group]
         show(speed_table(rows, f"{group[0]}, temperature {group[1]:g}"))
     draw(lambda: plot_sweep(out, points, title))
-    refuse_texts(_num_different([point.row for point in points]))
+    refuse_texts(num_different([point.row for point in points]))
 
 
 def _parse_temps(text: str) -> tuple[float, ...]:
@@ -231,7 +229,3 @@ def speed_table(rows: Sequence[Row], title: str) -> Table:
 
 def _format(value: Estimate | None, digits: int = 2) -> str:
     return "" if value is None else f"{value.median:.{digits}f}"
-
-
-def _num_different(rows: Sequence[Row]) -> int:
-    return sum(row.num_different or 0 for row in rows)

@@ -32,7 +32,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import LONGEST, SHORTEST
 from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.profiling import Seconds, step_costs
+from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -50,12 +50,12 @@ class Memory:
     Attributes:
         lookup: Lookup whose rates all texts share.
         experience: Experience of the last adaptively drafted text, with which the next begins.
-        timed: Step times measured or read so far, by context in tokens.
+        timed: Step times measured or read so far.
     """
 
     lookup: Lookup = field(default_factory=Lookup)
     experience: Experience | None = None
-    timed: dict[int, Seconds] = field(default_factory=dict)
+    timed: Known = field(default_factory=dict)
 
 
 class Engine:
@@ -183,7 +183,8 @@ class Engine:
         _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
         policy: DraftPolicy
         if plan is not None:
-            policy = FixedPolicy(plan)
+            costs = step_costs(self.target, None, CONTEXT, self.memory.timed)
+            policy = FixedPolicy(plan, costs)
         else:
             network = None if isinstance(proposer, Lookup) else proposer
             length = num_cached + len(ids)

@@ -50,7 +50,7 @@ class TokenTree:
         parents: Node index of each node's parent, int32, shape (N,); the root's is 0.
         depths: Edges from the root, int32, shape (N,).
         ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
-        num_nodes: Number of nodes without padding, root included; N unless beams were merged.
+        num_nodes: Number of nodes without padding, root included.
         num_unmerged: Tokens of the beams before their prefixes were merged, root included.
         max_depth: Bound on the depth of every node.
         scores: Natural logarithm of the probability that the proposer gives to a draft and all
@@ -176,6 +176,24 @@ class TokenTree:
             scores=None if self.scores is None else self.scores[:drafts],
             packed=None,
             known=known,
+        )
+
+    def padded(self, size: int) -> TokenTree:
+        """The same tree with padding nodes up to ``size``."""
+        missing = size - self.size
+        if missing == 0:
+            return self
+        zeros = mx.zeros((missing,), dtype=mx.int32)
+        parents = mx.concatenate([self.parents, zeros])
+        return replace(
+            self,
+            tokens=mx.concatenate([self.tokens, mx.full((missing,), NO_TOKEN, dtype=mx.int32)]),
+            parents=parents,
+            depths=mx.concatenate([self.depths, zeros]),
+            ancestors=ancestor_mask(parents, self.max_depth),
+            scores=None,
+            packed=None,
+            known=None,
         )
 
 

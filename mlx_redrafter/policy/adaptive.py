@@ -237,16 +237,13 @@ class AdaptivePolicy:
         best, rate = Choice(None), (1 + MARGIN) / self._plain
         if not self._costs.level:
             return best, rate
+        speed, (w, length, size) = _highest(self._speeds())
+        if speed > rate:
+            best, rate = Choice(PLANS[w, length], SIZES[size]), speed
         gains = self.experience.gains
-        speeds = (1 + gains.mean) / self._seconds
-        w, length, size = np.unravel_index(np.argmax(speeds), speeds.shape)
-        if speeds[w, length, size] > rate:
-            best = Choice(PLANS[int(w), int(length)], SIZES[size])
-            rate = float(speeds[w, length, size])
-        speeds = gains.chosen_tokens / gains.chosen_seconds
-        w, length = np.unravel_index(np.argmax(speeds), speeds.shape)
-        if speeds[w, length] > rate:
-            best, rate = Choice(PLANS[int(w), int(length)]), float(speeds[w, length])
+        speed, (w, length) = _highest(gains.chosen_tokens / gains.chosen_seconds)
+        if speed > rate:
+            best, rate = Choice(PLANS[w, length]), speed
         return best, rate
 
     def _explore(self, best: Choice) -> Choice:
@@ -254,7 +251,8 @@ class AdaptivePolicy:
         if not self._costs.level:
             return best
         if best.plan is None:
-            shadow = self._best_drafts()
+            _, (w, length, _) = _highest(self._speeds())
+            shadow = PLANS[w, length]
             cost = self._drafting[PLACES[shadow.shape]]
             if self._credit < cost:
                 return best
@@ -276,10 +274,10 @@ class AdaptivePolicy:
             self._until_plain = PLAIN_EVERY
         return best
 
-    def _best_drafts(self) -> DraftPlan:
-        speeds = (1 + self.experience.gains.mean) / self._seconds
-        w, length, _ = np.unravel_index(np.argmax(speeds), speeds.shape)
-        return PLANS[int(w), int(length)]
+    def _speeds(self) -> Floats:
+        """Expected tokens per second of plans whose number of nodes is fixed, (W, L, S)."""
+        speeds: Floats = (1 + self.experience.gains.mean) / self._seconds
+        return speeds
 
     def _looks_up(self, outlook: Sequence[float] | None) -> bool:
         """Whether drafts out of the text, of these probabilities, promise the most speed."""
@@ -331,6 +329,12 @@ class AdaptivePolicy:
                 seconds = self._seconds + self._costs.wait
                 self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
         return True
+
+
+def _highest(values: Floats) -> tuple[float, tuple[int, ...]]:
+    """The highest value and its place."""
+    place = np.unravel_index(np.argmax(values), values.shape)
+    return float(values[place]), tuple(int(index) for index in place)
 
 
 def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:

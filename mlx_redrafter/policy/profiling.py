@@ -80,15 +80,20 @@ STEPS = 5
 # Where the two fastest turns of a kind differ by more than DOUBT, it has more, up to MOST_ROUNDS.
 DOUBT = 0.15
 MOST_ROUNDS = 4
+# Least time of verifying any number of nodes, in plain steps, which read as many weights: on the
+# smallest models noise leaves less than nothing of a step, once the drafts' time is taken away.
+LEAST_VERIFY = 0.8
 
 Seconds = dict[Kind, float]
+# Times by whether a network drafts, and by context in tokens.
+Known = dict[tuple[bool, int], Seconds]
 
 
 def step_costs(
     target: Target,
     proposer: Proposer | None,
     length: int = CONTEXT,
-    known: dict[int, Seconds] | None = None,
+    known: Known | None = None,
 ) -> StepCosts:
     """What steps take, by their parts; timed unless a file knows it.
 
@@ -100,13 +105,14 @@ def step_costs(
         target: The model.
         proposer: A network that drafts for it; None where drafts come out of the text.
         length: Tokens that the text begins with.
-        known: Times of these networks by context, for those that are asked for again.
+        known: Times of the model and this network, for those that are asked for again.
     """
     known = {} if known is None else known
-    for context in contexts(target, length):
-        if context not in known:
-            known[context] = _known_seconds(target, proposer, context)
-    short, *long = [known[context] for context in contexts(target, length)]
+    keys = [(proposer is not None, context) for context in contexts(target, length)]
+    for key in keys:
+        if key not in known:
+            known[key] = _known_seconds(target, proposer, key[1])
+    short, *long = [known[key] for key in keys]
     seconds = short
     if long:
         share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
@@ -173,7 +179,10 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
     few = short[VERIFY[FEW]] - drafting
     return StepCosts(
         plain=seconds[PLAIN],
-        verify={size: max(0.0, seconds[kind] - drafting) for size, kind in VERIFY.items()},
+        verify={
+            size: max(LEAST_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
+            for size, kind in VERIFY.items()
+        },
         first={
             width: short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width]
             for width in TIMED_WIDTHS

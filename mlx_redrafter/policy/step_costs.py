@@ -12,6 +12,9 @@ import numpy as np
 
 from mlx_redrafter.config import DraftShape
 
+# Share of the time that padding must save, so that no noise decides.
+LEAST_GAIN = 0.05
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -30,6 +33,18 @@ class StepCosts:
     first: Mapping[int, float] = field(default_factory=dict)
     level: Mapping[int, float] = field(default_factory=dict)
     wait: float = 0.0
+
+    def cheapest_size(self, num_nodes: int) -> int:
+        """The number of nodes, no less than these, that is verified in the least time.
+
+        Kernels switch with the number of rows: 16 nodes may take less than 12.
+        """
+        sizes = sorted(size for size in self.verify if size >= num_nodes)
+        if not sizes:
+            return num_nodes
+        best = min(sizes, key=self.verify.__getitem__)
+        is_clear = self.verify[best] < (1 - LEAST_GAIN) * self.verify[sizes[0]]
+        return best if is_clear else num_nodes
 
     def drafting(self, shape: DraftShape) -> float:
         """Seconds of a search; those of widths in between are interpolated."""

@@ -147,7 +147,7 @@ class ModelDrafting:
         if plan.shape.width == 1:
             levels = _ChainLevels(self, flight)
         else:
-            levels, self._flight, self._ahead = _ModelLevels(self, flight), flight, 0
+            levels, self._flight, self._ahead = _TreeLevels(self, flight), flight, 0
         rank = None
         if noise is not None and self.couple_noise:
             rank = partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
@@ -239,13 +239,21 @@ class ModelDrafting:
             self._excess = self.length + len(self._unread) - (following.length + 1)
 
 
-class _ChainLevels:
-    """A draft model after one root that drafts a chain; see `Levels`. Waits for the pass."""
+class _DraftLevels:
+    """A draft model after one root; see `Levels`. The token ids that both have are the same."""
 
     def __init__(self, drafting: ModelDrafting, flight: InFlight):
         self.drafting = drafting
         self.flight = flight
         self.num_rows = drafting.num_rows
+
+    def to_token_ids(self, rows: mx.array) -> mx.array:
+        """See `Levels.to_token_ids`."""
+        return rows.astype(mx.int32)
+
+
+class _ChainLevels(_DraftLevels):
+    """A draft model that drafts a chain; waits for the pass."""
 
     def first(self) -> mx.array:
         """See `Levels.first`."""
@@ -255,18 +263,12 @@ class _ChainLevels:
         """See `Levels.following`."""
         return log_probs(self.drafting.read_draft(tokens), self.num_rows)
 
-    def to_token_ids(self, rows: mx.array) -> mx.array:
-        """See `Levels.to_token_ids`."""
-        return rows.astype(mx.int32)
 
-
-class _ModelLevels:
-    """A draft model after one root; see `Levels`."""
+class _TreeLevels(_DraftLevels):
+    """A draft model that drafts a tree, each level in one pass."""
 
     def __init__(self, drafting: ModelDrafting, flight: InFlight):
-        self.drafting = drafting
-        self.flight = flight
-        self.num_rows = drafting.num_rows
+        super().__init__(drafting, flight)
         self._lineage: mx.array | None = None
 
     def first(self) -> mx.array:
@@ -294,10 +296,6 @@ class _ModelLevels:
         )
         logits = self.drafting.read_level(tokens, LevelMask(self._seen, own), positions)
         return log_probs(logits, self.num_rows)
-
-    def to_token_ids(self, rows: mx.array) -> mx.array:
-        """See `Levels.to_token_ids`."""
-        return rows.astype(mx.int32)
 
 
 def log_probs(logits: mx.array, num_rows: int) -> mx.array:

@@ -5,17 +5,13 @@ Axes: W beam width, L beam length, K nodes scored per level, M in all, N nodes o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.tree import NO_TOKEN, TokenTree, ancestor_mask
-
-# Sizes that trees of data-dependent size are padded to, unless their bound is smaller.
-STATIC_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
+from mlx_redrafter.tree import TokenTree, ancestor_mask
 
 
 class Expansion(NamedTuple):
@@ -104,15 +100,8 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     ids = mx.arange(scored, dtype=mx.int32)
     kept = mx.sort(mx.where(on_beam == 1, ids, scored))
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
-    size = next((s for s in STATIC_SIZES if s > count), shape.max_nodes)
-    kept = kept[: min(size, shape.max_nodes) - 1]
-    padded = Expansion(
-        tokens=mx.concatenate([expansion.tokens, mx.array([NO_TOKEN], dtype=mx.int32)]),
-        scores=expansion.scores,
-        parents=mx.concatenate([expansion.parents, mx.array([-1], dtype=mx.int32)]),
-    )
-    depths = mx.where(kept < scored, 1 + kept // level, 0)
-    return replace(_pack(padded, root, kept, depths, shape), num_nodes=count + 1)
+    kept = kept[:count]
+    return _pack(expansion, root, kept, 1 + kept // level, shape)
 
 
 def _level_size(expansion: Expansion, shape: DraftShape) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.host import to_ints
-from mlx_redrafter.proposers.expansion import STATIC_SIZES, Expansion, best_nodes, merge_beams
+from mlx_redrafter.proposers.expansion import Expansion, best_nodes, merge_beams
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.tree import NO_TOKEN, TokenTree, ancestor_mask
 from tests.helpers.models import random_drafter
@@ -35,14 +35,13 @@ def _worked_example() -> Expansion:
     )
 
 
-def test_beams_are_merged_and_padded_to_a_static_size() -> None:
+def test_beams_are_merged() -> None:
     shape = DraftShape(2, 4, "beam")
     tree = merge_beams(_worked_example(), mx.array([9]), shape)
     assert tree_paths(tree) == [(9,), (9, 1), (9, 1, 4), (9, 1, 5), (9, 1, 4, 6), (9, 1, 5, 7)]
     assert tree.num_nodes == 6
     assert tree.num_unmerged == 7
     assert tree.tokens.shape == (6,)
-    assert 6 in STATIC_SIZES
 
 
 def test_of_equal_scores_the_parent_comes_first() -> None:
@@ -109,8 +108,8 @@ def _assert_same(found: TokenTree, wanted: TokenTree) -> None:
     assert max(to_ints(found.depths)) <= found.max_depth <= wanted.max_depth
 
 
-@pytest.mark.parametrize(("parents", "size"), [(1, 8), (3, 10), (4, 12)])
-def test_padding_fills_the_smallest_static_size(parents: int, size: int) -> None:
+@pytest.mark.parametrize(("parents", "size"), [(1, 8), (3, 10), (3, 16), (4, 12)])
+def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> None:
     """Six beams that share some of the tokens after the root."""
     width = 6
     above = [beam % parents for beam in range(width)]
@@ -119,12 +118,16 @@ def test_padding_fills_the_smallest_static_size(parents: int, size: int) -> None
         scores=-mx.arange(2 * width, dtype=mx.float32),
         parents=mx.array([-1] * width + above, dtype=mx.int32),
     )
-    tree = merge_beams(expansion, mx.array([99]), DraftShape(width, 3, "beam"))
+    merged = merge_beams(expansion, mx.array([99]), DraftShape(width, 3, "beam"))
+    tree = merged.padded(size)
     count = 1 + parents + width
+    assert tree_paths(tree) == tree_paths(merged)
     assert len(tree_paths(tree)) == tree.num_nodes == count
     assert tree.tokens.shape == (size,)
     for values, padding in ((tree.tokens, NO_TOKEN), (tree.parents, 0), (tree.depths, 0)):
         assert np.array(values).tolist()[count:] == [padding] * (size - count)
+    assert np.array_equal(np.array(tree.ancestors)[:count, :count], merged.ancestors)
+    assert not np.any(np.array(tree.ancestors)[:count, count:]), "no node sees padding"
 
 
 def test_what_the_host_reads_of_a_tree_is_what_the_device_has() -> None:

@@ -199,6 +199,23 @@ def test_a_fixed_plan_stays_and_waits_for_nothing() -> None:
     assert fixed.keep(SHORTEST, tree) is tree
 
 
+@pytest.mark.parametrize(("num_nodes", "size"), [(6, 6), (8, 8), (9, 16), (12, 16), (16, 16)])
+def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time(
+    num_nodes: int, size: int
+) -> None:
+    costs = StepCosts(1.0, {size: 1.0 + 0.01 * size for size in SIZES} | {12: 1.8})
+    fixed = FixedPolicy(SHORTEST, costs)
+    tree = TokenTree.of(range(num_nodes), [0, *range(num_nodes - 1)])
+    kept = fixed.keep(SHORTEST, tree)
+    assert (kept.size, kept.num_nodes) == (size, num_nodes)
+
+
+def test_noise_and_trees_larger_than_those_timed_are_no_reason_to_pad() -> None:
+    costs = StepCosts(1.0, {size: 1.0 if size == 16 else 1.04 for size in SIZES})
+    assert costs.cheapest_size(12) == 12
+    assert costs.cheapest_size(SIZES[-1] + 1) == SIZES[-1] + 1
+
+
 def test_shapes_say_what_was_taken_and_what_it_gave() -> None:
     watched = _decode(_scenario(1.0))
     found = watched.policy.shapes()
