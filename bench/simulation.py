@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mlx_redrafter.bench.chips import CURVES as PUBLISHED
+from mlx_redrafter.bench.chips import VerifyCurve
 from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.policy.candidates import SIZES
@@ -210,6 +212,18 @@ def run_fixed(text: SimulatedText, plan: DraftPlan, start: int, stop: int) -> fl
     return seconds * (stop - start) / (position - start)
 
 
+def _published(curve: VerifyCurve) -> Callable[[int], float]:
+    """A measured curve, continued beyond its last measurement by its last slope."""
+    (before, low), (last, high) = sorted(curve.ratios.items())[-2:]
+    slope = (high - low) / (last - before)
+
+    def ratio(num_nodes: int) -> float:
+        known = curve.at(num_nodes)
+        return high + slope * (num_nodes - last) if known is None else known
+
+    return ratio
+
+
 # Time of verifying N nodes relative to plain decoding, by kind of machine.
 CURVES: dict[str, Callable[[int], float]] = {
     "flat": lambda n: 1 + 0.01 * (n - 1),
@@ -218,6 +232,7 @@ CURVES: dict[str, Callable[[int], float]] = {
     "steep": lambda n: 1 + 0.5 * (n - 1),
     "tiles": lambda n: 1.15 if n <= 8 else 1.3 if n <= 16 else 1.9,
     "kernel steps": lambda n: 1.2 + 0.03 * n if n <= 8 else 2.4 if n < 16 else 1.5 + 0.02 * n,
+    **{f"{one.bits} bits on {one.chips[0]}": _published(one) for one in PUBLISHED},
 }
 # Log-odds of the best draft by position, of a text of two parts.
 EASES: dict[str, Callable[[np.random.Generator, int], Floats]] = {

@@ -11,6 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx_redrafter  # noqa: F401  before MLX, for its faster BLAS
+
+# isort: split
 import hypothesis
 import mlx.core as mx
 import mlx.nn as nn

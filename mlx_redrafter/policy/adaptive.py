@@ -40,9 +40,9 @@ from mlx_redrafter.tree import Drafts, TokenTree
 
 Floats = npt.NDArray[np.float64]
 
-# Share of the time for drafts that are only looked at, and the credit for them at first, in plain
-# steps.
-EXPLORE = 0.01
+# Share of the time for drafts that are only looked at, the least part of it that is used where
+# drafts seem hopeless, and the credit at first, in plain steps.
+EXPLORE, LEAST_HOPE = 0.02, 0.3
 EXPLORE_AT_FIRST = 0.3
 # Steps with drafts between two that show what longer and wider searches would give, and between
 # the plain steps that show whether those have become slower.
@@ -158,6 +158,8 @@ class AdaptivePolicy:
         self._learning = 10 * LEARNING_SECONDS
         # Plain steps until their times are looked at again.
         self._until_best = 0
+        # Gain of the best drafts, a share of what they would have to gain.
+        self._hope = 1.0
         self._best, self._rate = self._find_best()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
@@ -223,7 +225,7 @@ class AdaptivePolicy:
     def _time(self, done: Finished) -> None:
         """Learn from a step's time how slow steps are at present."""
         step = done.step
-        self._credit += EXPLORE * (step.seconds or self._plain)
+        self._credit += EXPLORE * self._hope * (step.seconds or self._plain)
         # A step is none of its kind in which drafts were made in vain.
         is_kind = done.is_inner and (step.num_nodes == 1) == (step.plan is None)
         if step.seconds is None or not is_kind:
@@ -238,9 +240,11 @@ class AdaptivePolicy:
         if not self._costs.level:
             return best, rate
         speed, (w, length, size) = _highest(self._speeds())
+        gains = self.experience.gains
+        needed = self._seconds[w, length, size] / self._plain - 1
+        self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
         if speed > rate:
             best, rate = Choice(PLANS[w, length], SIZES[size]), speed
-        gains = self.experience.gains
         speed, (w, length) = _highest(gains.chosen_tokens / gains.chosen_seconds)
         if speed > rate:
             best, rate = Choice(PLANS[w, length]), speed

@@ -25,6 +25,9 @@ PRIOR_MEAN = np.array([0.0, 1.0, 0.0, 0.0])
 PRIOR_SPREAD = np.array([1.5, 0.7, 0.2, 1.0])
 # Observations that count, and steps of Newton's method from the weights before.
 WINDOW, NEWTON_STEPS = 512, 2
+# Newest observations, those of a passage that is easier or harder than the text, and the standard
+# deviation of what they add to all log-odds.
+RECENT, OFFSET_SPREAD = 64, 0.7
 # Bound on log-odds.
 MOST_LOG_ODDS = 20.0
 
@@ -37,14 +40,16 @@ class Calibration:
         self._right: Floats = np.zeros(WINDOW)
         self._count = 0
         self._weights: Floats = PRIOR_MEAN.copy()
+        self._offset = 0.0
         self._is_fitted = True
         if before is not None:
+            self._offset = before._offset
             self._features, self._right = before._features.copy(), before._right.copy()
             self._count, self._weights = before._count, before._weights.copy()
 
     def probabilities(self, features: Floats) -> Floats:
         """Probability that a draft is right if its parent is, shape (n,)."""
-        return _sigmoid(features @ self._weights)
+        return _sigmoid(features @ self._weights + self._offset)
 
     def add(self, features: Floats, found: Sequence[tuple[int, bool]]) -> None:
         """Take in drafts whose parents were right.
@@ -74,6 +79,14 @@ class Calibration:
             curvature[np.diag_indices(4)] += precision
             step = np.linalg.solve(curvature, slope)
             self._weights += step / max(1.0, float(np.abs(step).max()))
+        self._offset = self._find_offset()
+
+    def _find_offset(self) -> float:
+        """How much likelier than usual drafts have been right of late, in log-odds."""
+        newest = np.arange(max(0, self._count - RECENT), self._count) % WINDOW
+        chances = _sigmoid(self._features[newest] @ self._weights)
+        curvature = float(chances @ (1 - chances)) + OFFSET_SPREAD**-2
+        return float(np.sum(self._right[newest] - chances)) / curvature
 
 
 def draft_features(drafts: Drafts) -> Floats:

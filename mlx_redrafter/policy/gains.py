@@ -15,7 +15,7 @@ from mlx_redrafter.policy.candidates import LENGTHS, SIZES, WIDTHS
 Floats = npt.NDArray[np.float64]
 
 # Window of the running mean, in drafts, and weight of the mean of the text before.
-MEMORY = 24
+MEMORY = 14
 CARRIED_OVER = 8
 # Window of the sums whose ratios extrapolate, in drafts that show both sides.
 RATIO_MEMORY = 8
@@ -91,12 +91,10 @@ class Extrapolation:
         self._longer = _add(self._longer, (found[:, 1:], found[:, :-1]))
         gains = np.empty((len(WIDTHS), len(LENGTHS), len(SIZES)))
         gains[:widths, :lengths] = found
-        next_, here = self._longer
-        for i in range(lengths, len(LENGTHS)):
-            gains[:widths, i] = gains[:widths, i - 1] * next_[:widths, i - 1] / here[:widths, i - 1]
-        next_, here = self._wider
-        for i in range(widths, len(WIDTHS)):
-            gains[i] = gains[i - 1] * next_[i - 1] / here[i - 1]
+        next_, here = (sums[:widths, lengths - 1 :] for sums in self._longer)
+        gains[:widths, lengths:] = found[:, -1:] * np.cumprod(next_ / here, axis=1)
+        next_, here = (sums[widths - 1 :] for sums in self._wider)
+        gains[widths:] = gains[widths - 1] * np.cumprod(next_ / here, axis=0)
         return gains
 
 
