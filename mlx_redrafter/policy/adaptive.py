@@ -44,11 +44,11 @@ Floats = npt.NDArray[np.float64]
 # drafts seem hopeless, and the credit at first, in plain steps.
 EXPLORE, LEAST_HOPE = 0.02, 0.3
 EXPLORE_AT_FIRST = 0.3
-# Steps with drafts between two that show what longer and wider searches would give, and between
-# the plain steps that show whether those have become slower.
+# Steps with drafts between two that show what longer and wider searches would give.
 SURVEY_EVERY = 8
-PLAIN_EVERY = 128
-# Plain steps are timed while drafts are at most so much faster.
+# Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
+# as long as thought: how many, how often, and at first; not where they seem so much slower.
+TRIAL, TRIAL_EVERY, TRIAL_AT_FIRST = 4, 128, 32
 CLOSE = 1.5
 # Host time that learning from a step's drafts takes, about, and the share of the time for it: where
 # steps take little, not every draft is learnt from.
@@ -117,11 +117,17 @@ class Finished(NamedTuple):
 
 
 class Experience:
-    """What the drafts of a text have shown, which the next text goes on with."""
+    """What the steps of a text have shown, which the next text goes on with.
 
-    def __init__(self, before: Experience | None = None):
+    Args:
+        sizes: Numbers of nodes of steps, ascending, 1 for plain decoding.
+        before: Experience of the text before.
+    """
+
+    def __init__(self, sizes: Sequence[int], before: Experience | None = None):
         self.calibration: Calibration = Calibration(None if before is None else before.calibration)
         self.gains: Gains = Gains(None if before is None else before.gains)
+        self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
 
 
 class AdaptivePolicy:
@@ -137,16 +143,15 @@ class AdaptivePolicy:
     """
 
     def __init__(self, costs: StepCosts, before: Experience | None = None):
-        self.experience = Experience(before)
+        self.experience = Experience([1, *costs.verify], before)
         self.waits = False
         self._costs = costs
         self._drafting = np.zeros(FITS.shape[:2])
         for place, shape in SHAPES.items() if costs.level else ():
             self._drafting[place] = costs.drafting(shape)
-        self._slowdowns = Slowdowns([1, *costs.verify])
         self._price()
         self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
-        self._until_survey, self._until_plain = SURVEY_EVERY // 2, PLAIN_EVERY
+        self._until_survey, self._until_trial = SURVEY_EVERY // 2, TRIAL_AT_FIRST
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
         self._last: DraftPlan | None = None
         self._next = Choice(None)
@@ -208,14 +213,14 @@ class AdaptivePolicy:
             if plan is not None:
                 shape = None if plan.from_text else plan.shape
                 seconds = self._costs.step(shape, num_nodes, waits=False)
-                seconds *= self._slowdowns.of(num_nodes)
+                seconds *= self.experience.slowdowns.of(num_nodes)
                 kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
 
     def _price(self) -> None:
         """Seconds of steps at present: plain, verifying (S,), and with drafting (W, L, S)."""
-        costs, factors = self._costs, self._slowdowns.factors
+        costs, factors = self._costs, self.experience.slowdowns.factors
         self._plain = costs.plain * factors[0]
         self._verify = np.full(len(SIZES), np.inf)
         for size, factor in zip(costs.verify, factors[1:], strict=True):
@@ -232,7 +237,7 @@ class AdaptivePolicy:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
         timed = self._costs.step(shape, step.num_nodes, done.waits and shape is not None)
-        self._slowdowns.learn(step.num_nodes, step.seconds / timed)
+        self.experience.slowdowns.learn(step.num_nodes, step.seconds / timed)
 
     def _find_best(self) -> tuple[Choice, float]:
         """The choice with the most expected tokens per second, and how many these are."""
@@ -241,7 +246,7 @@ class AdaptivePolicy:
             return best, rate
         speed, (w, length, size) = _highest(self._speeds())
         gains = self.experience.gains
-        needed = self._seconds[w, length, size] / self._plain - 1
+        needed = max(1e-6, self._seconds[w, length, size] / self._plain - 1)
         self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
         if speed > rate:
             best, rate = Choice(PLANS[w, length], SIZES[size]), speed
@@ -254,29 +259,41 @@ class AdaptivePolicy:
         """The best choice, or now and then one that shows more."""
         if not self._costs.level:
             return best
+        self._until_trial -= 1
+        if self._until_trial <= -TRIAL:
+            self._until_trial = TRIAL_EVERY
         if best.plan is None:
-            _, (w, length, _) = _highest(self._speeds())
-            shadow = PLANS[w, length]
-            cost = self._drafting[PLACES[shadow.shape]]
-            if self._credit < cost:
-                return best
-            self._credit -= cost
-            return Choice(shadow, num_nodes=1)
+            return self._explore_drafts()
+        if self._until_trial <= 0 and self._rate * self._plain < CLOSE:
+            return Choice(None)
         self._until_survey -= 1
-        self._until_plain -= 1
         if self._until_survey <= 0:
             extra = self._drafting[PLACES[LONGEST.shape]] - self._drafting[PLACES[best.plan.shape]]
             extra += self._costs.wait if best.num_nodes is not None else 0.0
-            if self._credit >= extra:
-                self._credit -= extra
+            if self._pay(extra):
                 self._until_survey = SURVEY_EVERY
                 return Choice(LONGEST)
-        if -3 < self._until_plain <= 0:
-            # The second of three is timed.
-            return Choice(None) if self._rate < CLOSE / self._plain else best
-        if self._until_plain <= -3:
-            self._until_plain = PLAIN_EVERY
         return best
+
+    def _explore_drafts(self) -> Choice:
+        """Plain decoding, or now and then drafts that are looked at, or verified in a trial."""
+        speed, (w, length, size) = _highest(self._speeds())
+        if self._until_trial <= 0 and speed * self._plain * CLOSE > 1:
+            seconds = self._seconds[w, length, size]
+            loss = TRIAL * seconds * max(0.0, 1 - speed * self._plain)
+            if self._until_trial == 0 and not self._pay(loss):
+                self._until_trial = 1  # nothing else is paid for until then
+                return Choice(None)
+            return Choice(PLANS[w, length], SIZES[size])
+        is_paid = self._pay(self._drafting[w, length])
+        return Choice(PLANS[w, length], num_nodes=1) if is_paid else Choice(None)
+
+    def _pay(self, seconds: float) -> bool:
+        """Take seconds from those for exploring, if there are so many."""
+        if self._credit < seconds:
+            return False
+        self._credit -= seconds
+        return True
 
     def _speeds(self) -> Floats:
         """Expected tokens per second of plans whose number of nodes is fixed, (W, L, S)."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
 # Window of the running mean of a slowdown, in steps.
-MEMORY = 8
+MEMORY = 6
 # Weight of the time measured beforehand, in steps.
-TIMED = 3
-# Steps of other sizes after which a slowdown is forgotten.
+TIMED = 2
+# Steps of other sizes after which half of a slowdown is forgotten.
 FORGET_AFTER = 32
-# Bound on the ratio of a step to the steps before: a single one may have waited.
-MOST_CHANGE = 1.3
 
 
 class Slowdowns:
@@ -23,22 +22,29 @@ class Slowdowns:
     A longer context, a hot chip or other work slows steps down, larger trees by more or by less,
     whatever their shape. The slowdown of the sizes in use is interpolated, by nodes, for the
     others. Sizes never used are assumed not slowed down (slowdown 1) at both ends: this optimism
-    makes the policy try them, which measures them. The slowdown of a size is forgotten when other
-    sizes are used instead, as other work on the machine may have been the reason.
+    makes the policy try them, which measures them. The slowdown of a size is halved again and again
+    when other sizes are used instead, as other work on the machine may have been the reason.
 
     Args:
         sizes: Numbers of nodes, ascending, 1 for plain decoding.
+        before: Slowdowns of the text before, of the same sizes. Half of each is believed, as the
+            rest may be that text's length.
 
     Attributes:
         factors: Slowdown by size, in the order of ``sizes``.
     """
 
-    def __init__(self, sizes: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], before: Slowdowns | None = None):
         self._sizes = list(sizes)
         self._used = {self._sizes[0]: 1.0, self._sizes[-1]: 1.0}
         self._counts = dict.fromkeys(self._sizes, TIMED)
         self._unused: dict[int, int] = {}
-        self.factors: npt.NDArray[np.float64] = np.ones(len(self._sizes))
+        # Ratio of the newest step of each size.
+        self._newest: dict[int, float] = {}
+        if before is not None:
+            self._used |= {size: (1 + known) / 2 for size, known in before._used.items()}
+            self._unused = dict.fromkeys(before._unused, 0)
+        self.factors: npt.NDArray[np.float64] = self._interpolate()
 
     def of(self, num_nodes: int) -> float:
         """The slowdown of one size."""
@@ -50,14 +56,23 @@ class Slowdowns:
             self._forget_unused()
         self._unused[num_nodes] = 0
         known = self.of(num_nodes)
-        ratio = min(max(ratio, known / MOST_CHANGE), known * MOST_CHANGE)
+        # A single step may have waited; two in a row have not.
+        before = self._newest.get(num_nodes, known)
+        self._newest[num_nodes] = ratio
+        ratio = median((ratio, before, known))
         self._counts[num_nodes] = min(self._counts[num_nodes] + 1, MEMORY)
         self._used[num_nodes] = known + (ratio - known) / self._counts[num_nodes]
+        self.factors = self._interpolate()
+
+    def _interpolate(self) -> npt.NDArray[np.float64]:
         used, slowdowns = zip(*sorted(self._used.items()), strict=True)
-        self.factors = np.interp(self._sizes, used, slowdowns)
+        factors: npt.NDArray[np.float64] = np.interp(self._sizes, used, slowdowns)
+        return factors
 
     def _forget_unused(self) -> None:
         self._unused = {size: steps + 1 for size, steps in self._unused.items()}
         for size in [size for size, steps in self._unused.items() if steps > FORGET_AFTER]:
-            del self._unused[size], self._used[size]
+            self._used[size] = (1 + self._used[size]) / 2
+            self._unused[size] = 0
             self._counts[size] = TIMED
+            self._newest.pop(size, None)

@@ -21,7 +21,7 @@ from mlx_redrafter.bench.simulation import (
 )
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy.adaptive import PLAIN_EVERY, AdaptivePolicy
+from mlx_redrafter.policy.adaptive import TRIAL, TRIAL_AT_FIRST, TRIAL_EVERY, AdaptivePolicy
 from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
@@ -143,8 +143,17 @@ def test_a_hard_beginning_does_not_decide_a_text() -> None:
 def test_plain_steps_are_timed_now_and_then_where_drafts_gain_little() -> None:
     steps = _decode(_scenario(-1.5, _costs("tiles", level=0.06))).steps
     plain = [i for i, step in enumerate(steps) if step.plan is None]
-    assert len(steps) > PLAIN_EVERY
+    assert len(steps) > TRIAL_EVERY
     assert plain
+
+
+def test_drafts_that_nearly_pay_get_a_trial_of_their_times() -> None:
+    scenario = _scenario(-1.2, _costs("steep"))
+    second = _decode(scenario, _decode(scenario), TOKENS)
+    places = [i for i, step in enumerate(second.steps) if step.num_nodes > 1]
+    assert TRIAL <= len(places) <= 2 * TRIAL
+    assert places[TRIAL - 1] == places[0] + TRIAL - 1, "one after another"
+    assert places[0] >= TRIAL_AT_FIRST - 1
 
 
 def _tree(*chances: float) -> Any:
@@ -177,9 +186,11 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         size: seconds * (0.3 if size == 24 else 1) for size, seconds in costs.verify.items()
     }
     timed = StepCosts(costs.plain, disturbed, costs.first, costs.level, costs.wait)
-    sizes = [step.num_nodes for step in _decode(_scenario(0.5, costs, timed=timed)).steps]
-    assert sizes[:8].count(24) > 4
-    assert sizes[-30:].count(24) < 15
+    scenario = _scenario(0.5, costs, timed=timed)
+    first = _decode(scenario)
+    assert [step.num_nodes for step in first.steps[:8]].count(24) > 4
+    second = _decode(scenario, first, TOKENS)
+    assert [step.num_nodes for step in second.steps[-30:]].count(24) < 15
 
 
 def test_a_search_with_fewer_drafts_than_asked_for_is_verified_as_far_as_it_goes() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.policy.slowdowns import FORGET_AFTER, MOST_CHANGE, Slowdowns
+from mlx_redrafter.policy.slowdowns import FORGET_AFTER, Slowdowns
 
 PLAIN, CHAIN, TREE, LARGE = SIZES = (1, 4, 6, 16)
 
@@ -40,12 +40,23 @@ def test_what_other_work_on_the_machine_did_to_a_size_is_forgotten() -> None:
     disturbed = [(LARGE, 2.0)] * 60
     assert _learnt(*disturbed, *[(PLAIN, 1.0)] * 50)[LARGE] == pytest.approx(2.0, rel=0.1)
     assert _learnt(*disturbed, *[(CHAIN, 1.0)] * FORGET_AFTER)[LARGE] == pytest.approx(2, rel=0.1)
-    gone = _learnt(*disturbed, *[(CHAIN, 1.0)] * (FORGET_AFTER + 1))
+    half = _learnt(*disturbed, *[(CHAIN, 1.0)] * (FORGET_AFTER + 1))
+    assert half[LARGE] == pytest.approx(1.5, rel=0.1)
+    gone = _learnt(*disturbed, *[(CHAIN, 1.0)] * (5 * FORGET_AFTER + 5))
     assert gone[LARGE] == pytest.approx(1.0, rel=0.1)
 
 
 def test_one_step_that_waited_changes_little() -> None:
     assert _learnt(*[(TREE, 1.0)] * 20, (TREE, 100.0))[TREE] < 1.05
+
+
+def test_half_of_what_was_seen_is_carried_over() -> None:
+    before = Slowdowns(SIZES)
+    for _ in range(80):
+        before.learn(CHAIN, 2.0)
+    factors = dict(zip(SIZES, Slowdowns(SIZES, before).factors.tolist(), strict=True))
+    assert factors[CHAIN] == pytest.approx(1.5, rel=0.01)
+    assert factors[PLAIN] == factors[LARGE] == 1.0
 
 
 def test_a_lasting_change_is_believed() -> None:
@@ -57,4 +68,3 @@ def test_factors_stay_between_one_and_what_was_seen(steps: list[tuple[int, float
     ratios = [1.0, *(ratio for _, ratio in steps)]
     for factor in _learnt(*steps).values():
         assert min(ratios) * 0.999 <= factor <= max(ratios) * 1.001
-        assert factor <= MOST_CHANGE ** len(steps) * 1.001
