@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ GRID = (
     *(DraftPlan.of(2, length, nodes) for length, nodes in ((4, 6), (5, 8), (6, 8), (8, 16))),
     *(DraftPlan.of(4, length, nodes) for length, nodes in ((5, 16), (8, 16))),
 )
+
+
+# Simulated time of learning from one step's drafts.
+LEARNING_SECONDS = 0.8e-3
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,14 @@ class SimulatedRegret:
 
 
 def simulate_regret(
-    count: int, on_progress: OnProgress = lambda done, total: None
+    scenarios: int, on_progress: OnProgress = lambda done, total: None
 ) -> SimulatedRegret:
-    """Let the default decode the texts of ``count`` simulated scenarios."""
+    """Let the default decode the texts of simulated scenarios, by number."""
     outcomes = []
-    for seed in range(count):
-        on_progress(seed, count)
+    for seed in range(scenarios):
+        on_progress(seed, scenarios)
         outcomes.append(play(make_scenario(seed), _begin))
-    on_progress(count, count)
+    on_progress(scenarios, scenarios)
     regrets = [outcome.regret for outcome in outcomes]
     plain = [outcome.speed for outcome in outcomes if outcome.best is None]
     return SimulatedRegret(
@@ -135,4 +140,5 @@ def simulate_regret(
 
 
 def _begin(costs: StepCosts, before: Any) -> AdaptivePolicy:
-    return AdaptivePolicy(costs, None if before is None else before.experience)
+    experience = None if before is None else before.experience
+    return AdaptivePolicy(costs, experience, count(0, LEARNING_SECONDS).__next__)

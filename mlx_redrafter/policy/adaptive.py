@@ -10,7 +10,8 @@ Axes: W widths on offer, L lengths, S numbers of nodes, n drafts of a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -50,10 +51,10 @@ SURVEY_EVERY = 8
 # as long as thought: how many, how often, and at first; not where they seem so much slower.
 TRIAL, TRIAL_EVERY, TRIAL_AT_FIRST = 4, 128, 32
 CLOSE = 1.5
-# Host time that learning from a step's drafts takes, about, and the share of the time for it: where
-# steps take little, not every draft is learnt from.
-LEARNING_SECONDS, LEARNING_SHARE = 0.8e-3, 0.02
-# Plain steps in a row until their times may change the choice.
+# Share of the time for learning from drafts, and seconds for it at first: where steps take little,
+# not every draft is learnt from.
+LEARNING_SHARE, LEARNING_AT_FIRST = 0.02, 8e-3
+# Steps that teach nothing but their times until those may change the choice.
 LOOK_AGAIN = 8
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
 MARGIN = 0.02
@@ -136,13 +137,19 @@ class AdaptivePolicy:
     Args:
         costs: Seconds of steps, as timed beforehand.
         before: Experience of the text before.
+        clock: Seconds so far, by which learning is kept short.
 
     Attributes:
         experience: Experience of this text so far.
         waits: Whether the last step looked at its drafts before they were verified.
     """
 
-    def __init__(self, costs: StepCosts, before: Experience | None = None):
+    def __init__(
+        self,
+        costs: StepCosts,
+        before: Experience | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.experience = Experience([1, *costs.verify], before)
         self.waits = False
         self._costs = costs
@@ -160,8 +167,9 @@ class AdaptivePolicy:
         self._finished: list[Finished] = []
         self._pending: list[tuple[SeenDrafts, Hindsight]] = []
         # Seconds left for learning; some at first, when there is most to learn.
-        self._learning = 10 * LEARNING_SECONDS
-        # Plain steps until their times are looked at again.
+        self._learning = LEARNING_AT_FIRST
+        self._clock = clock
+        # Steps until their times are looked at again.
         self._until_best = 0
         # Gain of the best drafts, a share of what they would have to gain.
         self._hope = 1.0
@@ -169,9 +177,11 @@ class AdaptivePolicy:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
+        start = self._clock()
         if self._learn():
             self._price()
             self._best, self._rate = self._find_best()
+            self._learning -= self._clock() - start
         self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
         return self._next.plan
 
@@ -198,8 +208,6 @@ class AdaptivePolicy:
         self._last = step.plan
         self._learning += LEARNING_SHARE * (step.seconds or self._plain)
         is_learnt = self._seen is not None and self._learning >= 0
-        if is_learnt:
-            self._learning -= LEARNING_SECONDS
         self._finished.append(Finished(step, self._seen, is_inner, self.waits, is_learnt))
         self._seen = None
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
@@ -335,9 +343,8 @@ class AdaptivePolicy:
                 found = hindsight.follow(done.step.tokens)
                 calibration.add(drafts.features, found)
             self._pending = [one for one in self._pending if not one[1].is_over]
-        has_drafts = any(done.step.plan is not None for done in finished)
         self._until_best -= len(finished)
-        if not has_drafts and self._until_best > 0:
+        if not any(done.is_learnt for done in finished) and self._until_best > 0:
             return False
         self._until_best = LOOK_AGAIN
         calibration.fit()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -56,10 +55,10 @@ class Slowdowns:
             self._forget_unused()
         self._unused[num_nodes] = 0
         known = self.of(num_nodes)
-        # A single step may have waited; two in a row have not.
+        # The median: a single step may have waited, two in a row have not.
         before = self._newest.get(num_nodes, known)
         self._newest[num_nodes] = ratio
-        ratio = median((ratio, before, known))
+        ratio = sorted((ratio, before, known))[1]
         self._counts[num_nodes] = min(self._counts[num_nodes] + 1, MEMORY)
         self._used[num_nodes] = known + (ratio - known) / self._counts[num_nodes]
         self.factors = self._interpolate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +72,8 @@ class Watched:
 
 
 def _decode(scenario: Scenario, before: Watched | None = None, start: int = 0) -> Watched:
-    watched = Watched(AdaptivePolicy(scenario.timed, before and before.policy.experience))
+    experience = before and before.policy.experience
+    watched = Watched(AdaptivePolicy(scenario.timed, experience, itertools.count(0, 0).__next__))
     run_policy(SimulatedText(scenario), watched, start, start + TOKENS)
     return watched
 

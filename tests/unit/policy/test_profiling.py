@@ -172,7 +172,10 @@ def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
 
 
-def test_another_drafter_or_dtype_is_timed_anew(folder: Path) -> None:
+def test_another_drafter_or_dtype_is_timed_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: _timed())
     target, proposer = Target(tiny_llama()), _proposer()
     profiling.step_costs(target, proposer)
     quantize_drafter(proposer.drafter, 4, 32)
@@ -187,7 +190,10 @@ BAD = {"zero": 0.0, "NaN": math.nan, "-1": -1.0, "Infinity": math.inf}
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"plain": "fast"}', "zero", "NaN", "-1", "Infinity"]
 )
-def test_a_damaged_file_is_replaced(folder: Path, text: str) -> None:
+def test_a_damaged_file_is_replaced(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: _timed())
     target, proposer = Target(tiny_llama()), _proposer()
     profiling.step_costs(target, proposer)
     (path,) = folder.iterdir()
