@@ -281,7 +281,8 @@ def make_scenario(seed: int) -> Scenario:
     """A scenario, every kind of text, drafter and machine in turn."""
     rng = np.random.default_rng(seed)
     ease = list(EASES)[seed % len(EASES)]
-    curve = list(CURVES)[seed // len(EASES) % len(CURVES)]
+    # All machines in turn, each round with other texts.
+    curve = list(CURVES)[(seed + seed // len(CURVES)) % len(CURVES)]
     scale = SCALES[int(rng.integers(len(SCALES)))]
     plain = 10 ** rng.uniform(-2.7, -1.0)
     level = plain * 10 ** rng.uniform(-2.5, -0.7)
