@@ -171,7 +171,9 @@ class AdaptivePolicy:
         self._clock = clock
         # Steps until their times are looked at again.
         self._until_best = 0
-        # Gain of the best drafts, a share of what they would have to gain.
+        # Tokens per second and place of the best plan whose number of nodes is fixed, and its gain,
+        # a share of what it would have to gain.
+        self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
         self._hope = 1.0
         self._best, self._rate = self._find_best()
 
@@ -252,8 +254,9 @@ class AdaptivePolicy:
         best, rate = Choice(None), (1 + MARGIN) / self._plain
         if not self._costs.level:
             return best, rate
-        speed, (w, length, size) = _highest(self._speeds())
         gains = self.experience.gains
+        self._best_fixed = _highest((1 + gains.mean) / self._seconds)
+        speed, (w, length, size) = self._best_fixed
         needed = max(1e-6, self._seconds[w, length, size] / self._plain - 1)
         self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
         if speed > rate:
@@ -285,7 +288,7 @@ class AdaptivePolicy:
 
     def _explore_drafts(self) -> Choice:
         """Plain decoding, or now and then drafts that are looked at, or verified in a trial."""
-        speed, (w, length, size) = _highest(self._speeds())
+        speed, (w, length, size) = self._best_fixed
         if self._until_trial <= 0 and speed * self._plain * CLOSE > 1:
             seconds = self._seconds[w, length, size]
             loss = TRIAL * seconds * max(0.0, 1 - speed * self._plain)
@@ -302,11 +305,6 @@ class AdaptivePolicy:
             return False
         self._credit -= seconds
         return True
-
-    def _speeds(self) -> Floats:
-        """Expected tokens per second of plans whose number of nodes is fixed, (W, L, S)."""
-        speeds: Floats = (1 + self.experience.gains.mean) / self._seconds
-        return speeds
 
     def _looks_up(self, outlook: Sequence[float] | None) -> bool:
         """Whether drafts out of the text, of these probabilities, promise the most speed."""
