@@ -32,9 +32,9 @@ from mlx_redrafter.checkpoint import (
     find_checkpoint,
     read_config,
     read_tensors,
-    write_atomically,
     write_checkpoint,
 )
+from mlx_redrafter.convert.publication import check_new, publish
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -72,10 +72,12 @@ def widen_target(
         The shape of the copy.
 
     Raises:
-        CheckpointError: The model is not a plain Llama, or its files are damaged.
+        CheckpointError: The model is not a plain Llama, its files are damaged, or there is
+            something in ``destination``.
         ConfigError: The model does not fit into ``num_parameters`` and ``num_layers``.
     """
-    folder = find_checkpoint(source)
+    folder, destination = find_checkpoint(source), Path(destination)
+    check_new(destination, folder)
     config = read_config(folder)
     old = LlamaShape.from_config(config)
     keep_heads = bool(config.get("rope_scaling"))
@@ -91,8 +93,9 @@ def widen_target(
         "widened_from": {"parameters": old.num_parameters, **vars(old)},
     }
     tensors = _Widening(old, new, np.random.default_rng(seed)).tensors(read_tensors(folder))
-    write_checkpoint(Path(destination), config, dict(tensors))
-    _copy_tokenizer(folder, Path(destination))
+    with publish(destination) as staging:
+        write_checkpoint(staging, config, dict(tensors))
+        _copy_tokenizer(folder, staging)
     return new
 
 
@@ -135,12 +138,15 @@ def widen_drafter(
         The copy's config.
 
     Raises:
+        CheckpointError: There is something in ``destination``.
         ConfigError: The drafter is quantised, or wider than the target or ``exit_dim``.
     """
-    drafter = load_drafter(source)
+    folder, destination = find_checkpoint(source), Path(destination)
+    check_new(destination, folder)
+    drafter = load_drafter(folder)
     widened = widened_drafter(drafter, hidden_size, exit_dim, seed)
-    extra = {"widened_from": drafter.config.to_dict()}
-    save_drafter(widened, destination, extra)
+    with publish(destination) as staging:
+        save_drafter(widened, staging, {"widened_from": drafter.config.to_dict()})
     return widened.config
 
 
@@ -313,7 +319,4 @@ def _copy_tokenizer(source: Path, destination: Path) -> None:
     for path in sorted(source.iterdir()):
         skipped = path.name == CONFIG_FILE or path.suffix in (".safetensors", ".md", ".bin")
         if path.is_file() and not skipped and not path.name.endswith(".index.json"):
-            write_atomically(
-                destination / path.name,
-                lambda temporary, path=path: shutil.copyfile(path, temporary),  # type: ignore[misc]
-            )
+            shutil.copyfile(path, destination / path.name)

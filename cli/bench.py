@@ -65,7 +65,13 @@ def widen(
         raise ConfigError("--drafter and --drafter-out belong together; give both or neither")
     count = parse_count(parameters)
     from mlx_redrafter.bench.widen import widen_drafter, widen_target
+    from mlx_redrafter.checkpoint import find_checkpoint
+    from mlx_redrafter.convert.publication import check_new
 
+    if drafter is not None and drafter_out is not None:  # before the long work
+        check_new(drafter_out, find_checkpoint(drafter))
+        if drafter_out.resolve() == destination.resolve():
+            raise ConfigError(f"DST and --drafter-out must be two folders, got {drafter_out} twice")
     shape = widen_target(source, destination, count, layers, context, seed)
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is not None and drafter_out is not None:

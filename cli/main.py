@@ -6,6 +6,7 @@ exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -20,6 +21,15 @@ from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.train import train
 from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.version import __version__
+
+# What to do about a file or a disk, by error number.
+ADVICE = {
+    errno.ENOSPC: "make room on the disk, or choose another one",
+    errno.EDQUOT: "make room on the disk, or choose another one",
+    errno.EACCES: "choose a path that you may use, or change its permissions",
+    errno.EPERM: "choose a path that you may use, or change its permissions",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 app = typer.Typer(
     name="redrafter-mlx",
@@ -66,14 +76,30 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of stdout, such as `head`, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 1
+    except OSError as error:
+        if "--debug" in arguments:
+            raise
+        if error.filename is None:  # stdout itself, which would be flushed once more at the end
+            _silence_stdout()
+        return _report(error)
     return result if isinstance(result, int) else 0
+
+
+def _silence_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         message, code = error.format_message(), error.exit_code
+    elif isinstance(error, OSError):
+        advice = ADVICE.get(error.errno or 0, "choose another path")
+        message, code = (
+            f"{error.filename2 or error.filename or 'output'}: {error.strerror}; {advice}",
+            1,
+        )
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
     if message:  # none after the help that a call without arguments gets

@@ -13,12 +13,14 @@ from mlx_lm.models import llama
 from mlx_redrafter.bench.llama_shape import LlamaShape, widened_shape
 from mlx_redrafter.bench.widen import widen_drafter, widen_target, widened_drafter
 from mlx_redrafter.checkpoint import write_checkpoint
+from mlx_redrafter.cli.main import main
 from mlx_redrafter.config import DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from tests.helpers.models import random_drafter
 
 CONFIG = {
     "model_type": "llama",
@@ -178,3 +180,32 @@ def test_refusals():
         LlamaShape.from_config({**CONFIG, "model_type": "gpt2"})
     with pytest.raises(CheckpointError, match="quantization"):
         LlamaShape.from_config({**CONFIG, "quantization": {"bits": 4}})
+
+
+def test_nothing_is_overwritten(tmp_path):
+    source = tmp_path / "small"
+    write_model(source, CONFIG)
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    with pytest.raises(CheckpointError, match="found the source"):
+        widen_target(source, source, 10**6)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="found files in"):
+        widen_target(source, mine, 10**6)
+    with pytest.raises(CheckpointError, match="found a file"):
+        widen_target(source, mine / "notes.txt", 10**6)
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "small"]
+
+
+def test_both_folders_are_checked_before_the_work(tmp_path):
+    drafter = tmp_path / "drafter"
+    save_drafter(random_drafter(CONFIG["vocab_size"], CONFIG["hidden_size"]), drafter)
+    source, wide = tmp_path / "small", tmp_path / "wide"
+    write_model(source, CONFIG)
+    for out, code in ((drafter, 1), (source, 1), (wide, 2)):
+        options = ["--parameters", "1M", "--drafter", str(drafter), "--drafter-out", str(out)]
+        assert main(["bench", "widen", str(source), str(wide), *options]) == code
+        assert not wide.exists()

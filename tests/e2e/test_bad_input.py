@@ -425,3 +425,32 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
     with pytest.raises(CheckpointError):
         run(capsys, "generate", "--model", NOWHERE, "--no-draft", "-p", "Hi", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file/result.json", "Not a directory; choose another path"),
+        ("a" * 300 + ".json", "File name too long; choose a shorter name"),
+    ],
+)
+def test_a_result_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    found = run(capsys, "bench", "simulate", "--scenarios", 1, "--out", tmp_path / name)
+    assert found.code == 1
+    assert found.err.splitlines()[-1].startswith("error: ")
+    assert message in found.err.splitlines()[-1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    command = [sys.executable, "-m", "mlx_redrafter.cli", "generate", "-p", "The", "-m", "4"]
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300
+        )
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    assert "No space left on device; make room on the disk" in found.stderr.splitlines()[-1]
