@@ -95,11 +95,9 @@ def _report(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         message, code = error.format_message(), error.exit_code
     elif isinstance(error, OSError):
+        what = error.filename2 or error.filename or "output"
         advice = ADVICE.get(error.errno or 0, "choose another path")
-        message, code = (
-            f"{error.filename2 or error.filename or 'output'}: {error.strerror}; {advice}",
-            1,
-        )
+        message, code = f"{what}: {error.strerror}; {advice}", 1
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
     if message:  # none after the help that a call without arguments gets

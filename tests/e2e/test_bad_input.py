@@ -430,7 +430,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("file/result.json", "Not a directory; choose another path"),
+        ("file/result.json", "file: File exists; choose another path"),
         ("a" * 300 + ".json", "File name too long; choose a shorter name"),
     ],
 )
