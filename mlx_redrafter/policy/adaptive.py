@@ -41,8 +41,8 @@ from mlx_redrafter.tree import Drafts, TokenTree
 
 Floats = npt.NDArray[np.float64]
 
-# Share of the time for drafts that are only looked at, the least part of it that is used where
-# drafts seem hopeless, and the credit at first, in plain steps.
+# Share of the time for exploring: drafts that are only looked at, wider ones, trials; the least
+# part of it that is used where drafts seem hopeless, and the credit at first, in plain steps.
 EXPLORE, LEAST_HOPE = 0.02, 0.3
 EXPLORE_AT_FIRST = 0.3
 # Steps with drafts between two that show what longer and wider searches would give.
@@ -104,17 +104,15 @@ class Finished(NamedTuple):
 
     Attributes:
         step: The step.
-        seen: Drafts of a network, if there were any.
+        seen: Drafts of a network, if there were any and there is time to learn from them.
         is_inner: Whether it stood between two of its kind, with drafts or without.
         waits: Whether the drafts were looked at before they were verified.
-        is_learnt: Whether there is time to learn from the drafts.
     """
 
     step: Step
     seen: SeenDrafts | None
     is_inner: bool
     waits: bool
-    is_learnt: bool
 
 
 class Experience:
@@ -129,6 +127,8 @@ class Experience:
         self.calibration: Calibration = Calibration(None if before is None else before.calibration)
         self.gains: Gains = Gains(None if before is None else before.gains)
         self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
+        # Of steps whose drafts are not verified, beyond those of plain steps.
+        self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
 
 
 class AdaptivePolicy:
@@ -153,10 +153,9 @@ class AdaptivePolicy:
         self.experience = Experience([1, *costs.verify], before)
         self.waits = False
         self._costs = costs
-        self._drafting = np.zeros(FITS.shape[:2])
+        self._timed_drafting = np.zeros(FITS.shape[:2])
         for place, shape in SHAPES.items() if costs.level else ():
-            self._drafting[place] = costs.drafting(shape)
-        self._price()
+            self._timed_drafting[place] = costs.drafting(shape)
         self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
         self._until_survey, self._until_trial = SURVEY_EVERY // 2, TRIAL_AT_FIRST
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
@@ -171,18 +170,13 @@ class AdaptivePolicy:
         self._clock = clock
         # Steps until their times are looked at again.
         self._until_best = 0
-        # Tokens per second and place of the best plan whose number of nodes is fixed, and its gain,
-        # a share of what it would have to gain.
-        self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
-        self._hope = 1.0
-        self._best, self._rate = self._find_best()
+        self._decide()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
         start = self._clock()
         if self._learn():
-            self._price()
-            self._best, self._rate = self._find_best()
+            self._decide()
             self._learning -= self._clock() - start
         self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
         return self._next.plan
@@ -209,8 +203,8 @@ class AdaptivePolicy:
         is_inner = len({plan is None for plan in neighbours}) == 1
         self._last = step.plan
         self._learning += LEARNING_SHARE * (step.seconds or self._plain)
-        is_learnt = self._seen is not None and self._learning >= 0
-        self._finished.append(Finished(step, self._seen, is_inner, self.waits, is_learnt))
+        seen = self._seen if self._learning >= 0 else None
+        self._finished.append(Finished(step, seen, is_inner, self.waits))
         self._seen = None
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
         counts[0] += 1
@@ -228,10 +222,34 @@ class AdaptivePolicy:
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
 
+    def _decide(self) -> None:
+        """Find the choice with the most expected tokens per second, and what exploring rests on."""
+        self._price()
+        # The best choice and its speed, and the best plan whose number of nodes is fixed: its speed
+        # and place, and its gain as a share of what it would have to gain.
+        self._best, self._rate = Choice(None), (1 + MARGIN) / self._plain
+        self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
+        self._hope = 1.0
+        if not self._costs.level:
+            return
+        gains = self.experience.gains
+        self._best_fixed = _highest((1 + gains.mean) / self._seconds)
+        speed, (w, length, size) = self._best_fixed
+        needed = max(1e-6, self._seconds[w, length, size] / self._plain - 1)
+        self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
+        if speed > self._rate:
+            self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
+        speed, (w, length) = _highest(gains.chosen_tokens / gains.chosen_seconds)
+        if speed > self._rate:
+            self._best, self._rate = Choice(PLANS[w, length]), speed
+
     def _price(self) -> None:
-        """Seconds of steps at present: plain, verifying (S,), and with drafting (W, L, S)."""
+        """Seconds at present: plain steps, drafting (W, L), verifying (S,), both (W, L, S)."""
         costs, factors = self._costs, self.experience.slowdowns.factors
         self._plain = costs.plain * factors[0]
+        unverified = self._plain + costs.wait + self._timed_drafting
+        unverified *= self.experience.in_vain.of(1)
+        self._drafting = np.maximum(0.0, unverified - self._plain - costs.wait)
         self._verify = np.full(len(SIZES), np.inf)
         for size, factor in zip(costs.verify, factors[1:], strict=True):
             self._verify[SIZES.index(size)] = costs.verify[size] * factor
@@ -241,30 +259,15 @@ class AdaptivePolicy:
         """Learn from a step's time how slow steps are at present."""
         step = done.step
         self._credit += EXPLORE * self._hope * (step.seconds or self._plain)
-        # A step is none of its kind in which drafts were made in vain.
-        is_kind = done.is_inner and (step.num_nodes == 1) == (step.plan is None)
-        if step.seconds is None or not is_kind:
+        if step.seconds is None or not done.is_inner:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
         timed = self._costs.step(shape, step.num_nodes, done.waits and shape is not None)
-        self.experience.slowdowns.learn(step.num_nodes, step.seconds / timed)
-
-    def _find_best(self) -> tuple[Choice, float]:
-        """The choice with the most expected tokens per second, and how many these are."""
-        best, rate = Choice(None), (1 + MARGIN) / self._plain
-        if not self._costs.level:
-            return best, rate
-        gains = self.experience.gains
-        self._best_fixed = _highest((1 + gains.mean) / self._seconds)
-        speed, (w, length, size) = self._best_fixed
-        needed = max(1e-6, self._seconds[w, length, size] / self._plain - 1)
-        self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
-        if speed > rate:
-            best, rate = Choice(PLANS[w, length], SIZES[size]), speed
-        speed, (w, length) = _highest(gains.chosen_tokens / gains.chosen_seconds)
-        if speed > rate:
-            best, rate = Choice(PLANS[w, length]), speed
-        return best, rate
+        if (step.num_nodes == 1) == (step.plan is None):
+            self.experience.slowdowns.learn(step.num_nodes, step.seconds / timed)
+        elif shape is not None:
+            timed += self._plain - self._costs.plain
+            self.experience.in_vain.learn(1, step.seconds / timed)
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""
@@ -335,20 +338,20 @@ class AdaptivePolicy:
         calibration = self.experience.calibration
         for done in finished:
             self._time(done)
-            if done.is_learnt and done.seen is not None:
+            if done.seen is not None:
                 self._pending.append((done.seen, Hindsight(done.seen.drafts)))
             for drafts, hindsight in self._pending:
                 found = hindsight.follow(done.step.tokens)
                 calibration.add(drafts.features, found)
             self._pending = [one for one in self._pending if not one[1].is_over]
         self._until_best -= len(finished)
-        if not any(done.is_learnt for done in finished) and self._until_best > 0:
+        if not any(done.seen for done in finished) and self._until_best > 0:
             return False
         self._until_best = LOOK_AGAIN
         calibration.fit()
         unverified = self._drafting + self._plain + self._costs.wait
         for done in finished:
-            if done.is_learnt and (seen := done.seen) is not None:
+            if (seen := done.seen) is not None:
                 best, chosen = expected_drafts(
                     seen.drafts, seen.chances(calibration), seen.plan.shape
                 )

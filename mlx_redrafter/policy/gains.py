@@ -23,6 +23,7 @@ RATIO_MEMORY = 8
 # parents are, and what each width gets relative to a chain.
 PRIOR_SHARE = 0.75
 PRIOR_WIDER = np.array([1.0, 1.15, 1.2, 1.23])
+_PLACES = np.ogrid[: len(WIDTHS), : len(LENGTHS)]
 
 
 class Gains:
@@ -42,14 +43,13 @@ class Gains:
         self.chosen_tokens: Floats = np.zeros(self.mean.shape[:2])
         self.chosen_seconds: Floats = np.ones(self.mean.shape[:2])
         self._count = 0
-        # Of the drafts that the proposer finds best, and of those with the best chances.
-        self._best, self._chosen = Extrapolation(), Extrapolation()
+        self._extrapolation = Extrapolation()
         if before is not None:
             # Arrays are replaced, never written to.
             self.mean = before.mean
             self.chosen_tokens, self.chosen_seconds = before.chosen_tokens, before.chosen_seconds
             self._count = min(before._count, CARRIED_OVER)
-            self._best, self._chosen = copy(before._best), copy(before._chosen)
+            self._extrapolation = copy(before._extrapolation)
 
     def learn(
         self, found: Floats, chosen: Floats, seconds: Floats, unverified: Floats, rate: float
@@ -63,50 +63,53 @@ class Gains:
             unverified: Duration of those that then verify none of them, (W, L).
             rate: Tokens per second that time is worth.
         """
-        gains, chosen = self._best.extend(found), self._chosen.extend(chosen)
+        gains, chosen = self._extrapolation.extend(np.stack([found, chosen]))
         self._count = min(self._count + 1, MEMORY)
         self.mean = self.mean + (gains - self.mean) / self._count
         values = chosen - rate * seconds
-        best = np.argmax(values, axis=-1)[..., None]
-        is_worth = np.take_along_axis(values, best, -1)[..., 0] > -rate * unverified
-        tokens = 1 + np.where(is_worth, np.take_along_axis(chosen, best, -1)[..., 0], 0.0)
-        took = np.where(is_worth, np.take_along_axis(seconds, best, -1)[..., 0], unverified)
+        best = (*_PLACES, values.argmax(axis=-1))
+        is_worth = values[best] > -rate * unverified
+        tokens = np.where(is_worth, 1 + chosen[best], 1.0)
+        took = np.where(is_worth, seconds[best], unverified)
         self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) / self._count
         self.chosen_seconds = self.chosen_seconds + (took - self.chosen_seconds) / self._count
 
 
 class Extrapolation:
-    """From the gains of some shapes to those of wider and longer ones, by ratios seen before."""
+    """From the gains of some shapes to those of wider and longer ones, by ratios seen before.
+
+    Axis K stands for the two kinds of gains: of the drafts that the proposer finds best, and of
+    those with the best chances.
+    """
 
     def __init__(self) -> None:
-        prior = _prior()
+        prior = np.stack([_prior()] * 2)
         # Sums of gains: of the next width and of this one, of lengths likewise.
-        self._wider = prior[1:], prior[:-1]
-        self._longer = prior[:, 1:], prior[:, :-1]
+        self._wider = np.stack([prior[:, 1:], prior[:, :-1]])
+        self._longer = np.stack([prior[:, :, 1:], prior[:, :, :-1]])
 
     def extend(self, found: Floats) -> Floats:
-        """Gains at all places, (W, L, S), of which a draft shows the first, (W', L', S)."""
-        widths, lengths, _ = found.shape
-        self._wider = _add(self._wider, (found[1:], found[:-1]))
-        self._longer = _add(self._longer, (found[:, 1:], found[:, :-1]))
-        gains = np.empty((len(WIDTHS), len(LENGTHS), len(SIZES)))
-        gains[:widths, :lengths] = found
-        next_, here = (sums[:widths, lengths - 1 :] for sums in self._longer)
-        gains[:widths, lengths:] = found[:, -1:] * np.cumprod(next_ / here, axis=1)
-        next_, here = (sums[widths - 1 :] for sums in self._wider)
-        gains[widths:] = gains[widths - 1] * np.cumprod(next_ / here, axis=0)
+        """Gains at all places, (K, W, L, S), of which a draft shows the first, (K, W', L', S)."""
+        _, widths, lengths, _ = found.shape
+        self._wider = _add(self._wider, np.stack([found[:, 1:], found[:, :-1]]))
+        self._longer = _add(self._longer, np.stack([found[:, :, 1:], found[:, :, :-1]]))
+        gains = np.empty((2, len(WIDTHS), len(LENGTHS), len(SIZES)))
+        gains[:, :widths, :lengths] = found
+        next_, here = self._longer[:, :, :widths, lengths - 1 :]
+        gains[:, :widths, lengths:] = found[:, :, -1:] * np.cumprod(next_ / here, axis=2)
+        next_, here = self._wider[:, :, widths - 1 :]
+        gains[:, widths:] = gains[:, widths - 1 : widths] * np.cumprod(next_ / here, axis=1)
         return gains
 
 
-def _add(sums: tuple[Floats, Floats], found: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-    """Running sums with one more draft, whose arrays may cover the first places only."""
-    widths, lengths, _ = found[0].shape
-    updated = []
-    for sum_, new in zip(sums, found, strict=True):
-        sum_ = sum_.copy()
-        sum_[:widths, :lengths] = (1 - 1 / RATIO_MEMORY) * sum_[:widths, :lengths] + new + 1e-6
-        updated.append(sum_)
-    return updated[0], updated[1]
+def _add(sums: Floats, found: Floats) -> Floats:
+    """Running sums with one more draft, which may show the first places only."""
+    _, _, widths, lengths, _ = found.shape
+    sums = sums.copy()
+    seen = sums[:, :, :widths, :lengths]
+    seen *= 1 - 1 / RATIO_MEMORY
+    seen += found + 1e-6
+    return sums
 
 
 def _prior() -> Floats:

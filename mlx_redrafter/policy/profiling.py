@@ -48,6 +48,18 @@ class Kind(NamedTuple):
         shape = self.plan.shape
         return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{' read' if self.waits else ''}"
 
+    def does_as_much(self, other: Kind) -> bool:
+        """Whether no part of a step of this kind is less than in the other's."""
+        if self.plan is None or other.plan is None:
+            return other.plan is None
+        mine, its = self.plan.shape, other.plan.shape
+        return (
+            mine.width >= its.width
+            and mine.length >= its.length
+            and self.plan.num_nodes >= other.plan.num_nodes
+            and self.waits >= other.waits
+        )
+
 
 # Searches timed for a network: one with trees of all sizes, and of every width a long and a short
 # one, from which the time of a level follows.
@@ -184,7 +196,10 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
             for size, kind in VERIFY.items()
         },
         first={
-            width: short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width]
+            # Relative to the width with which verifying was timed; noise may leave less than that.
+            width: max(
+                -level[width], short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width]
+            )
             for width in TIMED_WIDTHS
         },
         level=level,
@@ -280,8 +295,12 @@ class _Schedule:
         self.is_done = True
 
     def _is_doubtful(self, kind: Kind) -> bool:
+        """Whether turns differ, or steps that do more have taken less."""
         first, second, *_ = self._fastest(kind)
-        return second > (1 + DOUBT) * first
+        most = (1 + DOUBT) * min(
+            self._fastest(other)[0] for other in self._turns if other.does_as_much(kind)
+        )
+        return second > (1 + DOUBT) * first or first > most
 
     def _fastest(self, kind: Kind) -> list[float]:
         turns = [turn for turn in self._turns[kind] if len(turn) == STEPS]

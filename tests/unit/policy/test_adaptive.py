@@ -188,11 +188,31 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         size: seconds * (0.3 if size == 24 else 1) for size, seconds in costs.verify.items()
     }
     timed = StepCosts(costs.plain, disturbed, costs.first, costs.level, costs.wait)
-    scenario = _scenario(0.5, costs, timed=timed)
-    first = _decode(scenario)
+    right, wrong = _scenario(0.5, costs), _scenario(0.5, costs, timed=timed)
+    first = _decode(wrong)
     assert [step.num_nodes for step in first.steps[:8]].count(24) > 4
-    second = _decode(scenario, first, TOKENS)
+    assert first.policy.experience.slowdowns.of(24) > 2
+    assert _seconds(wrong) < 1.1 * _seconds(right)
+    second = _decode(wrong, first, TOKENS)
     assert [step.num_nodes for step in second.steps[-30:]].count(24) < 15
+
+
+@pytest.mark.parametrize(
+    ("curve", "level", "ease"), [("steep", 0.3, 0.0), ("steep", 0.6, 0.5), ("linear", 0.5, -1.0)]
+)
+def test_drafting_that_was_timed_as_free_is_corrected_in_use(
+    curve: str, level: float, ease: float
+) -> None:
+    costs = _costs(curve, level)
+    timed = StepCosts(costs.plain, costs.verify, costs.first, dict.fromkeys(costs.level, 0.0))
+    right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
+    assert sum(step.plan is not None for step in _decode(wrong).steps[:20]) > 5
+    assert _seconds(wrong) < 1.15 * _seconds(right)
+
+
+def _seconds(scenario: Scenario) -> float:
+    policy = AdaptivePolicy(scenario.timed, None, itertools.count(0, 0).__next__)
+    return run_policy(SimulatedText(scenario), policy, 0, TOKENS)
 
 
 def test_a_search_with_fewer_drafts_than_asked_for_is_verified_as_far_as_it_goes() -> None:

@@ -111,6 +111,14 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.Mo
         assert costs.drafting(DraftShape(1, 2)) >= 0
 
 
+def test_drafting_is_never_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}  # something disturbed it
+    monkeypatch.setattr(profiling, "_known_seconds", lambda *_: timed)
+    costs = profiling.step_costs(Target(tiny_llama()), _proposer())
+    for width, seconds in costs.level.items():
+        assert costs.drafting(DraftShape(width, 6)) >= 4 * seconds
+
+
 def test_what_was_disturbed_is_timed_again() -> None:
     kinds = [profiling.PLAIN, profiling.READ, profiling.VERIFY[2]]
     schedule = profiling._Schedule(kinds)
@@ -124,6 +132,19 @@ def test_what_was_disturbed_is_timed_again() -> None:
     assert all(seconds < 1.1 for seconds in schedule.seconds.values())
     assert turn > profiling.ROUNDS * profiling.STEPS, "this one had more turns"
     assert len(schedule._turns[profiling.PLAIN]) == profiling.ROUNDS
+
+
+def test_steps_that_took_longer_than_ones_that_do_more_are_timed_again() -> None:
+    few, many = profiling.VERIFY[2], profiling.VERIFY[8]
+    schedule = profiling._Schedule([profiling.PLAIN, few, many])
+    plan, turn = schedule.choose(None), 0
+    while not schedule.is_done:
+        following = schedule.choose(None)
+        turn += plan == few.plan
+        disturbed = plan == few.plan and turn <= profiling.ROUNDS * profiling.STEPS
+        schedule.observe(Step(plan, 2, [1], 5.0 if disturbed else 2.0 if plan else 1.0))
+        plan = following
+    assert schedule.seconds == {profiling.PLAIN: 1.0, few: 2.0, many: 2.0}
 
 
 def test_positions_that_a_model_need_not_know_are_not_timed(
