@@ -19,7 +19,7 @@ from mlx_redrafter.bench.runs import (
     stock_arm,
 )
 from mlx_redrafter.bench.timing import OnProgress, timed
-from mlx_redrafter.bench.turns import decode_in_turns, fixed_arms, make_turns, reference_arm
+from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
@@ -66,7 +66,7 @@ def compare(
         max_repeated: See `summarise`.
         on_progress: Callback for the turns done and their number.
     """
-    arms = fixed_arms(setting, plans)
+    arms = compared_arms(setting, plans)
     if draft_model is not None:
         arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
     if setting.temp:

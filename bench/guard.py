@@ -29,6 +29,7 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
+from mlx_redrafter.bench.turns import reference_arm
 from mlx_redrafter.policy.profiling import CONTEXT
 
 # Smallest median of stock's time relative to the time with drafts.
@@ -119,7 +120,7 @@ def judge(case: str, runs: Sequence[Run], setting: Setting, num_pairs: int) -> V
         setting: Settings, of which the length of answers and the temperature are used.
         num_pairs: Number of pairs wanted.
     """
-    reference = STOCK if setting.temp == 0 else PLAIN
+    reference = reference_arm(setting)
     turns: dict[tuple[str, int, str, int], list[Run]] = {}
     for one in runs:
         turns.setdefault(one.turn, []).append(one)

@@ -16,7 +16,7 @@ from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import AUTO, STOCK, EncodedPrompt, Run, Setting, repetition
 from mlx_redrafter.bench.simulation import Outcome, make_scenario, play
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
-from mlx_redrafter.bench.turns import decode_in_turns, fixed_arms, make_turns, reference_arm
+from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.step_costs import StepCosts
@@ -27,8 +27,6 @@ GRID = (
     *(DraftPlan.of(2, length, nodes) for length, nodes in ((4, 6), (5, 8), (6, 8), (8, 16))),
     *(DraftPlan.of(4, length, nodes) for length, nodes in ((5, 16), (8, 16))),
 )
-
-
 # Simulated time of learning from one step's drafts.
 LEARNING_SECONDS = 0.8e-3
 
@@ -70,7 +68,7 @@ def measure_regret(
     """
     prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
     turns = make_turns(prompts, repeats)
-    decode_in_turns(fixed_arms(setting, GRID), turns, recording, cool_down, on_progress, prepare)
+    decode_in_turns(compared_arms(setting, GRID), turns, recording, cool_down, on_progress, prepare)
     found = find_regret(recording.runs, reference_arm(setting), max_repeated)
     recording.result["found"] = found
     recording.write()

@@ -193,7 +193,7 @@ def sweep(
         turns = make_turns(prompts, repeats, block.group, block.number)
         decode_in_turns(
             block.arms, turns, recording, cool_down,
-            part_of(on_progress, done, total), partial(_cast, casts, block.dtype),
+            part_of(on_progress, done, total), partial(_cast_all, casts, block.dtype),
         )  # fmt: skip
         done += len(turns)
     points = [p for block in blocks for p in _points(block, recording.runs, max_repeated)]
@@ -202,7 +202,7 @@ def sweep(
     return points
 
 
-def _cast(casts: Sequence[_Cast], dtype: str) -> None:
+def _cast_all(casts: Sequence[_Cast], dtype: str) -> None:
     for one in casts:
         one.to(dtype)
 

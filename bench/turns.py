@@ -23,7 +23,7 @@ from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.config import DraftPlan
 
 
-def fixed_arms(setting: Setting, plans: Sequence[DraftPlan]) -> dict[str, Arm]:
+def compared_arms(setting: Setting, plans: Sequence[DraftPlan]) -> dict[str, Arm]:
     """Stock mlx-lm, decoding without drafts, fixed plans, and the default."""
     return {
         STOCK: stock_arm(setting),
