@@ -7,14 +7,18 @@ exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import typer
 
+from mlx_redrafter.cli.application import Application
 from mlx_redrafter.cli.bench import app as bench
+from mlx_redrafter.cli.chat import chat
 from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
@@ -31,14 +35,14 @@ ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 
-app = typer.Typer(
+app = Application(
     name="redrafter-mlx",
     help="Lossless speculative decoding with Recurrent Drafter for MLX language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(check)
 app.command()(train)
 app.add_typer(convert, name="convert")
@@ -88,21 +92,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _silence_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(io.UnsupportedOperation):  # stdout is no file, as under a test
+        stdout = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
 
 
 def _report(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         message, code = error.format_message(), error.exit_code
     elif isinstance(error, OSError):
-        what = error.filename2 or error.filename or "output"
-        advice = ADVICE.get(error.errno or 0, "choose another path")
-        message, code = f"{what}: {error.strerror}; {advice}", 1
+        message, code = _describe(error), 1
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
     if message:  # none after the help that a call without arguments gets
         typer.echo(f"error: {' '.join(message.split())}", err=True)
     return code
+
+
+def _describe(error: OSError) -> str:
+    """What is the matter with which file, and what to do."""
+    path = error.filename2 or error.filename
+    if error.strerror is None:  # raised by a library with a text of its own
+        return str(error) or type(error).__name__
+    advice = ADVICE.get(error.errno or 0, "choose another path" if path else None)
+    return f"{path or 'output'}: {error.strerror}" + (f"; {advice}" if advice else "")
 
 
 @app.callback(invoke_without_command=True)

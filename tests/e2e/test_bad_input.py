@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import shutil
@@ -320,7 +321,7 @@ def test_text_past_the_context_is_warned_about_once(
 ) -> None:
     _change_config(model_copy, max_position_embeddings=12)
     base = ["generate", "--model", model_copy, "--drafter", drafter_folder, "-p", "Once", "-m", 30]
-    command = [sys.executable, "-m", "mlx_redrafter.cli", *(str(option) for option in base)]
+    command = [sys.executable, "-m", "mlx_redrafter", *(str(option) for option in base)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.count("longer than the model's context of 12 tokens") == 1
     assert "Generation: 30 tokens" in done.stderr
@@ -444,9 +445,35 @@ def test_a_result_that_cannot_be_written_is_one_line(
     assert message in found.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("no connection to the hub"), "no connection to the hub"),
+        (OSError(), "OSError"),
+        (OSError(errno.EIO, "Input/output error"), "output: Input/output error"),
+        (
+            OSError(errno.EIO, "Input/output error", "a.json"),
+            "a.json: Input/output error; choose another path",
+        ),
+    ],
+)
+def test_an_error_of_the_system_says_what_is_known(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError,
+    message: str,
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mlx_redrafter.cli.main.app", fail)
+    found = run(capsys, "generate")
+    assert (found.code, found.err) == (1, f"error: {message}\n")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
-    command = [sys.executable, "-m", "mlx_redrafter.cli", "generate", "-p", "The", "-m", "4"]
+    command = [sys.executable, "-m", "mlx_redrafter", "generate", "-p", "The", "-m", "4"]
     with Path("/dev/full").open("w") as full:
         found = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300
