@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
+ChatTemplateConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-config",
+        help="JSON object of options for the chat template.",
+        rich_help_panel=PROMPT,
+    ),
+]
+SystemPrompt = Annotated[
+    str | None,
+    typer.Option(
+        "--system-prompt", help="System message for the chat template.", rich_help_panel=PROMPT
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Prompting:
     """The prompt, and how it becomes token ids."""
@@ -31,20 +47,8 @@ class Prompting:
         ),
     ]
     ignore_chat_template: IgnoreChatTemplate = False
-    chat_template_config: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template-config",
-            help="JSON object of options for the chat template.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    system_prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--system-prompt", help="System message for the chat template.", rich_help_panel=PROMPT
-        ),
-    ] = None
+    chat_template_config: ChatTemplateConfig = None
+    system_prompt: SystemPrompt = None
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
@@ -55,22 +59,7 @@ class Prompting:
     ] = None
 
     def __post_init__(self) -> None:
-        _ = self.template_options  # checked before anything is loaded
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        """The options for the chat template.
-
-        Raises:
-            ConfigError: They are not a JSON object.
-        """
-        try:
-            options = json.loads(self.chat_template_config or "{}")
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--chat-template-config must be JSON: {error}") from error
-        if not isinstance(options, dict):
-            raise ConfigError(f"--chat-template-config must be a JSON object, got {options!r}")
-        return options
+        parse_template_options(self.chat_template_config)  # checked before anything is loaded
 
     def read(self) -> str:
         """The prompt's text, from stdin if it is ``-``."""
@@ -106,7 +95,10 @@ class Prompting:
         follows_cache = self.prompt_cache_file is not None
         try:
             return encode_chat(
-                tokenizer, messages, self.template_options, follows_cache=follows_cache
+                tokenizer,
+                messages,
+                parse_template_options(self.chat_template_config),
+                follows_cache=follows_cache,
             )
         except ConfigError as error:
             raise ConfigError(
@@ -139,3 +131,18 @@ class Prompting:
                 f"is {model!r}; give the same one"
             )
         return list(cache)
+
+
+def parse_template_options(given: str | None) -> dict[str, Any]:
+    """Options for the chat template, as ``--chat-template-config`` gives them.
+
+    Raises:
+        ConfigError: They are not a JSON object.
+    """
+    try:
+        options = json.loads(given or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--chat-template-config must be JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"--chat-template-config must be a JSON object, got {options!r}")
+    return options

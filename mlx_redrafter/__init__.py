@@ -15,6 +15,7 @@ from mlx_redrafter.version import __version__
 prepare()
 
 if TYPE_CHECKING:
+    from mlx_redrafter.conversation import Conversation
     from mlx_redrafter.engine import Engine
     from mlx_redrafter.errors import RedrafterError
     from mlx_redrafter.generation import generate, stream_generate
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Where each public name lives. Imported on first use: mlx-lm alone takes seconds to import, which
 # `redrafter-mlx --help` should not have to wait for.
 _HOMES = {
+    "Conversation": "conversation",
     "DraftModel": "proposers.draft_model",
     "Drafter": "proposers.redrafter.network",
     "DrafterConfig": "proposers.redrafter.config",
@@ -44,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Conversation",
     "DraftModel",
     "Drafter",
     "DrafterConfig",

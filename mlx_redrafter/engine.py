@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.chat import encode_prompt
@@ -98,6 +99,7 @@ class Engine:
         logits_processors: Sequence[LogitsProcessor] | None = None,
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
+        history: Sequence[Sequence[int]] = (),
         **options: Any,
     ) -> ResponseStream:
         """Begin a text; its responses come one per token.
@@ -108,6 +110,8 @@ class Engine:
             logits_processors: As in `mlx_redrafter.stream_generate`.
             prompt_cache: As in `mlx_redrafter.stream_generate`.
             prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
+            history: Token ids of earlier texts that a lookup looks in, too, such as what
+                ``prompt_cache`` holds.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -130,7 +134,7 @@ class Engine:
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
-        text = self._open(request, chosen, sampler, logits_processors, prompt_cache)
+        text = self._open(request, chosen, history, sampler, logits_processors, prompt_cache)
         stream = ResponseStream(text, self.tokenizer)
         self._streams.add(stream)
         return stream
@@ -138,6 +142,12 @@ class Engine:
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
         """A complete text; the options are those of `stream`."""
         return "".join(response.text for response in self.stream(prompt, **options))
+
+    def new_prompt_cache(self) -> list[Any]:
+        """A ``prompt_cache`` for texts that continue: layers of the target and of a draft model."""
+        proposer = self.proposer
+        networks = proposer.modules if proposer is not None and proposer.num_layers else ()
+        return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
 
     def close(self) -> None:
         """Cancel all texts, in whichever thread they are, and begin none any more."""
@@ -149,6 +159,7 @@ class Engine:
         self,
         request: Request,
         options: GenerationOptions,
+        history: Sequence[Sequence[int]],
         sampler: Sampler | None,
         logits_processors: Sequence[LogitsProcessor] | None,
         prompt_cache: Sequence[Any] | None,
@@ -165,7 +176,7 @@ class Engine:
         chooser: TokenChooser = (
             KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
         )
-        drafting, policy = self._plan(options, ids, cache.length, own)
+        drafting, policy = self._plan(options, history, ids, cache.length, own)
         processors = ProcessorChain(logits_processors, ids) if logits_processors else None
         text = Text(target, cache, chooser, request, drafting, policy, processors)
         if isinstance(policy, AdaptivePolicy):
@@ -173,12 +184,19 @@ class Engine:
         return text
 
     def _plan(
-        self, options: GenerationOptions, ids: list[int], num_cached: int, cached: Sequence[Any]
+        self,
+        options: GenerationOptions,
+        history: Sequence[Sequence[int]],
+        ids: list[int],
+        num_cached: int,
+        cached: Sequence[Any],
     ) -> tuple[Drafting | None, DraftPolicy | None]:
         """Who proposes, and who says how much."""
         proposer, plan = self.proposer, options.plan
         if proposer is None:
             return None, None
+        if isinstance(proposer, Lookup):
+            proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
         _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
         policy: DraftPolicy
@@ -190,7 +208,7 @@ class Engine:
             length = num_cached + len(ids)
             costs = step_costs(self.target, network, length, self.memory.timed)
             if network is not None:
-                proposer = LookupFirst(self.memory.lookup, network)
+                proposer = LookupFirst(self.memory.lookup.after(history), network)
             # Acceptance of uncoupled drafts is not that of coupled ones.
             policy = AdaptivePolicy(costs, self.memory.experience if options.couple else None)
         return proposer.open(self.target, ids, options.couple, cached), policy

@@ -30,6 +30,7 @@ ORDER = [
     "chat",
     "responses",
     "engine",
+    "conversation",
     "generation",
     "recognition",
     "loading",
@@ -38,6 +39,7 @@ ORDER = [
     "convert",
     "bench",
     "cli",
+    "__main__",
 ]
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 # The folders that stand inside the package once it is installed.

@@ -13,6 +13,7 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 import mlx_redrafter
 
 EXPORTS = [
+    "Conversation",
     "DraftModel",
     "Drafter",
     "DrafterConfig",

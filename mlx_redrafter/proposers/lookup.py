@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from heapq import heappop, heappush
 from math import log
 from typing import Any
@@ -71,8 +72,14 @@ class Lookup:
     modules: tuple[nn.Module, ...] = ()
 
     def __init__(self, history: Sequence[Sequence[int]] = ()):
-        self.history = [list(tokens) for tokens in history]
+        self.history: list[Sequence[int]] = [list(tokens) for tokens in history]
         self.rates = MatchRates()
+
+    def after(self, history: Sequence[Sequence[int]]) -> Lookup:
+        """This lookup with more texts in which to look, and the same rates."""
+        other = copy(self)
+        other.history = [*self.history, *history]
+        return other
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """See `Proposer.check_fit`; every target fits."""

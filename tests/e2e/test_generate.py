@@ -24,10 +24,6 @@ from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
 
 PROMPT = "Once upon a time"
-TEMPLATE = (
-    "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' + (tone or '') }}{% endif %}"
-)
 
 FIELDS: dict[str, Any] = {
     "text": str,
@@ -247,17 +243,6 @@ def _steps(statistics: str) -> int:
     found = re.search(r"over (\d+) steps", statistics)
     assert found is not None
     return int(found[1])
-
-
-@pytest.fixture(scope="session")
-def chat_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """stories260k with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(stories.folder, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def _prompt_tokens(

@@ -1,0 +1,27 @@
+"""Models for the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Trained
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' + (tone or '') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260k with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(stories.folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,115 @@
+"""A conversation: the answers of plain decoding, although only what is new is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter import Engine, stream_generate
+from mlx_redrafter.chat import encode_chat
+from mlx_redrafter.conversation import Conversation
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.draft_model import DraftModel
+from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+ASKED = ["HOW ARE YOU", "AND YOU", "HOW ARE YOU"]
+DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
+    "network": lambda model: random_drafter(VOCAB_SIZE, 32),
+    "lookup": lambda model: "lookup",
+    "draft model": lambda model: DraftModel(model, None),
+    "none": lambda model: None,
+}
+
+
+class ChatTokenizer(ByteTokenizer):
+    """A tokenizer with a chat template that shortens earlier messages to ``kept`` characters."""
+
+    chat_template: Any = "in Python"
+
+    def __init__(self, kept: int | None = None):
+        super().__init__(VOCAB_SIZE)
+        self.kept = kept
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:  # type: ignore[override]
+        """All messages, and the beginning of an answer."""
+        *earlier, last = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
+        return "".join(text[: self.kept] for text in earlier) + last + "[A]"
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_llama(seed=4)
+
+
+def _tokenizer(kept: int | None = None) -> TokenizerWrapper:
+    wrapper = TokenizerWrapper(ChatTokenizer(kept))
+    wrapper._eos_token_ids = set()
+    return wrapper
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 3}], ids=str)
+def test_answers_are_those_of_plain_decoding(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    sampling: dict[str, Any],
+    kept: int | None,
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)
+    tokenizer = _tokenizer(kept)
+    conversation = Conversation(Engine(model, tokenizer, DRAFTERS[drafter](model)), "BE GOOD")
+    for text in ASKED:
+        asked = [*conversation.messages, {"role": "user", "content": text}]
+        found = list(conversation.ask(text, max_tokens=24, **sampling))
+        prompt = encode_chat(tokenizer, asked)
+        plain = stream_generate(model, tokenizer, prompt, max_tokens=24, **sampling)
+        assert [one.token for one in found] == [one.token for one in plain]
+        answer = {"role": "assistant", "content": "".join(one.text for one in found)}
+        assert conversation.messages == [*asked, answer]
+
+
+def test_only_what_is_new_is_read(model: nn.Module) -> None:
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    read: list[int] = []
+    for text in ASKED:
+        options: dict[str, Any] = {
+            "prompt_progress_callback": lambda done, total: read.append(total)
+        }
+        list(conversation.ask(text, max_tokens=8, **options))
+    # "[U]", the text and "[A]".
+    assert sorted(set(read)) == sorted({len(text) + 6 for text in ASKED})
+
+
+def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:
+    tokenizer = _tokenizer()
+    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+    answer = conversation.ask(ASKED[0], max_tokens=50)
+    text = "".join(next(answer).text for _ in range(5))
+    answer.close()  # type: ignore[attr-defined]
+    assert conversation.messages[-1]["content"] == text
+    asked = [*conversation.messages, {"role": "user", "content": ASKED[1]}]
+    plain = stream_generate(model, tokenizer, encode_chat(tokenizer, asked), max_tokens=20)
+    found = conversation.ask(ASKED[1], max_tokens=20)
+    assert [one.token for one in found] == [one.token for one in plain]
+
+
+def test_a_message_that_is_refused_changes_nothing(model: nn.Module) -> None:
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    list(conversation.ask(ASKED[0], max_tokens=8))
+    before = list(conversation.messages)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        list(conversation.ask(ASKED[1], max_tokens=-5))
+    assert conversation.messages == before
+    assert len(list(conversation.ask(ASKED[1], max_tokens=8))) == 8
+
+
+def test_a_model_without_a_template_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        Conversation(Engine(model, wrapped_tokenizer(VOCAB_SIZE), None))
