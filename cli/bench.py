@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mlx_redrafter.cli.application import Application
 from mlx_redrafter.cli.bench_endurance import endurance
 from mlx_redrafter.cli.bench_guard import guard
 from mlx_redrafter.cli.bench_output import parse_count
@@ -17,7 +18,7 @@ from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_speed import compare, sweep
 from mlx_redrafter.errors import ConfigError
 
-app = typer.Typer(
+app = Application(
     help="Measure what drafting gains here, and where the time goes.", no_args_is_help=True
 )
 app.command()(sweep)

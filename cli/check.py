@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -68,12 +69,18 @@ def check(
     options = generation_options(text, drafting)  # checked before anything is loaded
     target, tokenizer, drafter = pair.load()
 
+    from mlx_redrafter.cli.progress import progress_bar
     from mlx_redrafter.parity import compare_decoding
 
     results = []
     for one in prompt or PROMPTS:
         ids = Prompting(one, ignore_chat_template).encode(tokenizer)
-        comparison = compare_decoding(target, tokenizer, drafter, ids, **vars(options))
+        with progress_bar("Tokens") as bar:
+            task = bar.add_task("tokens", total=2 * options.max_tokens)
+            advance = partial(bar.advance, task)
+            comparison = compare_decoding(
+                target, tokenizer, drafter, ids, on_token=advance, **vars(options)
+            )
         results.append({"prompt": one, **asdict(comparison)})
         if not as_json:
             typer.echo(_describe(results[-1], tokenizer))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
+from mlx_redrafter.cli.application import Application, Command, Group
 from mlx_redrafter.cli.convert_options import (
     Destination,
     Dtype,
@@ -26,7 +26,23 @@ if TYPE_CHECKING:
 DEFAULT_COMMAND = "run"
 
 
-class ConvertGroup(TyperGroup):
+class DefaultContext(typer.Context):
+    """A call of the default command, whose name nobody types."""
+
+    @property
+    def command_path(self) -> str:
+        """The command as it is called."""
+        assert self.parent is not None
+        return self.parent.command_path
+
+
+class DefaultCommand(Command):
+    """The command that runs where none is named."""
+
+    context_class = DefaultContext
+
+
+class ConvertGroup(Group):
     """Converts unless the first word names another command: ``convert SRC DST``."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -36,10 +52,10 @@ class ConvertGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter.")
+app = Application(cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter.")
 
 
-@app.command(DEFAULT_COMMAND)
+@app.command(DEFAULT_COMMAND, cls=DefaultCommand)
 @takes_records
 def convert(
     source: Source,

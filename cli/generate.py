@@ -125,10 +125,10 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
         f"Peak memory: {last.peak_memory:.3f} GB",
     ]
     if drafts and last.tokens_per_step is not None:
-        rates = ", ".join(f"{rate:.0%}" for rate in last.stats.acceptance_rate_by_depth) or "none"
+        rates = [f"{rate:.0%}" for rate in last.stats.acceptance_rate_by_depth]
         lines.append(
-            f"Speculative: {last.tokens_per_step:.2f} tokens/step over {last.steps} steps, "
-            f"accepted by depth: {rates}"
+            f"Speculative: {last.tokens_per_step:.2f} tokens/step over {last.steps} steps (plain "
+            f"decoding: 1); at least 1, 2, ... drafts kept in {', '.join(rates) or 'none'}"
         )
     typer.echo("\n".join(lines), err=True)
 

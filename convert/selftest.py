@@ -7,6 +7,7 @@ a step with this token as the root, and its first draft is compared with the tar
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.chat import encode_question
 from mlx_redrafter.host import to_ints
@@ -30,6 +32,8 @@ from mlx_redrafter.proposers.redrafter.config import Activation
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.topk import top_k
+
+logger = logging.getLogger(__name__)
 
 # Acceptance below which the user is warned; fitting drafters reach about 0.5, chance about 0.001.
 LEAST_ACCEPTANCE = 0.2
@@ -94,9 +98,12 @@ def swap_activation(activation: Activation) -> Activation:
 def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -> SelfTest:
     """Measure the acceptance of first drafts on `PROMPTS`, and calibrate the drafter.
 
-    Waits for the device at every token.
+    Waits for the device at every token. A quantised drafter is dequantised once: on a CPU that is
+    many times faster than to do it for every prediction.
     """
+    drafter = dequantize_model(copy.deepcopy(drafter))
     target = Target(model)
+    logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
     texts = [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
     firsts, seconds = _find_matches(drafter, target, texts)
     calibration = calibrate(drafter, target.embed, texts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_redrafter.engine import AnyDrafter
 from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.host import to_floats
+from mlx_redrafter.responses import GenerationResponse
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def compare_decoding(
     drafter: AnyDrafter,
     prompt: Sequence[int],
     max_tokens: int,
+    on_token: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> Comparison:
     """Decode a prompt both ways.
@@ -67,22 +69,25 @@ def compare_decoding(
         drafter: Its drafter.
         prompt: Token ids.
         max_tokens: Most tokens to compare, at least 1.
+        on_token: Called for every token of both texts.
         **options: Sampling and drafting options of `stream_generate`; with a temperature they must
             have a seed.
     """
-    drafted = list(
-        stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens, **options)
-    )
+
+    def decode(drafter: AnyDrafter) -> Iterator[GenerationResponse]:
+        for response in stream_generate(
+            model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens, **options
+        ):
+            on_token()
+            yield response
+
+    drafted = list(decode(drafter))
+    plain = []
     if options.get("temp"):
-        plain = [
-            (response.token, response.logprobs)
-            for response in stream_generate(
-                model, tokenizer, prompt, max_tokens=max_tokens, **options
-            )
-        ]
+        plain = [(response.token, response.logprobs) for response in decode(None)]
     else:
-        plain = []
         for token, log_probs in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens):
+            on_token()
             plain.append((int(token), log_probs))
             if token in tokenizer.eos_token_ids:
                 break

@@ -90,7 +90,7 @@ def test_usage_errors(
 def test_help_is_fast_and_names_both_commands() -> None:
     start = time.perf_counter()
     shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter.cli", "convert", "--help"],
+        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter", "convert", "--help"],
         capture_output=True,
         text=True,
         check=True,

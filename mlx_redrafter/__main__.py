@@ -1,4 +1,4 @@
-"""``python -m mlx_redrafter.cli``."""
+"""``python -m mlx_redrafter``."""
 
 from mlx_redrafter.cli.main import run
 

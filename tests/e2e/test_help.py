@@ -1,0 +1,61 @@
+"""Help and completion: every command, as it is called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from mlx_redrafter.cli.main import app
+from tests.helpers.cli import run
+
+
+def _commands() -> list[tuple[str, ...]]:
+    top = get_command(app)
+    names: list[tuple[str, ...]] = [()]
+    for name, command in top.commands.items():  # type: ignore[attr-defined]
+        inner = getattr(command, "commands", {})
+        names += [(name,), *((name, one) for one in inner if one != "run")]
+    return names
+
+
+@pytest.mark.parametrize("command", _commands(), ids=" ".join)
+def test_help_shows_how_a_command_is_called(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    shown = run(capsys, *command, "--help")
+    assert shown.code == 0
+    assert f"Usage: {' '.join(('redrafter-mlx', *command))} " in shown.out
+    assert "<bool>" not in shown.out
+    assert "--help" in shown.out
+
+
+def test_no_command_is_left_out() -> None:
+    names = {" ".join(command) for command in _commands()}
+    assert {"generate", "chat", "check", "train", "convert", "convert inspect"} <= names
+    assert {"bench compare", "bench sweep", "bench regret"} <= names
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("ge", ["generate"]), ("con", ["convert"]), ("generate --te", ["--temp"])],
+)
+def test_the_shell_completes(typed: str, expected: list[str]) -> None:
+    words = f"redrafter-mlx {typed}"
+    completed = subprocess.run(
+        [sys.executable, "-m", "mlx_redrafter"],
+        env={
+            **os.environ,
+            "_REDRAFTER_MLX_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert completed.stdout.split() == expected
