@@ -35,8 +35,6 @@ class Application(typer.Typer):
     def __init__(self, cls: type[Group] = Group, **settings: Any):
         super().__init__(cls=cls, **settings)
 
-    def command(
-        self, name: str | None = None, *, cls: type[TyperCommand] = Command, **settings: Any
-    ) -> Callable[[Any], Any]:
+    def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         """See `typer.Typer.command`."""
-        return super().command(name, cls=cls, **settings)
+        return super().command(*args, **{"cls": Command, **settings})

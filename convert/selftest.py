@@ -101,7 +101,8 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     Waits for the device at every token. A quantised drafter is dequantised once: on a CPU that is
     many times faster than to do it for every prediction.
     """
-    drafter = dequantize_model(copy.deepcopy(drafter))
+    drafter = copy.deepcopy(drafter)
+    dequantize_model(drafter)
     target = Target(model)
     logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
     texts = [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
