@@ -24,7 +24,7 @@ from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.text import Text, decode, normalise
+from mlx_redrafter.decoding.text import Text, choose, decode
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.policy.fixed import FixedPolicy
@@ -229,10 +229,9 @@ class _Bench:
         """Choice of tokens and acceptance, from logits already computed."""
 
         def work() -> list[int]:
-            log_probs = normalise(self.logits)
             length, depths = self.plan.shape.length, self.tree.depths
             noise = self.chooser.noise(mx.array([self.cache.length]), length)
-            chosen = self.chooser.sample(log_probs, depths, noise, length)
+            _, chosen = choose(self.chooser, self.logits, depths, noise, length)
             path, num_accepted, bonus = accept(self.tree, chosen)
             return to_ints(mx.concatenate([num_accepted, bonus, path, self.tree.tokens[path]]))
 

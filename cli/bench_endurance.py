@@ -35,8 +35,9 @@ def endurance(
     from mlx_redrafter.bench.endurance import endure, judge
     from mlx_redrafter.bench.plots import plot_endurance
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
+    from mlx_redrafter.chat import encode_question
 
-    ids = list(tokenizer.encode(prompt))
+    ids = encode_question(tokenizer, prompt, use_template=False)
     windows: list[Window] = []
     configuration = {
         **pair_names(pair.model, pair.drafter, loaded),

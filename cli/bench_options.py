@@ -108,6 +108,11 @@ class Prompts:
     ] = None
     ignore_chat_template: IgnoreChatTemplate = False
 
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_prompt_tokens"):
+            if (count := getattr(self, name)) is not None:
+                check_int(name, count, 1)
+
     def encode(self, tokenizer: Any) -> list[EncodedPrompt]:
         """The prompts as token ids.
 

@@ -45,8 +45,9 @@ def overhead(
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.overhead import measure_overhead
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
+    from mlx_redrafter.chat import encode_question
 
-    ids = list(tokenizer.encode(prompt))
+    ids = encode_question(tokenizer, prompt, use_template=False)
     with progress("Triples") as on_progress:
         found = measure_overhead(target, drafter, ids, plan, rounds, temp, max_tokens, on_progress)
     show(_overhead_table(found), _overhead_remarks(found, plan, goal))

@@ -66,8 +66,7 @@ class Prompting:
         is_stdin = self.prompt == "-"
         try:
             text = sys.stdin.read() if is_stdin else self.prompt
-            text.encode()  # fails for bytes that Python let pass as lone surrogates
-        except UnicodeError as error:
+        except UnicodeDecodeError as error:
             raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
         return text if is_stdin else text.replace("\\n", "\n").replace("\\t", "\t")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,6 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.host import to_ints
 
 Message = Mapping[str, Any]
 
@@ -18,11 +19,24 @@ MARKER = "<query>"
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Token ids of a prompt; text gets the special tokens it does not start with, as in mlx-lm."""
+    """Token ids of a prompt; text gets the special tokens it does not start with, as in mlx-lm.
+
+    Raises:
+        ConfigError: It is neither text nor whole numbers.
+    """
     if isinstance(prompt, str):
         starts_special = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt, add_special_tokens=not starts_special))
-    return to_ints(prompt) if isinstance(prompt, mx.array) else [int(token) for token in prompt]
+        return _encode(tokenizer, prompt, add_special_tokens=not starts_special)
+    values: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    try:
+        ids = list(values)
+        if isinstance(prompt, bytes) or any(isinstance(token, bool) for token in ids):
+            raise TypeError
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ConfigError(
+            f"the prompt must be a text or token ids, got {reprlib.repr(prompt)}"
+        ) from error
 
 
 def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool = True) -> list[int]:
@@ -34,11 +48,14 @@ def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool =
         use_template: False encodes the text as it is.
 
     Raises:
-        ConfigError: The chat template rejects the message.
+        ConfigError: The chat template rejects the message, or nothing is left of it.
     """
     if use_template and tokenizer.has_chat_template:
-        return encode_chat(tokenizer, [{"role": "user", "content": text}])
-    return list(tokenizer.encode(text))
+        ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
+    else:
+        ids = _encode(tokenizer, text)
+    check_not_empty(ids)
+    return ids
 
 
 def encode_chat(
@@ -80,4 +97,18 @@ def encode_chat(
     if follows_cache:
         marked = render([*messages[:-1], {**messages[-1], "content": MARKER}])
         text = text[marked.index(MARKER) :]
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def check_not_empty(prompt: Sequence[int]) -> None:
+    """Raise `ConfigError` for a prompt without tokens."""
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one token")
+
+
+def _encode(tokenizer: TokenizerWrapper, text: str, **options: Any) -> list[int]:
+    try:
+        text.encode()  # fails for bytes that Python let pass as lone surrogates
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
+    return list(tokenizer.encode(text, **options))

@@ -165,7 +165,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_number(self.temp) or not math.isfinite(self.temp) or self.temp < 0:
+        if not is_number(self.temp) or not 0 <= self.temp < math.inf:
             raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
@@ -211,6 +211,8 @@ class GenerationOptions:
         _ = self.plan, self.sampling(0)  # both check what they are made of
         check_max_tokens(self.max_tokens)
         check_int("prefill_step_size", self.prefill_step_size, 1)
+        if not isinstance(self.couple, bool):
+            raise ConfigError(f"couple must be True or False, got {self.couple!r}")
 
     @property
     def plan(self) -> DraftPlan | None:

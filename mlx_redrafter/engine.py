@@ -11,6 +11,7 @@ that reads its stream; any thread may cancel it.
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.chat import encode_prompt
+from mlx_redrafter.chat import check_not_empty, encode_prompt
+from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposer
@@ -40,6 +42,9 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.responses import ResponseStream
 from mlx_redrafter.target.target import Target
+
+# A cache may go from one engine to another.
+_claims = Claims()
 
 AnyDrafter = Drafter | Proposer | Literal["lookup"] | None
 
@@ -125,6 +130,10 @@ class Engine:
         if sampler is not None and chosen.given_sampling:
             given = ", ".join(chosen.given_sampling)
             raise ConfigError(f"sampler= replaces {given}; give one or the other")
+        _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
+        processors = _as_list("logits_processors", logits_processors)
+        _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
+        cached = None if prompt_cache is None else _as_list("prompt_cache", prompt_cache)
         ids = encode_prompt(self.tokenizer, prompt)
         request = Request(
             prompt=ids,
@@ -134,8 +143,10 @@ class Engine:
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
-        text = self._open(request, chosen, history, sampler, logits_processors, prompt_cache)
+        text = self._open(request, chosen, history, sampler, processors, cached)
         stream = ResponseStream(text, self.tokenizer)
+        if cached is not None:
+            _claims.claim(cached, stream)
         self._streams.add(stream)
         return stream
 
@@ -161,11 +172,10 @@ class Engine:
         options: GenerationOptions,
         history: Sequence[Sequence[int]],
         sampler: Sampler | None,
-        logits_processors: Sequence[LogitsProcessor] | None,
-        prompt_cache: Sequence[Any] | None,
+        logits_processors: Sequence[LogitsProcessor],
+        cached: list[Any] | None,
     ) -> Text:
         target, ids = self.target, request.prompt
-        cached = None if prompt_cache is None else list(prompt_cache)
         own, num_layers = [], 0 if self.proposer is None else self.proposer.num_layers
         if cached is not None and len(cached) == target.num_layers + num_layers:
             # mlx-lm's convention: the target's layers, then those of the draft model.
@@ -224,7 +234,10 @@ class Memories:
         """The memory of these objects, which are told apart by identity."""
         key = tuple(map(id, owners))
         if key not in self._known:
-            refs = [weakref.ref(owner, lambda _: self._known.pop(key, None)) for owner in owners]
+            try:
+                refs = [weakref.ref(one, lambda _: self._known.pop(key, None)) for one in owners]
+            except TypeError:  # a number, say, which `Engine` refuses
+                return Memory()
             self._known[key] = refs, Memory()
         return self._known[key][1]
 
@@ -237,14 +250,28 @@ def as_proposer(drafter: Drafter | Proposer) -> Proposer:
 def _find_proposer(drafter: AnyDrafter, memory: Memory) -> Proposer | None:
     if drafter is None:
         return None
-    if isinstance(drafter, str):
-        if drafter != "lookup":
-            raise ConfigError(
-                f"drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, "
-                f"got {drafter!r}"
-            )
+    if isinstance(drafter, str) and drafter == "lookup":
         return memory.lookup
-    return as_proposer(drafter)
+    proposer = as_proposer(drafter)
+    if not isinstance(proposer, Proposer):
+        raise ConfigError(
+            "drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, got "
+            f"{reprlib.repr(drafter)}"
+        )
+    return proposer
+
+
+def _as_list(name: str, values: Any) -> list[Any]:
+    """The values of an option, none where it is None."""
+    if not isinstance(values, (list, tuple, type(None))):
+        raise ConfigError(f"{name} must be a list, got {reprlib.repr(values)}")
+    return list(values or ())
+
+
+def _check_callable(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} must be a function, got {reprlib.repr(value)}")
 
 
 def _conclusion(text: Text, policy: AdaptivePolicy, memory: Memory) -> Callable[[], None]:
@@ -275,8 +302,7 @@ def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
 
 
 def _check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
-    if not prompt:
-        raise ConfigError("the prompt is empty; give at least one token")
+    check_not_empty(prompt)
     if min(prompt) < 0 or max(prompt) >= target.vocab_size:
         raise ConfigError(
             f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "

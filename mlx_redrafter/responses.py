@@ -57,6 +57,13 @@ class ResponseStream(Iterator[GenerationResponse]):
     def close(self) -> None:
         """End the text, from the thread that reads it."""
         self._responses.close()
+        if not self.is_closed:  # it has not begun
+            self._text.close(0)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the text has ended, and its prompt cache is at rest."""
+        return self._text.is_closed
 
     def __enter__(self) -> ResponseStream:
         return self

@@ -29,6 +29,7 @@ ORDER = [
     "policy",
     "chat",
     "responses",
+    "claims",
     "engine",
     "conversation",
     "generation",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
@@ -18,6 +18,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
 
+@runtime_checkable
 class Proposer(Protocol):
     """Proposes tokens for any number of texts: weights and tables, which threads may share."""
 

@@ -17,8 +17,8 @@ from mlx_redrafter.host import to_ints
 
 ProgressCallback = Callable[[int, int], None]
 
-# Stands for the number of accepted drafts where the logits were NaN.
-NOT_A_NUMBER = -1
+# Stands for the token after logits that say nothing, as they are NaN; padding has another one.
+NOT_A_NUMBER = -2
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class InFlight:
     """A dispatched forward pass; the host may not have read its outcome yet.
 
     Attributes:
-        outcome: Number of accepted drafts, bonus token, and for a tree, node indices and tokens of
-            the path, int32, shape (2 + 2 L,) or (2,).
-        root: The bonus token, which is the next root, int32, shape (1,).
+        outcome: Bonus token or `NOT_A_NUMBER`, and for a tree, number of accepted drafts, node
+            indices and tokens of the path, int32, shape (1,) or (2 + 2 L,).
+        root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         position: Position of that root, int32, shape (1,).
         hidden_state: Target state that predicted it, shape (H,).
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
@@ -92,7 +92,7 @@ class InFlight:
     @property
     def num_accepted(self) -> mx.array:
         """Number of accepted drafts, int32, shape (1,)."""
-        return mx.maximum(self.outcome[:1], 0)
+        return mx.zeros((1,), dtype=mx.int32) if self.path is None else self.outcome[1:2]
 
     @property
     def path_tokens(self) -> mx.array:
@@ -100,30 +100,43 @@ class InFlight:
 
         For a pass over one token, which accepts nothing, shape (1,) of junk.
         """
-        return self.outcome[:1] if self.path is None else self.outcome[2 + self.path.shape[0] :]
+        return self.outcome if self.path is None else self.outcome[2 + self.path.shape[0] :]
 
     @cached_property
     def rows(self) -> list[int]:
-        """Node indices of the accepted path; waits for the device.
-
-        Raises:
-            NonFiniteError: The logits are NaN.
-        """
-        num_accepted, _, *path = self._values
-        if num_accepted == NOT_A_NUMBER:
-            raise NonFiniteError(
-                "the target's logits after the prompt are NaN; its weights are damaged, or its "
-                "dtype overflows (bfloat16 or float32 may not)"
-            )
-        return [0] if self.path is None else path[: num_accepted + 1]
+        """Node indices of the accepted path; waits for the device."""
+        if self.path is None:
+            return [0]
+        _, num_accepted, *path = self._values
+        return path[: num_accepted + 1]
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Accepted drafts and the bonus token; waits for the device."""
-        kept = len(self.rows)
-        _, bonus, *path = self._values
+        """Accepted drafts and the bonus token, if there is one; waits for the device.
+
+        Raises:
+            NonFiniteError: There is none of them, as the logits are NaN.
+        """
+        bonus, _, *path = [*self._values, 0]
         length = len(path) // 2
-        return [*path[length + 1 : length + kept], bonus]
+        accepted = path[length + 1 : length + len(self.rows)]
+        if not accepted:
+            self.check_finite()
+        return accepted if bonus == NOT_A_NUMBER else [*accepted, bonus]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is a bonus token; waits for the device."""
+        return self._values[0] != NOT_A_NUMBER
+
+    def check_finite(self) -> None:
+        """Raise `NonFiniteError` unless there is a bonus token; waits for the device."""
+        if not self.is_finite:
+            where = "in the text" if self.num_nodes else "after the prompt"
+            raise NonFiniteError(
+                f"the target's logits {where} are NaN; its weights are damaged, its dtype "
+                "overflows (bfloat16 or float32 may not), or a logits processor left no token"
+            )
 
     @cached_property
     def _values(self) -> list[int]:

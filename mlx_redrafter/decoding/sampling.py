@@ -22,6 +22,9 @@ Sampler = Callable[[mx.array], mx.array]
 
 # The width of the noise is a multiple of this, so that vector units treat every token alike.
 NOISE_ALIGNMENT = 64
+# Bounds of factors in float32: what is less may be 0 there, what is more infinite. A nucleus of
+# mass 0 is none, and mlx-lm would read past the end of the vocabulary to find it.
+LEAST, MOST = 1e-30, 1e30
 
 
 class TokenChooser(Protocol):
@@ -116,12 +119,12 @@ class GumbelNoise:
         # mlx-lm's order: all filters look at the distribution at temperature 1.
         params, log_probs = self.params, log_probs.astype(mx.float32)
         if 0 < params.top_p < 1:
-            log_probs = apply_top_p(log_probs, params.top_p)
+            log_probs = apply_top_p(log_probs, max(params.top_p, LEAST))
         if params.min_p > 0:
             log_probs = apply_min_p(log_probs, params.min_p)
         if 0 < params.top_k < log_probs.shape[-1]:
             log_probs = apply_top_k(log_probs, params.top_k)
-        return log_probs / params.temp
+        return log_probs / min(max(params.temp, LEAST), MOST)
 
 
 class KeyedChooser:

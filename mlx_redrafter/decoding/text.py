@@ -81,7 +81,7 @@ class Text:
         self.on_close: Callable[[], None] = lambda: None
         self.clock = StepClock()
         self.stats = DecodingStats()
-        self.is_finished = self.is_cancelled = False
+        self.is_finished = self.is_cancelled = self.is_closed = False
         self._end_of_prompt = cache.length + len(request.prompt)
         # Tokens of all steps so far, and of the last one, those beyond the end of the text.
         self._num_tokens = self._num_cut = 0
@@ -95,7 +95,7 @@ class Text:
         The first step is the prompt, which yields one token.
 
         Raises:
-            NonFiniteError: The logits after the prompt are NaN.
+            NonFiniteError: The logits after the text so far are NaN.
         """
         if self._flight is None:
             # Nothing that comes after the first token delays it: to dispatch may mean to wait.
@@ -103,6 +103,7 @@ class Text:
             self._is_read = True
             return self._accept(self._flight)
         if self._is_read:
+            self._flight.check_finite()  # it may have accepted drafts before
             self._is_read = False
             self._flight = self._verify(self._draft(self._choose(), self._flight), self._flight)
 
@@ -116,7 +117,7 @@ class Text:
         else:
             proposal = self._draft(plan, flight)
             tokens = self._accept(flight)
-            if not self.is_finished:
+            if not self.is_finished and flight.is_finite:
                 self._flight = self._verify(proposal, flight)
         self._is_read = self._flight is flight
         return tokens
@@ -133,22 +134,11 @@ class Text:
         """
         self.is_finished = True
         self.on_close()
-        if not self.request.leave_as_stock:
-            return
         try:
-            if self._is_read and self._flight is not None:
-                if self._flight.num_nodes == 0:  # the proposer was not told of the first token
-                    self._skip(self._flight)
-                if num_taken == self._num_tokens:
-                    self._catch_up(self._flight)
+            if self.request.leave_as_stock:
+                self._settle(num_taken)
         finally:
-            # The row of the root of a tree in flight is there. An interruption may leave less.
-            flight = None if self._is_read else self._flight
-            num_rows = self.cache.length + (flight is not None and flight.path is not None)
-            length = min(self._end_of_prompt + num_taken, num_rows)
-            self.cache.settle(length)
-        if self.drafting is not None:
-            self.drafting.settle(length)
+            self.is_closed = True
 
     @property
     def _needs_next(self) -> bool:
@@ -168,8 +158,7 @@ class Text:
             outputs = self.target.prefill(
                 prompt, self.cache, request.prefill_step_size, self._on_progress
             )
-            is_nan = mx.any(mx.isnan(outputs.logits), keepdims=True)[0]
-            return self._dispatch_token(outputs, mx.where(is_nan, NOT_A_NUMBER, 0), num_nodes=0)
+            return self._dispatch_token(outputs, num_nodes=0)
 
     def _on_progress(self, done: int, total: int) -> None:
         if self.is_cancelled:
@@ -182,31 +171,24 @@ class Text:
             if self.processors is not None:
                 self.processors.extend(root)
             outputs = self.target.advance(root, self.cache)
-            status = mx.zeros((1,), dtype=mx.int32)
-            return self._dispatch_token(outputs, status, num_nodes=1, plan=plan)
+            return self._dispatch_token(outputs, num_nodes=1, plan=plan)
 
     def _dispatch_token(
-        self,
-        outputs: TargetOutputs,
-        status: mx.array,
-        num_nodes: int,
-        plan: DraftPlan | None = None,
+        self, outputs: TargetOutputs, num_nodes: int, plan: DraftPlan | None = None
     ) -> InFlight:
         logits = outputs.logits
         if self.processors is not None:
             logits = self.processors.process(logits)
-        log_probs = normalise(logits)
         depths = mx.zeros((1,), dtype=mx.int32)
         position = mx.array([self.cache.length], dtype=mx.int32)
         # The token just processed, the last of the committed ones, is the root of this choice.
         noise = self.chooser.noise(position - 1, 1)
-        root = self.chooser.sample(log_probs, depths, noise, 1).astype(mx.int32)
-        outcome = mx.concatenate([status.astype(mx.int32), root])
+        log_probs, outcome = choose(self.chooser, logits, depths, noise, 1)
         hidden_state = outputs.hidden_states[0]
         mx.async_eval(outcome, hidden_state, log_probs)
         return InFlight(
             outcome=outcome,
-            root=root,
+            root=mx.maximum(outcome, 0),
             position=position,
             hidden_state=hidden_state,
             log_probs=log_probs,
@@ -254,15 +236,15 @@ class Text:
             if self.processors is not None:
                 self.processors.extend(tree.tokens[:1])
                 logits = self.processors.process_tree(logits, tree)
-            log_probs = normalise(logits)
-            chosen = self.chooser.sample(log_probs, tree.depths, noise, tree.max_depth + 1)
+            num_levels = tree.max_depth + 1
+            log_probs, chosen = choose(self.chooser, logits, tree.depths, noise, num_levels)
             path, num_accepted, bonus = accept(tree, chosen)
             hidden_state = outputs.hidden_states[path[num_accepted]][0]
-            outcome = mx.concatenate([num_accepted, bonus, path, tree.tokens[path]])
+            outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
             mx.async_eval(outcome, hidden_state, log_probs)
         return InFlight(
             outcome=outcome,
-            root=bonus,
+            root=mx.maximum(bonus, 0),
             position=num_accepted + (length + 1),
             hidden_state=hidden_state,
             log_probs=log_probs,
@@ -282,7 +264,7 @@ class Text:
                 self.cache.commit(rows)
                 self.chooser.commit(len(rows))
             if self.processors is not None and num_accepted:
-                self.processors.extend(mx.array(tokens[:-1], dtype=mx.int32))
+                self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(flight, num_accepted)
         finish_reason, kept = find_end(tokens, self._num_tokens, self.request)
         self.is_finished = finish_reason is not None
@@ -306,6 +288,22 @@ class Text:
         seconds = self.clock.lap()
         if self.policy is not None:
             self.policy.observe(Step(flight.plan, flight.num_nodes, flight.tokens, seconds))
+
+    def _settle(self, num_taken: int) -> None:
+        try:
+            if self._is_read and self._flight is not None:
+                if self._flight.num_nodes == 0:  # the proposer was not told of the first token
+                    self._skip(self._flight)
+                if num_taken == self._num_tokens:
+                    self._catch_up(self._flight)
+        finally:
+            # The row of the root of a tree in flight is there. An interruption may leave less.
+            flight = None if self._is_read else self._flight
+            num_rows = self.cache.length + (flight is not None and flight.path is not None)
+            length = min(self._end_of_prompt + num_taken, num_rows)
+            self.cache.settle(length)
+        if self.drafting is not None:
+            self.drafting.settle(length)
 
     def _catch_up(self, flight: InFlight) -> None:
         """Process the last token, and leave the random state where plain decoding has it."""
@@ -340,9 +338,31 @@ def decode(text: Text) -> Iterator[Token]:
         text.close(stats.num_tokens)
 
 
-def normalise(logits: mx.array) -> mx.array:
-    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them."""
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+def choose(
+    chooser: TokenChooser,
+    logits: mx.array,
+    depths: mx.array,
+    noise: GumbelNoise | None,
+    num_levels: int,
+) -> tuple[mx.array, mx.array]:
+    """The target's token after each node; the arguments are those of `TokenChooser.sample`.
+
+    Returns:
+        Natural log-probabilities, shape (N, V), and token ids, int32, shape (N,), `NOT_A_NUMBER`
+        where there are none, so that no draft is accepted there.
+    """
+    log_probs, is_finite = normalise(logits)
+    chosen = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
+    return log_probs, mx.where(is_finite, chosen, NOT_A_NUMBER)
+
+
+def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
+
+    Also whether each row has any, bool, shape (N,): one number tells of NaN in all its logits.
+    """
+    normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return logits - normaliser, mx.isfinite(normaliser[:, 0])
 
 
 def find_end(tokens: list[int], num_before: int, request: Request) -> tuple[str | None, int]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.records import InFlight
@@ -124,7 +123,7 @@ class ModelDrafting:
         self.model = model
         self.num_rows = min(vocab_size, model.vocab_size)
         self.couple_noise = couple_noise
-        self.cache = LevelCache(list(cached) or make_prompt_cache(model.model))
+        self.cache = LevelCache(model.stock_cache(cached or None))
         self._is_shared = bool(cached)
         # Rows whose tokens the host knows, and known tokens without a row.
         self.length = self.cache.num_rows

@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.caches.full import FullCache, reserve_rows
+from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
 from mlx_redrafter.target.inspection import find_parts
@@ -66,24 +66,21 @@ class Target:
         """A cache for one request, on top of ``prompt_cache`` if the caller has one.
 
         Raises:
-            ConfigError: ``prompt_cache`` was made for another model.
+            ConfigError: ``prompt_cache`` was made for another model, or does not hold one text.
             UnsupportedTargetError: A layer's cache is not mlx-lm's plain ``KVCache``.
         """
-        own = make_prompt_cache(self.model)
-        layers = own if prompt_cache is None else list(prompt_cache)
-        if len(layers) != len(own):
-            raise ConfigError(
-                f"prompt_cache has {len(layers)} layers, the model needs {len(own)}; make it with "
-                "mlx_lm.models.cache.make_prompt_cache(model)"
-            )
-        for layer in layers:
-            if type(layer) is not KVCache:
-                raise UnsupportedTargetError(
-                    f"expected mlx-lm's plain KVCache in every layer, found "
-                    f"{type(layer).__name__}; this cache kind cannot hold a tree yet, use mlx-lm "
-                    "itself for it"
-                )
+        layers = self.stock_cache(prompt_cache)
         return TreeCache([FullCache(layer) for layer in layers], max(c.offset for c in layers))
+
+    def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[KVCache]:
+        """The caller's caches, checked as in `new_cache`, or new ones, as mlx-lm has them."""
+        own: list[KVCache] = make_prompt_cache(self.model)
+        if prompt_cache is None:
+            return own
+        # Never computed: it tells which layers have rows, and of what shape.
+        self.model(mx.array([[0]]), cache=own)
+        check_prompt_cache(prompt_cache, own)
+        return list(prompt_cache)
 
     def blank_cache(self, length: int) -> TreeCache:
         """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.

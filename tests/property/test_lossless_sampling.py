@@ -13,7 +13,7 @@ import pytest
 from mlx_redrafter import stream_generate
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import Scored, assert_same_tokens, ids
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
 VOCAB_SIZE = 100  # no multiple of a vector's length
@@ -84,6 +84,28 @@ def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> Non
         assert_same_tokens(plain, drafted, (sampling, shape))
         texts.add(tuple(drafted))
     assert len(texts) > 10  # the options matter
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temp": 1.0, "top_p": 1e-46},
+        {"temp": 1.5, "top_p": 5e-324, "top_k": 3},
+        {"temp": 5e-324},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_0_in_float32_writes_the_greedy_text(
+    model: nn.Module, sampling: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    greedy = stock_tokens(model, PROMPT, NUM_TOKENS)
+    for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
+        found = stream_generate(
+            model, tokenizer, PROMPT, drafter=drafter, max_tokens=NUM_TOKENS, **sampling, **shape
+        )
+        assert_same_tokens(greedy, [response.token for response in found], drafter)
 
 
 def test_qwen3_samples_the_same_with_drafts() -> None:

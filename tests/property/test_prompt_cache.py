@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import (
+    KVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
     trim_prompt_cache,
 )
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import DraftModel, stream_generate
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.responses import ResponseStream
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
@@ -262,3 +267,137 @@ def test_without_a_cache_nothing_is_settled(model: nn.Module, start: Start) -> N
         patch.setattr(Target, "advance", advance)
         assert len(list(start(max_tokens=1))) == 1
     assert len(calls) == 1  # the last token of the prompt
+
+
+def _batch_of_two(model: nn.Module) -> list[Any]:
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2], [3, 4]]), cache=cache)
+    return cache
+
+
+def _unequal(model: nn.Module) -> list[Any]:
+    cache: list[Any] = prefilled(model, [1, 2, 3])
+    cache[1].trim(1)
+    return cache
+
+
+def _one_empty(model: nn.Module) -> list[Any]:
+    return [KVCache(), *prefilled(model, [1, 2, 3])[1:]]
+
+
+def _one_for_all(model: nn.Module) -> list[Any]:
+    return [KVCache()] * len(make_prompt_cache(model))
+
+
+def _of_other_heads(model: nn.Module) -> list[Any]:
+    return prefilled(tiny_qwen3(), [1, 2, 3])
+
+
+def _without_rows(model: nn.Module) -> list[Any]:
+    cache: list[Any] = prefilled(model, [1, 2, 3])
+    cache[2].state = (None, None, 3)
+    return cache
+
+
+def _too_long(model: nn.Module) -> list[Any]:
+    cache: list[Any] = prefilled(model, [1, 2, 3])
+    for layer in cache:
+        layer.offset = 10**9
+    return cache
+
+
+def _no_arrays(model: nn.Module) -> list[Any]:
+    cache: list[Any] = make_prompt_cache(model)
+    for layer in cache:
+        layer.state = ("keys", "values", 1)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_batch_of_two, "a batch of 2 texts; give the cache of one"),
+        (_unequal, "layers of 2 to 3 tokens, but they must hold the same text"),
+        (_one_empty, "layers of 0 to 3 tokens, but they must hold the same text"),
+        (_one_for_all, "one cache object in several layers; make it with"),
+        (_of_other_heads, "keys of 2 heads of size 8 in layer 0, the model's are 2 of size 16"),
+        (_without_rows, "layer 2 holds 3 tokens, but has 0 rows of keys"),
+        (_too_long, "layer 0 holds 1000000000 tokens, but has 256 rows of keys"),
+        (_no_arrays, "keys of 0 heads of size 0 in layer 0"),
+    ],
+)
+@pytest.mark.parametrize("whose", ["target", "draft model"])
+def test_caches_that_are_not_those_of_one_text_are_refused(
+    model: nn.Module, make: Callable[[nn.Module], list[Any]], message: str, whose: str
+) -> None:
+    wide: Any = tiny_qwen3_of_wide_heads()
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    cache, drafter = make(wide), None
+    if whose == "draft model":
+        drafter = DraftModel(wide, tokenizer)
+        cache = [*make_prompt_cache(model), *cache]
+    before = [(layer.offset, layer.keys) for layer in cache]
+    with pytest.raises(ConfigError, match=message):
+        stream_generate(
+            model if drafter else wide, tokenizer, PROMPT, drafter=drafter, prompt_cache=cache
+        )
+    assert [(layer.offset, layer.keys) for layer in cache] == before
+
+
+def test_one_cache_object_of_target_and_draft_model_is_refused(model: nn.Module) -> None:
+    tokenizer, cache = wrapped_tokenizer(VOCAB_SIZE), make_prompt_cache(model)
+    with pytest.raises(ConfigError, match="one cache object in several layers"):
+        stream_generate(
+            model,
+            tokenizer,
+            PROMPT,
+            drafter=DraftModel(model, tokenizer),
+            prompt_cache=[*cache, *cache],
+        )
+
+
+def test_a_cache_belongs_to_one_text_at_a_time(
+    model: nn.Module, text: list[int], start: Start
+) -> None:
+    cache = make_prompt_cache(model)
+    first = start(max_tokens=9, prompt_cache=cache)
+    for read in (0, 1, 8):  # not begun, in the middle, and before its end
+        for _ in range(read):
+            next(first)
+        with pytest.raises(ConfigError, match="in use by a text that has not ended; read that"):
+            start(max_tokens=9, prompt_cache=cache)
+        with pytest.raises(ConfigError, match="in use"):
+            start(max_tokens=9, prompt_cache=[*make_prompt_cache(model)[1:], cache[0]])
+    assert list(first) == []
+    _assert_holds(model, cache, PROMPT + text[:9])
+    start(max_tokens=9, prompt_cache=cache).close()  # before it has begun
+    _assert_holds(model, cache, PROMPT + text[:9])
+    second = start(max_tokens=9, prompt_cache=cache)
+    next(second)
+    start(max_tokens=9, prompt_cache=make_prompt_cache(model))
+    del second  # and with it its claim
+    list(start(max_tokens=1, prompt_cache=cache))
+    copied = copy.deepcopy(cache)
+    third = start(max_tokens=9, prompt_cache=cache)
+    assert [r.token for r in third] == [r.token for r in start(max_tokens=9, prompt_cache=copied)]
+
+
+def test_of_threads_that_want_one_cache_one_gets_it(model: nn.Module, start: Start) -> None:
+    cache = make_prompt_cache(model)
+    barrier = threading.Barrier(4)
+    results: list[Any] = []
+
+    def work() -> None:
+        barrier.wait()
+        try:
+            results.append(start(max_tokens=9, prompt_cache=cache))
+        except ConfigError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(one, ConfigError) for one in results) == 3
+    assert len(results) == 4

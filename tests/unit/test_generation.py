@@ -129,7 +129,7 @@ def test_text_segments_are_those_of_stock_mlx_lm(stories: Trained, prompt: str) 
     assert whole == mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=60)
 
 
-@pytest.mark.parametrize("as_type", [list, tuple, mx.array])
+@pytest.mark.parametrize("as_type", [list, tuple, mx.array, np.array])
 def test_prompt_may_be_ids_of_any_kind(model: nn.Module, as_type: Any) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     found = [r.token for r in stream_generate(model, tokenizer, as_type(PROMPT), max_tokens=5)]
@@ -303,6 +303,27 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"prefill_step_size": 0}, "prefill_step_size must be an integer at least 1, got 0"),
     ({"sampler": mx.argmax, "temp": 0.0}, "sampler= replaces temp; give one or the other"),
     ({"sampler": mx.argmax, "seed": 1, "top_k": 2}, "sampler= replaces top_k, seed"),
+    ({"max_tokens": "5"}, "max_tokens must be an integer .*got '5'"),
+    ({"max_tokens": True}, "max_tokens must be an integer .*got True"),
+    ({"temp": "a"}, "temp must be a finite number, 0 or more, got 'a'"),
+    ({"temp": False}, "temp must be a finite number, 0 or more, got False"),
+    ({"top_p": "0.5"}, "top_p must be a number from 0 to 1 .*got '0.5'"),
+    ({"beam_width": 2.5}, "beam_width must be an integer from 1 to 64, got 2.5"),
+    ({"beam_length": "long"}, "beam_length must be an integer from 2 to 16 .*got 'long'"),
+    ({"tree_nodes": [9]}, "tree_nodes must be an integer .*got .9."),
+    ({"select": 1}, "select must be 'top_n' or 'beam', got 1"),
+    ({"couple": "yes"}, "couple must be True or False, got 'yes'"),
+    ({"seed": -1}, "seed must be an integer from 0 to 4294967295, got -1"),
+    ({"seed": 1.0}, "seed must be an integer from 0 to 4294967295, got 1.0"),
+    ({"drafter": 3}, "drafter must be a drafter that mlx_redrafter.load has loaded.* got 3"),
+    ({"drafter": "x"}, "drafter must be a drafter that mlx_redrafter.load has loaded.* got 'x'"),
+    ({"drafter": nn.Linear(2, 2)}, "drafter must be a drafter .* got Linear"),
+    ({"prompt_cache": "x"}, "prompt_cache must be a list, got 'x'"),
+    ({"prompt_cache": 5}, "prompt_cache must be a list, got 5"),
+    ({"sampler": 3}, "sampler must be a function, got 3"),
+    ({"logits_processors": mx.argmax}, "logits_processors must be a list, got "),
+    ({"logits_processors": [mx.argmax, 3]}, r"logits_processors\[1\] must be a function, got 3"),
+    ({"prompt_progress_callback": "x"}, "prompt_progress_callback must be a function, got 'x'"),
 ]
 
 
@@ -324,6 +345,22 @@ def test_impossible_options_are_refused_at_the_call(
         ([3, 64], "prompt token ids must be from 0 to 63, got 64"),
         ([3, -1], "prompt token ids must be from 0 to 63, got -1"),
         ([3] * 513, "the prompt has 513 tokens, the model's context is 512; shorten the prompt"),
+        (mx.array([]), "the prompt is empty; give at least one token"),
+        (None, "the prompt must be a text or token ids, got None"),
+        (7, "the prompt must be a text or token ids, got 7"),
+        (b"Hi", "the prompt must be a text or token ids, got b'Hi'"),
+        ([1.5], r"the prompt must be a text or token ids, got \[1.5\]"),
+        ([1.0], r"the prompt must be a text or token ids, got \[1.0\]"),
+        ([True, False], r"the prompt must be a text or token ids, got \[True, False\]"),
+        (["Hi"], r"the prompt must be a text or token ids, got \['Hi'\]"),
+        ([[1, 2]], r"the prompt must be a text or token ids, got \[\[1, 2\]\]"),
+        (mx.array([1.0, 2.0]), "the prompt must be a text or token ids, got array"),
+        (mx.array([True]), "the prompt must be a text or token ids, got array"),
+        (mx.array([[1, 2]]), "the prompt must be a text or token ids, got array"),
+        (mx.array(3), "the prompt must be a text or token ids, got array"),
+        (np.array([1.0]), "the prompt must be a text or token ids, got array"),
+        (np.array([True]), "the prompt must be a text or token ids, got array"),
+        ("\udcff", "the prompt must be UTF-8 text"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -415,6 +452,49 @@ def test_logits_that_are_no_numbers_after_the_prompt_are_refused(drafts: bool) -
     stream = stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter)
     with pytest.raises(NonFiniteError, match=r"logits after the prompt are NaN; .*bfloat16"):
         next(iter(stream))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 11])
+@pytest.mark.parametrize("drafts", ["none", "random", "lookup", "scripted", "chain"])
+def test_logits_that_are_no_numbers_end_the_text_where_they_are(
+    model: nn.Module, stock: list[tuple[int, mx.array]], value: float, count: int, drafts: str
+) -> None:
+    """Whatever is drafted, the text before them is the target's, and is there."""
+    scripted = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.95)
+    drafters = {"none": None, "random": random_drafter(VOCAB_SIZE, 32), "lookup": "lookup"}
+    widths = {"scripted": 4, "chain": 1}
+
+    def damage(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits if tokens.size < len(PROMPT) + count else mx.full(logits.shape, value)
+
+    options: dict[str, Any] = {
+        "drafter": drafters.get(drafts, scripted),
+        "beam_width": widths.get(drafts, "auto"),
+    }
+    responses = stream_generate(
+        model, wrapped_tokenizer(64), PROMPT, logits_processors=[damage], **options
+    )
+    found = [next(responses).token for _ in range(count)]
+    assert_same_tokens(stock[:count], found)
+    with pytest.raises(NonFiniteError, match=r"logits in the text are NaN"):
+        next(responses)
+    # Where the text ends before, nothing is wrong with it.
+    options["max_tokens"] = count
+    assert len(list(stream_generate(model, wrapped_tokenizer(64), PROMPT, **options))) == count
+
+
+def test_a_token_without_numbers_is_reported_when_it_comes(
+    stock: list[tuple[int, mx.array]],
+) -> None:
+    damaged = tiny_llama(seed=4)
+    token = ids(stock)[7]
+    first = ids(stock).index(token)
+    damaged["model"]["embed_tokens"].weight[token] = float("nan")
+    responses = stream_generate(damaged, wrapped_tokenizer(VOCAB_SIZE), PROMPT)
+    assert_same_tokens(stock[: first + 1], [next(responses).token for _ in range(first + 1)])
+    with pytest.raises(NonFiniteError, match=r"logits in the text are NaN"):
+        next(responses)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

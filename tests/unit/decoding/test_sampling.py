@@ -23,7 +23,7 @@ SAMPLES = 20_000
 
 def _choose(params: SamplingParams, logits: list[float], count: int) -> np.ndarray:
     """Choices at ``count`` positions that all have the same logits."""
-    rows = normalise(mx.array([logits] * count))
+    rows, _ = normalise(mx.array([logits] * count))
     depths = mx.arange(count, dtype=mx.int32)
     chooser = KeyedChooser(params, len(logits))
     noise = chooser.noise(mx.array([0]), count)
@@ -116,6 +116,27 @@ def test_temperature_zero_is_the_argmax_whatever_the_filters() -> None:
     assert _choose(params, LOGITS[::-1], 4).tolist() == [6, 6, 6, 6]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temp": 1.0, "top_p": 1e-46},  # 0 in float32
+        {"temp": 1.0, "top_p": 5e-324},
+        {"temp": 1.0, "top_p": 1e-39, "min_p": 5e-324, "top_k": 3},  # 0 where denormals are
+        {"temp": 1e-46},
+        {"temp": 5e-324, "top_p": 5e-324},
+        {"temp": 1e-38},  # scores that overflow
+    ],
+    ids=str,
+)
+def test_what_is_0_in_float32_leaves_the_best_token(options: dict[str, Any]) -> None:
+    assert set(_choose(SamplingParams(**options), LOGITS[::-1], 200)) == {6}
+
+
+def test_a_temperature_that_is_infinite_in_float32_keeps_the_filter() -> None:
+    chosen = _choose(SamplingParams(temp=1e300, top_k=3), LOGITS, 500)
+    assert set(chosen) == {0, 1, 2}
+
+
 def test_top_k_of_the_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="below the vocabulary size 7, got 7; use 0"):
         KeyedChooser(SamplingParams(temp=1.0, top_k=7), 7)
@@ -125,7 +146,7 @@ def test_top_k_of_the_vocabulary_is_refused() -> None:
 def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
     """At depth d every node samples from the state that d earlier samples leave behind."""
     sampler = make_sampler(temp=1.0)
-    rows = normalise(mx.random.normal((5, 40), key=mx.random.key(0)))
+    rows, _ = normalise(mx.random.normal((5, 40), key=mx.random.key(0)))
     depths = mx.array([0, 1, 1, 2, 2], dtype=mx.int32)
 
     for num_choices, path in ((1, [0]), (2, [0, 2]), (3, [0, 1, 4])):
