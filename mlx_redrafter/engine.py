@@ -134,6 +134,7 @@ class Engine:
         processors = _as_list("logits_processors", logits_processors)
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
         cached = None if prompt_cache is None else _as_list("prompt_cache", prompt_cache)
+        _claims.check(cached or [])  # first of all, as caches in use hold what they may
         ids = encode_prompt(self.tokenizer, prompt)
         request = Request(
             prompt=ids,
@@ -145,8 +146,7 @@ class Engine:
         )
         text = self._open(request, chosen, history, sampler, processors, cached)
         stream = ResponseStream(text, self.tokenizer)
-        if cached is not None:
-            _claims.claim(cached, stream)
+        _claims.claim(cached or [], stream)
         self._streams.add(stream)
         return stream
 

@@ -290,7 +290,10 @@ def _one_for_all(model: nn.Module) -> list[Any]:
 
 
 def _of_other_heads(model: nn.Module) -> list[Any]:
-    return prefilled(tiny_qwen3(), [1, 2, 3])
+    cache: list[Any] = make_prompt_cache(model)
+    for layer in cache:
+        layer.update_and_fetch(mx.zeros((1, 2, 3, 16)), mx.zeros((1, 2, 3, 8)))
+    return cache
 
 
 def _without_rows(model: nn.Module) -> list[Any]:
@@ -320,7 +323,7 @@ def _no_arrays(model: nn.Module) -> list[Any]:
         (_unequal, "layers of 2 to 3 tokens, but they must hold the same text"),
         (_one_empty, "layers of 0 to 3 tokens, but they must hold the same text"),
         (_one_for_all, "one cache object in several layers; make it with"),
-        (_of_other_heads, "keys of 2 heads of size 8 in layer 0, the model's are 2 of size 16"),
+        (_of_other_heads, "keys of 2 heads of size 16 in layer 0, the model's are 2 of size 8"),
         (_without_rows, "layer 2 holds 3 tokens, but has 0 rows of keys"),
         (_too_long, "layer 0 holds 1000000000 tokens, but has 256 rows of keys"),
         (_no_arrays, "keys of 0 heads of size 0 in layer 0"),
@@ -330,17 +333,14 @@ def _no_arrays(model: nn.Module) -> list[Any]:
 def test_caches_that_are_not_those_of_one_text_are_refused(
     model: nn.Module, make: Callable[[nn.Module], list[Any]], message: str, whose: str
 ) -> None:
-    wide: Any = tiny_qwen3_of_wide_heads()
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    cache, drafter = make(wide), None
+    cache, drafter = make(model), None
     if whose == "draft model":
-        drafter = DraftModel(wide, tokenizer)
+        drafter = DraftModel(model, tokenizer)
         cache = [*make_prompt_cache(model), *cache]
     before = [(layer.offset, layer.keys) for layer in cache]
     with pytest.raises(ConfigError, match=message):
-        stream_generate(
-            model if drafter else wide, tokenizer, PROMPT, drafter=drafter, prompt_cache=cache
-        )
+        stream_generate(model, tokenizer, PROMPT, drafter=drafter, prompt_cache=cache)
     assert [(layer.offset, layer.keys) for layer in cache] == before
 
 

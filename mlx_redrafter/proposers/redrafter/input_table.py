@@ -7,6 +7,7 @@ tokens takes the time of some dozens of prompt tokens, once per pair of networks
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed, InputTable
@@ -19,7 +20,8 @@ MAX_BYTES = 64 * 2**20
 def input_lookup(drafter: Drafter, target: Target) -> Embed:
     """`Drafter.project_input` by token id; waits for the device where it makes the table.
 
-    The drafter keeps the table for the next text, as long as the weights that it is made of stay.
+    The drafter keeps the table for the next text, as long as the weights that it is made of stay
+    what and where they are.
     """
     compute = drafter.input_of(target.embed)
     num_bytes = target.vocab_size * target.hidden_size * drafter.dtype.size
@@ -28,14 +30,18 @@ def input_lookup(drafter: Drafter, target: Target) -> Embed:
     modules = drafter.rnn_w, target.embedding
     sources = [array for module in modules for array in named_parameters(module).values()]
     table = drafter.input_table
-    if table is None or not _are(table.sources, sources):
+    if table is None or _places(table.sources) != _places(sources):
         # Computed at once: threads must not share what is not.
         rows = compute(mx.arange(target.vocab_size))
         mx.eval(rows)
-        drafter.input_table = table = InputTable(sources, rows)
+        # Second views of the same memory: what is changed in place gets another one.
+        views = [array[:] for array in sources]
+        mx.eval(views)
+        drafter.input_table = table = InputTable(views, rows)
     rows = table.rows
     return lambda ids: rows[ids]
 
 
-def _are(some: list[mx.array], others: list[mx.array]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def _places(arrays: list[mx.array]) -> list[int]:
+    """Where in memory the numbers of arrays are."""
+    return [np.array(array.view(mx.uint8), copy=False).ctypes.data for array in arrays]

@@ -30,7 +30,7 @@ class InputTable:
     """Terms that tokens add to the state, computed beforehand.
 
     Attributes:
-        sources: The weights that it was computed from.
+        sources: Views of the weights that it was computed from.
         rows: `Drafter.project_input` of every row of the target's input embedding, shape (V, H).
     """
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.proposers.redrafter import input_table
@@ -64,6 +68,32 @@ def test_it_is_made_once_per_pair_of_weights(drafter: Drafter, target: Target) -
     nn.quantize(target.model, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Embedding))
     _check(drafter, Target(target.model))
     assert drafter.input_table is not third
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_it_notices_weights_that_change_in_place(
+    drafter: Drafter, target: Target, dtype: mx.Dtype
+) -> None:
+    model: Any = target.model
+    drafter.set_dtype(dtype)
+    changes: list[Callable[[], Any]] = [
+        lambda: model.update(tree_map(lambda weight: 2 * weight, model.parameters())),
+        lambda: model.set_dtype(dtype),
+        lambda: model.model.embed_tokens.weight.__setitem__(3, 0.5),
+        lambda: model.model.embed_tokens.weight.__imul__(-1),
+        lambda: drafter.rnn_w.weight.__setitem__(0, 0.25),
+        lambda: drafter.set_dtype(mx.float32),
+    ]
+    input_lookup(drafter, target)
+    for number, change in enumerate(changes):
+        before = drafter.input_table
+        change()
+        _check(drafter, target)
+        if not (number in (1, 5) and dtype == mx.float32):  # the dtype that it has
+            assert drafter.input_table is not before
+        before = drafter.input_table
+        input_lookup(drafter, target)
+        assert drafter.input_table is before
 
 
 def test_there_is_none_where_it_would_be_large_or_saves_nothing(
