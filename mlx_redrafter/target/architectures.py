@@ -7,7 +7,7 @@ are mlx-lm's file names, which several names in a ``config.json`` may stand for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,18 +45,6 @@ ROPE_HOOKS: Mapping[str, Hook | None] = {
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "block_size")
 
 
-def _never(config: Config) -> bool:
-    return False
-
-
-def _has_windowed_layers(config: Config) -> bool:
-    return any(kind != "full_attention" for kind in config.get("layer_types") or ())
-
-
-def _has_window_pattern(config: Config) -> bool:
-    return bool(config.get("sliding_window_pattern"))
-
-
 @dataclass(frozen=True)
 class Architecture:
     """Facts about one model file of mlx-lm.
@@ -67,7 +55,6 @@ class Architecture:
         embedding: Path of the input embedding.
         methods: Hooks for methods other than a rope's, by module name and method name.
         functions: Hooks for functions of the model file.
-        has_windows: Whether layers attend to a window only, which some configs ask for.
     """
 
     ropes: tuple[str, ...] = ALL_ROPES
@@ -75,7 +62,6 @@ class Architecture:
     embedding: str = "model.embed_tokens"
     methods: Mapping[tuple[str, str], Hook] = field(default_factory=dict)
     functions: Mapping[str, Hook] = field(default_factory=dict)
-    has_windows: Callable[[Config], bool] = _never
 
 
 PLAIN = Architecture()
@@ -85,9 +71,11 @@ LEARNED_POSITIONS = {("wpe", "__call__"): embed_tree_positions}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Klear": PLAIN,
     "afm7": Architecture(embedding="model.embedding"),
+    "afmoe": PLAIN,
     "apertus": PLAIN,
     "bailing_moe": Architecture(embedding="model.word_embeddings"),
     "cohere": PLAIN,
+    "cohere2": PLAIN,
     "dbrx": Architecture(hidden="transformer", embedding="transformer.wte"),
     "deepseek": PLAIN,
     "deepseek_v2": Architecture(ropes=YARN),
@@ -96,9 +84,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5": PLAIN,
     "ernie4_5_moe": PLAIN,
     "exaone": Architecture(hidden="transformer", embedding="transformer.wte"),
-    "exaone4": Architecture(has_windows=_has_window_pattern),
+    "exaone4": PLAIN,
+    "exaone_moe": PLAIN,
     "gemma": PLAIN,
     "gemma2": PLAIN,
+    "gemma3_text": PLAIN,
     "glm": PLAIN,
     "glm4": PLAIN,
     "glm4_moe": PLAIN,
@@ -108,6 +98,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         hidden="transformer", embedding="transformer.wte", methods=LEARNED_POSITIONS
     ),
     "gpt_neox": Architecture(hidden="model.final_layer_norm", embedding="model.embed_in"),
+    "gpt_oss": Architecture(ropes=(*LINEAR, "llama3", *YARN, "proportional", "mrope")),
     "gptj": Architecture(embedding="model.wte"),
     "granite": PLAIN,
     "granitemoe": PLAIN,
@@ -116,16 +107,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan_v1_dense": Architecture(ropes=("default", "dynamic")),
     "internlm2": Architecture(ropes=(*LINEAR, "dynamic"), embedding="model.tok_embeddings"),
     "internlm3": Architecture(ropes=(*LINEAR, "dynamic")),
+    "iquestloopcoder": PLAIN,
+    "laguna": PLAIN,
     "lille-130m": Architecture(hidden="transformer.norm", embedding="transformer.tok_embeddings"),
-    "llama": Architecture(has_windows=_has_windowed_layers),
+    "llama": PLAIN,
     "llama4_text": PLAIN,
+    "mellum": PLAIN,
     "mimo": PLAIN,
+    "mimo_v2_flash": PLAIN,
     "minicpm": PLAIN,
     "minicpm3": Architecture(ropes=("longrope",)),
     "minimax": PLAIN,
-    "ministral3": Architecture(functions=LLAMA_4_SCALE, has_windows=_has_windowed_layers),
+    "ministral3": Architecture(functions=LLAMA_4_SCALE),
     "mistral4": Architecture(functions=LLAMA_4_SCALE),
     "mixtral": PLAIN,
+    "muse_glimmer": PLAIN,
     "nanbeige": PLAIN,
     "nanochat": Architecture(
         hidden="transformer",
@@ -135,6 +131,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "nemotron": Architecture(ropes=LINEAR),
     "nemotron-nas": PLAIN,
     "olmo2": PLAIN,
+    "olmo3": PLAIN,
     "olmoe": PLAIN,
     "openelm": Architecture(hidden="transformer", embedding="transformer.token_embeddings"),
     "phi": PLAIN,
@@ -142,16 +139,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phimoe": Architecture(ropes=("default", "longrope")),
     "phixtral": Architecture(hidden="lm_head.ln", embedding="transformer.embd.wte"),
     "plamo": PLAIN,
+    "plamo3": PLAIN,
     "qwen": Architecture(hidden="transformer", embedding="transformer.wte"),
     "qwen2": PLAIN,
     "qwen2_moe": Architecture(ropes=LINEAR),
     "qwen3": PLAIN,
     "qwen3_moe": PLAIN,
     "seed_oss": PLAIN,
-    "smollm3": Architecture(has_windows=_has_windowed_layers),
+    "smollm3": PLAIN,
     "solar_open": PLAIN,
+    "spark2_5": Architecture(embedding="model.embedding"),
     "stablelm": PLAIN,
     "starcoder2": PLAIN,
+    "step3p5": PLAIN,
     "talkie": Architecture(
         embedding="model.embed", methods={("attn", "_rope"): rotate_at_tree_positions}
     ),
@@ -162,6 +162,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 # Models with a vision tower that mlx-lm leaves out, by the language models inside them; of
 # several, the text config's ``model_type`` chooses, and the first is what others stand for.
 WRAPPERS: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
     "kimi_k25": ("deepseek_v3",),
     "kimi_vl": ("deepseek_v3",),
     "mistral3": ("llama", "ministral3", "mistral4"),
@@ -186,26 +187,11 @@ SPARSE = "layers that pick the tokens they attend to keep a second cache, which 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "afmoe",
-            "cohere2",
-            "exaone_moe",
-            "gemma3",
-            "gemma3_text",
             "gemma3n",
             "gemma4",
             "gemma4_text",
-            "gpt_oss",
-            "iquestloopcoder",
-            "laguna",
             "llama4",
-            "mellum",
-            "mimo_v2_flash",
-            "muse_glimmer",
             "muse_spark",
-            "olmo3",
-            "plamo3",
-            "spark2_5",
-            "step3p5",
         ),
         WINDOW,
     ),

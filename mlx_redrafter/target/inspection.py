@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.errors import UnsupportedTargetError
@@ -20,10 +20,10 @@ from mlx_redrafter.target.architectures import (
     REFUSED,
     ROPE_HOOKS,
     SUPPORTED,
-    WINDOW,
     WRAPPERS,
     Config,
 )
+from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe
 from mlx_redrafter.target.hooks import Hook, HookPoint, capture
 
 MLX_LM_MODELS = "mlx_lm.models."
@@ -123,8 +123,6 @@ def _check_text_config(name: str, text_name: str, config: Config) -> None:
     if architecture is None:
         unknown = "not verified to decode exactly yet"
         raise _refusal(f"model_type {name!r}", REFUSED.get(text_name, unknown))
-    if architecture.has_windows(config):
-        raise _refusal(f"model_type {name!r} with a sliding window", WINDOW)
     for kind in _rope_kinds(config):
         if kind not in architecture.ropes:
             raise _refusal(
@@ -135,6 +133,10 @@ def _check_text_config(name: str, text_name: str, config: Config) -> None:
 
 def _rope_kinds(config: Config) -> set[str]:
     scalings = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+    # Some families have one for each type of layer.
+    scalings += [
+        inner for scaling in scalings if isinstance(scaling, Mapping) for inner in scaling.values()
+    ]
     kinds = {
         str(scaling.get("type") or scaling.get("rope_type", "default"))
         for scaling in scalings
@@ -144,11 +146,11 @@ def _rope_kinds(config: Config) -> set[str]:
 
 
 def _check_caches(name: str, caches: list[Any]) -> None:
-    kinds = {type(cache).__name__ for cache in caches}
-    if kinds != {KVCache.__name__}:
+    others = {describe(c) for c in caches if type(c) not in LAYER_CACHES or getattr(c, "keep", 0)}
+    if others:
         raise _refusal(
-            f"model_type {name!r} with caches {', '.join(sorted(kinds))}",
-            "a tree fits into the plain KVCache only",
+            f"model_type {name!r} with caches {', '.join(sorted(others))}",
+            f"a tree fits into {', '.join(kind.__name__ for kind in LAYER_CACHES)} only",
         )
 
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.target.caches.full import FullCache, reserve_rows
+from mlx_redrafter.target.caches.full import reserve_rows
+from mlx_redrafter.target.caches.kinds import LAYER_CACHES
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
@@ -67,14 +68,15 @@ class Target:
 
         Raises:
             ConfigError: ``prompt_cache`` was made for another model, or does not hold one text.
-            UnsupportedTargetError: A layer's cache is not mlx-lm's plain ``KVCache``.
+            UnsupportedTargetError: A layer's cache is not of the model's own kind.
         """
         layers = self.stock_cache(prompt_cache)
-        return TreeCache([FullCache(layer) for layer in layers], max(c.offset for c in layers))
+        length = max(layer.offset for layer in layers)
+        return TreeCache([LAYER_CACHES[type(layer)](layer) for layer in layers], length)
 
-    def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[KVCache]:
+    def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[Any]:
         """The caller's caches, checked as in `new_cache`, or new ones, as mlx-lm has them."""
-        own: list[KVCache] = make_prompt_cache(self.model)
+        own: list[Any] = make_prompt_cache(self.model)
         if prompt_cache is None:
             return own
         # Never computed: it tells which layers have rows, and of what shape.
@@ -89,7 +91,7 @@ class Target:
         """
         cache = self.new_cache()
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
-        reserve_rows(cache.stock, length)
+        reserve_rows([layer for layer in cache.stock if isinstance(layer, KVCache)], length)
         cache.settle(length)
         return cache
 

@@ -21,6 +21,8 @@ Config = dict[str, Any]
 
 VOCAB_SIZE = 96
 THRESHOLD = 14
+# Tokens of a sliding window; the prompt of the tests has more.
+WINDOW = 8
 SCALING_FACTOR = 4.0
 
 # Model files take what they know from a config and ignore the rest, so most share this one.
@@ -72,7 +74,14 @@ COMMON: Config = {
     "dim_model_base": 32,
     "scale_depth": 1.4,
     "scale_emb": 2.0,
+    # Windows, by the names of different families.
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "loop_window_size": WINDOW,
 }
+
+# A layer with a window and one without; without this key most families have full layers only.
+WINDOWED: Config = {"layer_types": ["sliding_attention", "full_attention"]}
 
 GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
 
@@ -85,9 +94,11 @@ OVERRIDES: dict[str, Config] = {
         "num_kv_heads": 2,
         "hidden_dim_scale_factor": 1.0,
     },
+    "afmoe": {**WINDOWED, "num_dense_layers": 1},
     "apertus": {"post_norm": False, "qk_norm": True},
     "bailing_moe": {"use_qk_norm": True, "norm_head": True, "topk_group": 2},
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
+    "cohere2": {"sliding_window_pattern": 2, "logit_scale": 0.5},
     "dbrx": {
         "d_model": 64,
         "n_layers": 2,
@@ -105,12 +116,22 @@ OVERRIDES: dict[str, Config] = {
     },
     "exaone": {"num_layers": 2, "tie_word_embeddings": True},
     "exaone4": {"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
+    "exaone_moe": {
+        **WINDOWED,
+        "is_moe_layer": [False, True],
+    },
     "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 60.0},
+    "gemma3_text": {
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+        "rope_local_base_freq": 50.0,
+    },
     "glm": {"tie_word_embeddings": True},
     "glm4_moe": {"use_qk_norm": True, "rope_scaling": None},
     "gpt2": {**GPT, "n_ctx": 56},
     "gpt_bigcode": GPT,
     "gpt_neox": {"rotary_emb_base": 100, "rotary_pct": 0.5, "num_key_value_heads": 4},
+    "gpt_oss": WINDOWED,
     "gptj": {**GPT, "rotary_dim": 8},
     "granite": {"tie_word_embeddings": True},
     "hunyuan": {
@@ -121,6 +142,7 @@ OVERRIDES: dict[str, Config] = {
         "use_cla": True,
         "cla_share_factor": 2,
     },
+    "laguna": WINDOWED,
     "lille-130m": {
         "block_size": 56,
         "n_embd": 96,
@@ -135,8 +157,28 @@ OVERRIDES: dict[str, Config] = {
         "use_qk_norm": True,
         "tie_word_embeddings": True,
     },
+    "mellum": WINDOWED,
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [1, 0],
+        "moe_layer_freq": [0, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 50.0,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 8,
+        "attention_value_scale": 0.7,
+    },
     "minimax": {"shared_intermediate_size": 32, "rotary_dim": 8},
     "minicpm": {"tie_word_embeddings": False},
+    "muse_glimmer": {
+        **WINDOWED,
+        "output_multiplier": 1.0,
+    },
     "nanbeige": {"num_loops": 2},
     "nanochat": {"num_key_value_heads": 4},
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5},
@@ -149,6 +191,7 @@ OVERRIDES: dict[str, Config] = {
             {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
         ],
     },
+    "olmo3": WINDOWED,
     "openelm": {
         "num_transformer_layers": 2,
         "model_dim": 64,
@@ -167,17 +210,31 @@ OVERRIDES: dict[str, Config] = {
         "rotary_dim": 8,
     },
     "plamo": {"n_shared_head": 2},
+    "plamo3": {"sliding_window_pattern": 2},
     "qwen": {"kv_channels": 16},
     "seed_oss": {"attention_bias": True},
     "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
     "solar_open": {"use_qk_norm": False},
+    "spark2_5": WINDOWED,
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "starcoder2": {"tie_word_embeddings": True, "norm_epsilon": 1e-5},
+    "step3p5": {
+        **WINDOWED,
+        "num_attention_groups": 2,
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 4},
+        "partial_rotary_factors": [1.0, 0.5],
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "share_expert_dim": 32,
+        "swiglu_limits": [0, 1.5],
+    },
     "youtu_llm": {"tie_word_embeddings": True},
 }
 
 # These read rope scaling, and the period of an attention scale, from ``rope_parameters``.
 ROPE_PARAMETERS = ("ministral3", "mistral4")
+# These have them for each type of layer.
+NESTED_ROPE_PARAMETERS = ("laguna", "mellum", "spark2_5")
 
 _RESCALED: Config = {
     "factor": SCALING_FACTOR,
@@ -219,12 +276,17 @@ def tiny_config(model_type: str, rope: str = "default") -> Config:
         scaling = {**scaling, "rope_theta": 100.0, "llama_4_scaling_beta": 0.8}
         scaling["original_max_position_embeddings"] = THRESHOLD
         return {**config, "rope_parameters": scaling}
+    if model_type in NESTED_ROPE_PARAMETERS:
+        types = {"sliding_attention": {"rope_theta": 50.0}, "full_attention": {"rope_theta": 100.0}}
+        nested = {name: {**scaling, **own} for name, own in types.items()}
+        return {**config, "rope_parameters": nested}
     return config if rope == "default" else {**config, "rope_scaling": scaling}
 
 
 def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Config:
     """The config of a model with a vision tower."""
-    return {"model_type": model_type, "text_config": tiny_config(text_type, rope)}
+    text_config = tiny_config(text_type, rope)
+    return {"model_type": model_type, "text_config": text_config, "vocab_size": VOCAB_SIZE}
 
 
 def main_rope(model_type: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.records import InFlight
@@ -71,10 +73,19 @@ def decode_paths(model: nn.Module, tree: TokenTree) -> TargetOutputs:
     )
 
 
-def stock_tokens(model: nn.Module, num_tokens: int, cache: list[KVCache]) -> list[int]:
+def stock_tokens(model: nn.Module, num_tokens: int, cache: list[Any]) -> list[int]:
     """What stock mlx-lm generates after `PROMPT`, greedily."""
     steps = generate_step(mx.array(PROMPT), model, max_tokens=num_tokens, prompt_cache=cache)
     return [int(token) for token, _ in steps]
+
+
+def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
+    """The keys and values of the tokens that a stock cache holds, in the order of the text."""
+    keys, values = cache.keys, cache.values
+    if isinstance(cache, RotatingKVCache):
+        keys, values = cache._temporal_order(keys), cache._temporal_order(values)
+        return keys[..., -cache.size() :, :], values[..., -cache.size() :, :]
+    return keys[..., : cache.offset, :], values[..., : cache.offset, :]
 
 
 class ScriptedDrafts:

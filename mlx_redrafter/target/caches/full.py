@@ -15,16 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, create_attention_mask
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
-from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 
 
 class FullCache:
     """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
-    def __init__(self, stock: KVCache):
+    def __init__(self, stock: KVCache | ChunkedKVCache):
         self.stock = stock
         self._step = ForwardPass(stock.offset)
         self._length = self._num_in_place = stock.offset
@@ -65,10 +64,7 @@ class FullCache:
         """What the tokens of the next forward pass may attend to: the tree's mask or mlx-lm's."""
         if self._step.tree is not None:
             if window_size is not None:
-                raise UnsupportedTargetError(
-                    f"expected layers that attend to all tokens, found a window of {window_size}; "
-                    "a tree cannot be decoded exactly with it, use mlx_lm.generate"
-                )
+                return self._step.window_mask(window_size)
             return self._step.tree_mask
         return create_attention_mask(num_tokens, self._step.length, return_array, window_size)
 
@@ -94,10 +90,13 @@ class FullCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The rows that the last `update_and_fetch` returned, for layers that share this one's."""
-        keys, values, end = self.stock.state
+        num_nodes = 0
         if self._step.tree is not None and self._fresh is not None:
-            end += self._fresh[0].shape[2]
-        return keys[..., :end, :], values[..., :end, :]
+            num_nodes = self._fresh[0].shape[2]
+        self.stock.offset += num_nodes
+        rows = self.stock.keys_and_values()
+        self.stock.offset -= num_nodes
+        return rows
 
     def _rows_aside(self) -> tuple[list[mx.array], list[mx.array]]:
         """Committed keys and values that the buffer lacks; what it has counts from now on."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
-
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.target.caches.kinds import describe
 
 ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"
 
 
-def check_prompt_cache(layers: Sequence[Any], own: Sequence[KVCache]) -> None:
+def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
     """Check that caches hold the rows of one text, and that they are the model's.
 
     Args:
@@ -21,18 +20,18 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[KVCache]) -> None:
 
     Raises:
         ConfigError: They are another model's, or hold several texts, or parts of one.
-        UnsupportedTargetError: One is not mlx-lm's plain ``KVCache``.
+        UnsupportedTargetError: One is not of the model's own kind.
     """
     if len(layers) != len(own):
         raise ConfigError(
             f"prompt_cache has {len(layers)} layers, the model needs {len(own)}; {ADVICE}"
         )
-    for layer in layers:
-        if type(layer) is not KVCache:
+    for layer, example in zip(layers, own, strict=True):
+        if type(layer) is not type(example) or describe(layer) != describe(example):
             raise UnsupportedTargetError(
-                f"expected mlx-lm's plain KVCache in every layer, found "
-                f"{type(layer).__name__}; this cache kind cannot hold a tree yet, use mlx-lm "
-                "itself for it"
+                f"expected {describe(example)} as mlx_lm.models.cache.make_prompt_cache(model) "
+                f"makes it, found {describe(layer)}, in which a tree would not be decoded "
+                "exactly; use mlx-lm itself for it"
             )
     if all(layer.keys is None and layer.offset == 0 for layer in layers):
         return
@@ -46,7 +45,7 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[KVCache]) -> None:
         )
 
 
-def _check_rows(number: int, layer: Any, example: KVCache) -> None:
+def _check_rows(number: int, layer: Any, example: Any) -> None:
     for name in ("keys", "values"):
         found, expected = (_shape(getattr(one, name)) for one in (layer, example))
         batch, heads, num_rows, size = found
@@ -59,7 +58,10 @@ def _check_rows(number: int, layer: Any, example: KVCache) -> None:
                 f"prompt_cache has {name} of {heads} heads of size {size} in layer {number}, the "
                 f"model's are {expected[1]} of size {expected[3]}; {ADVICE}"
             )
-        if not isinstance(layer.offset, int) or not 0 <= layer.offset <= num_rows:
+        # A window keeps its last tokens only.
+        if not isinstance(layer.offset, int) or not (
+            0 <= min(layer.offset, getattr(layer, "max_size", layer.offset)) <= num_rows
+        ):
             raise ConfigError(
                 f"prompt_cache says that layer {number} holds {layer.offset!r} tokens, but has "
                 f"{num_rows} rows of {name}; {ADVICE}"

@@ -31,6 +31,22 @@ class ForwardPass:
         committed = mx.ones((ancestors.shape[0], self.length), dtype=mx.bool_)
         return mx.concatenate([committed, ancestors], axis=1)
 
+    def window_mask(self, window: int, first: int = 0) -> mx.array:
+        """Nodes seeing the last ``window`` tokens of their own text, themselves included.
+
+        Args:
+            window: Tokens that a node sees.
+            first: Position of the first token that has a column.
+
+        Returns:
+            Bool, shape (N, length - first + N).
+        """
+        assert self.tree is not None
+        depths = self.tree.depths
+        is_near = mx.arange(first - self.length, 0) > depths[:, None] - window
+        ancestors = self.tree.ancestors & (depths[:, None] - depths < window)
+        return mx.concatenate([is_near, ancestors], axis=1)
+
 
 class LayerCache(Protocol):
     """One layer's cache: what mlx-lm models ask of it, and the steps of a tree.
