@@ -12,7 +12,7 @@ from itertools import takewhile
 from operator import eq
 from typing import Any
 
-from mlx_lm.models.cache import trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_redrafter.chat import Message, encode_chat
 from mlx_redrafter.engine import Engine
@@ -68,10 +68,8 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = encode_chat(self._engine.tokenizer, messages, self._options)
         # A template may write earlier messages in another way than the model wrote them.
-        num_same = sum(takewhile(bool, map(eq, self._tokens, tokens)))
-        num_kept = min(num_same, len(tokens) - 1)
-        known, new, answer = tokens[:num_kept], tokens[num_kept:], ""
-        trim_prompt_cache(self._cache, len(self._tokens) - num_kept)
+        known = self._keep(tokens)
+        new, answer = tokens[len(known) :], ""
         try:
             with self._engine.stream(
                 new, prompt_cache=self._cache, history=[known], **options
@@ -84,3 +82,14 @@ class Conversation:
         finally:
             # Less than all where the prompt was interrupted.
             self._tokens = tokens[: self._cache[0].offset]
+
+    def _keep(self, tokens: list[int]) -> list[int]:
+        """Leave in the cache what it has of a text's beginning, and return that."""
+        num_same = sum(takewhile(bool, map(eq, self._tokens, tokens)))
+        num_kept = min(num_same, len(tokens) - 1)
+        num_gone = len(self._tokens) - num_kept
+        if num_gone and not can_trim_prompt_cache(self._cache):  # a window has forgotten too much
+            self._cache, num_kept = self._engine.new_prompt_cache(), 0
+        else:
+            trim_prompt_cache(self._cache, num_gone)
+        return tokens[:num_kept]
