@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_redrafter.bench.chips import Chip
-from mlx_redrafter.errors import ConfigError
 
 # Fewest tokens for which MLX up to 0.30.4 used a general matrix product.
 CLIFF_TOKENS = 16
@@ -64,7 +63,7 @@ class Step:
     """A step to estimate the cost of.
 
     Attributes:
-        chip: Chip of the M1 or M2 generation.
+        chip: The chip; times were only ever fitted to chips of the M1 and M2 generations.
         plain: Milliseconds of a plain step of the same model there.
         num_parameters: Parameters of the target, P.
         drafter_share: Bytes read per level of drafting, as a share of those of a plain step.
@@ -80,17 +79,19 @@ class Step:
     length: int
 
     @property
+    def arithmetic(self) -> float:
+        """Milliseconds of the arithmetic at the chip's peak."""
+        return self.tokens * 2 * self.num_parameters / (self.chip.teraflops * 1e9)
+
+    @property
     def terms(self) -> list[float]:
         """Milliseconds per unit of each parameter."""
-        if self.chip.teraflops is None:
-            raise ConfigError(f"the cost model covers M1 and M2 only, got {self.chip.name}")
-        arithmetic = self.tokens * 2 * self.num_parameters / (self.chip.teraflops * 1e9)
         scale = (self.num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
         return [
             self.plain,
             1.0,
             (self.length - 1) * self.drafter_share * self.plain,
-            arithmetic,
+            self.arithmetic,
             scale if self.tokens >= CLIFF_TOKENS else 0.0,
         ]
 

@@ -6,11 +6,11 @@ Axes: W beam width, L beam length, T tokens per forward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_redrafter.bench.chips import Chip, VerifyCurve, find_curve
-from mlx_redrafter.bench.cost_model import Parameters, Step, step_time
+from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
+from mlx_redrafter.bench.cost_model import CLIFF_PARAMETERS, Parameters, Step, step_time
 from mlx_redrafter.bench.result_file import read_result
 from mlx_redrafter.errors import ConfigError
 
@@ -18,8 +18,10 @@ from mlx_redrafter.errors import ConfigError
 FITTED = Parameters(base=1.0613, fixed=3.939, draft=1.0632, row=1.1883, cliff=37.91)
 # Share of the bandwidth that plain decoding reaches: 0.72, 0.85 and 0.67 in Apple's sweeps.
 BANDWIDTH_SHARE = 0.75
-# Bytes per weight, scales and biases of groups of 64 included.
-BYTES = {16: 2.0, 8: 1.0625, 4: 0.5625}
+# Parameters of Apple's drafter for Vicuna-7B.
+APPLE_DRAFTER = 396e6
+# Name of the prediction for drafting without any options.
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Question:
 
     Attributes:
         chip: The chip.
-        num_parameters: Parameters of the target.
+        num_parameters: Parameters of the target that a token reads.
         bits: Bits of the target's weights: 16, 8 or 4.
         drafter_parameters: Parameters read per level of drafting: all but embeddings.
         drafter_bits: Bits of the drafter's weights.
@@ -80,17 +82,12 @@ class Question:
         for bits in (self.bits, self.drafter_bits):
             if bits not in BYTES:
                 raise ConfigError(f"bits must be 16, 8 or 4, got {bits}")
-        if self.plain is None and self.chip.bandwidth is None:
-            raise ConfigError(
-                f"no bandwidth known for {self.chip.name}; give the time of a plain step instead"
-            )
 
     @property
     def plain_step(self) -> float:
         """Milliseconds of a plain step, measured or predicted."""
         if self.plain is not None:
             return self.plain
-        assert self.chip.bandwidth is not None
         return (
             self.num_parameters * BYTES[self.bits] / (BANDWIDTH_SHARE * self.chip.bandwidth * 1e6)
         )
@@ -104,7 +101,12 @@ class Question:
     @property
     def has_model(self) -> bool:
         """Whether the fitted cost model covers the chip, rather than a published curve."""
-        return self.bits == 16 and self.chip.generation <= 2
+        return self.bits == 16 and self.chip.generation < WIDE_KERNELS
+
+    @property
+    def curve(self) -> VerifyCurve | None:
+        """The published curve to go by; None for the cost model or the roofline."""
+        return None if self.has_model else find_curve(self.chip, self.bits)
 
 
 @dataclass(frozen=True)
@@ -124,49 +126,91 @@ class Prediction:
     speedup: float
 
 
+def default_drafter_parameters(num_parameters: float) -> float:
+    """Parameters of a drafter for a target: Apple's for Vicuna-7B, scaled.
+
+    Its matrices have a hidden size as their sides, whose square grows with the target's parameters
+    to the power 2/3.
+    """
+    return APPLE_DRAFTER * (num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
+
+
 def predict(question: Question, acceptances: Sequence[Acceptance]) -> list[Prediction]:
     """Predict every shape whose cost is known, the fastest first.
 
     Raises:
-        ConfigError: No costs are known for the target on the chip.
+        ConfigError: Costs are known for smaller trees only.
     """
-    curve = None if question.has_model else find_curve(question.chip, question.bits)
-    found = []
-    for acceptance in acceptances:
-        time = _step_time(question, acceptance, curve)
-        if time is not None:
-            speed = acceptance.tokens_per_step / time
-            found.append(Prediction(acceptance, time, 1e3 * speed, speed * question.plain_step))
+    found = [
+        _prediction(question, acceptance, step)
+        for acceptance in acceptances
+        if (step := _step_time(question, acceptance)) is not None
+    ]
     if not found:
         raise ConfigError("no published verify costs for trees that large; give smaller ones")
     return sorted(found, key=lambda prediction: -prediction.speedup)
 
 
+def predict_default(question: Question, found: Sequence[Prediction]) -> Prediction:
+    """Predict the default, which drafts as the best shape does or decodes plainly.
+
+    Args:
+        question: The question.
+        found: The shapes, the fastest first.
+    """
+    best = found[0]
+    if best.speedup > 1:
+        return replace(best, acceptance=replace(best.acceptance, name=DEFAULT))
+    return _prediction(question, Acceptance(1, 1, 1, 1.0, DEFAULT), question.plain_step)
+
+
+def conclude(found: Sequence[Prediction]) -> str:
+    """The result in a sentence.
+
+    Args:
+        found: The shapes, the fastest first.
+    """
+    best = found[0]
+    if best.speedup <= 1:
+        return "No shape is predicted to pay; the default would decode plainly."
+    return (
+        f"The best shape is predicted to be {best.acceptance.name}, {best.speedup:.2f} times as "
+        "fast as plain decoding; the default would draft about as much, more or less with the text."
+    )
+
+
 def assumptions(question: Question) -> list[str]:
     """Assumptions of the prediction, one sentence each."""
+    chip, curve = question.chip, question.curve
     given = (
         "measured, as you say"
         if question.plain is not None
-        else (
-            f"predicted from {question.chip.bandwidth:.0f} GB/s, of which decoding reaches "
-            f"{BANDWIDTH_SHARE:.0%}"
-        )
+        else f"predicted from {chip.bandwidth:.0f} GB/s, of which decoding reaches "
+        f"{BANDWIDTH_SHARE:.0%}"
     )
     sentences = [f"A plain step takes {question.plain_step:.1f} ms: {given}."]
     if question.has_model:
-        sentences.append(
+        return [
+            *sentences,
             "A step is predicted by a cost model fitted to Apple's sweeps of Vicuna-7B on M1 Max, "
             "M2 and M2 Ultra, made with MLX of 2024. MLX from 0.30.5 on has other kernels for 2 to "
-            "15 tokens on these chips, probably slower ones; nobody has published a measurement."
-        )
-    else:
-        curve = find_curve(question.chip, question.bits)
-        borrowed = "" if curve.chips[0] == question.chip.name else ", another chip"
+            "15 tokens on these chips, probably slower ones; nobody has published a measurement.",
+        ]
+    if curve is None:
         sentences.append(
-            f"verify(T)/verify(1) is that of {curve.source}{borrowed}. Drafting and the rest are "
-            "those of the model for M1 and M2."
+            f"WARNING: no verify costs are published for {question.bits} bits on {chip.name} or a "
+            "chip like it, so they are those of the roofline: weights are read once for all tokens "
+            f"while {chip.teraflops:.1f} TFLOP/s are done, those of as many cores of an M2 Max. "
+            "Real kernels are slower."
         )
-    return sentences
+    elif curve in CURVES and curve.chip == chip.name:
+        sentences.append(f"verify(T)/verify(1) is that of {curve.source}.")
+    else:
+        sentences.append(
+            f"WARNING: no verify costs are published for {question.bits} bits on {chip.name}, so "
+            f"verify(T)/verify(1) is that of the nearest chip: {curve.source}."
+        )
+    return [*sentences, "Drafting and the rest are those of the model for M1 and M2."]
 
 
 def read_acceptances(path: Path) -> list[Acceptance]:
@@ -194,21 +238,30 @@ def read_acceptances(path: Path) -> list[Acceptance]:
     ]
 
 
-def _step_time(
-    question: Question, acceptance: Acceptance, curve: VerifyCurve | None
-) -> float | None:
-    if curve is None:
-        step = Step(
-            question.chip,
-            question.plain_step,
-            question.num_parameters,
-            question.drafter_share,
-            acceptance.tokens,
-            acceptance.length,
-        )
+def _prediction(question: Question, acceptance: Acceptance, step: float) -> Prediction:
+    speed = acceptance.tokens_per_step / step
+    return Prediction(acceptance, step, 1e3 * speed, speed * question.plain_step)
+
+
+def _step_time(question: Question, acceptance: Acceptance) -> float | None:
+    """Milliseconds of a step; None where a curve does not reach so far."""
+    step = Step(
+        question.chip,
+        question.plain_step,
+        question.num_parameters,
+        question.drafter_share,
+        acceptance.tokens,
+        acceptance.length,
+    )
+    if question.has_model:
         return step_time(step, FITTED)
-    ratio = curve.at(acceptance.tokens)
+    ratio = _roofline(step) if question.curve is None else question.curve.at(acceptance.tokens)
     if ratio is None:
         return None
     drafting = FITTED.draft * (acceptance.length - 1) * question.drafter_share
     return (ratio + drafting) * question.plain_step + FITTED.fixed
+
+
+def _roofline(step: Step) -> float:
+    """verify(T) / verify(1) if weights are read once and arithmetic is done meanwhile."""
+    return max(1.0, step.arithmetic / step.plain)

@@ -232,7 +232,7 @@ CURVES: dict[str, Callable[[int], float]] = {
     "steep": lambda n: 1 + 0.5 * (n - 1),
     "tiles": lambda n: 1.15 if n <= 8 else 1.3 if n <= 16 else 1.9,
     "kernel steps": lambda n: 1.2 + 0.03 * n if n <= 8 else 2.4 if n < 16 else 1.5 + 0.02 * n,
-    **{f"{one.bits} bits on {one.chips[0]}": _published(one) for one in PUBLISHED},
+    **{f"{one.bits} bits on {one.chip}": _published(one) for one in PUBLISHED},
 }
 # Log-odds of the best draft by position, of a text of two parts.
 EASES: dict[str, Callable[[np.random.Generator, int], Floats]] = {

@@ -12,7 +12,7 @@ from mlx_redrafter.cli.bench_endurance import endurance
 from mlx_redrafter.cli.bench_guard import guard
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
-from mlx_redrafter.cli.bench_predict import predict
+from mlx_redrafter.cli.bench_predict import predict, training
 from mlx_redrafter.cli.bench_regret import regret, simulate
 from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_speed import compare, sweep
@@ -28,6 +28,7 @@ app.command()(regret)
 app.command()(simulate)
 app.command()(profile)
 app.command()(predict)
+app.command()(training)
 app.command()(overhead)
 app.command()(memory)
 app.command()(endurance)

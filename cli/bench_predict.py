@@ -30,8 +30,12 @@ class Weights:
     parameters: Annotated[str, typer.Option(help="Size of the target, such as 7B.")] = "6.74B"
     bits: Annotated[int, typer.Option(help="Bits of the target's weights: 16, 8 or 4.")] = 16
     drafter_parameters: Annotated[
-        str, typer.Option(help="Size of the drafter; by default that of Apple's for Vicuna-7B.")
-    ] = "396M"
+        str | None,
+        typer.Option(
+            help="Size of the drafter; by default that of Apple's for Vicuna-7B, 396M, scaled to "
+            "the target."
+        ),
+    ] = None
     drafter_bits: Annotated[int, typer.Option(help="Bits of the drafter's weights.")] = 16
 
 
@@ -67,9 +71,15 @@ def predict(
     from mlx_redrafter.bench.chips import find_chip
     from mlx_redrafter.bench.result_file import new_result, write_result
 
-    counts = parse_count(weights.parameters), parse_count(weights.drafter_parameters)
+    size = parse_count(weights.parameters)
+    drafter = weights.drafter_parameters
     question = model.Question(
-        find_chip(chip), counts[0], weights.bits, counts[1], weights.drafter_bits, plain_ms
+        find_chip(chip),
+        size,
+        weights.bits,
+        model.default_drafter_parameters(size) if drafter is None else parse_count(drafter),
+        weights.drafter_bits,
+        plain_ms,
     )
     found = model.predict(
         question,
@@ -77,7 +87,13 @@ def predict(
     )
     source = "Apple's for Vicuna-7B, one prompt" if acceptance is None else acceptance.name
     notes = model.assumptions(question)
-    show(_table(question, found, weights), f"{NOTICE}. Tokens per step: {source}.", *notes)
+    default = model.predict_default(question, found)
+    show(
+        _table(question, [default, *found], weights),
+        f"{NOTICE}. Tokens per step: {source}.",
+        *notes,
+        model.conclude(found),
+    )
     if out is not None:
         notes = [NOTICE, *notes]
         write_result(out, new_result("predict", vars(question), notes=notes, found=found))
@@ -134,3 +150,10 @@ def _shapes_table(found: list[LeftOut]) -> Table:
             shapes = (str(best.predicted), str(best.measured))
             table.add_row(one.chip, best.dtype, way, *shapes, f"{best.share:.1%}")
     return table
+
+
+def training() -> None:
+    """Print the computed cost of training on a million tokens, by model and chip, as Markdown."""
+    from mlx_redrafter.bench.training_cost import render_table
+
+    typer.echo(render_table())

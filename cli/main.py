@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import typer
 
+from mlx_redrafter.cli.advise import advise
 from mlx_redrafter.cli.application import Application
 from mlx_redrafter.cli.bench import app as bench
 from mlx_redrafter.cli.chat import chat
@@ -44,6 +45,7 @@ app = Application(
 app.command()(generate)
 app.command()(chat)
 app.command()(check)
+app.command()(advise)
 app.command()(train)
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")

@@ -34,23 +34,30 @@ def train(
     where an undisturbed run ends.
     """
     values = {**vars(target), **vars(texts), **vars(network), **vars(schedule)}
+    path = run.out / RUN_FILE
     if run.resume:
         values = _stored_options(context, run.out, values)
+    elif path.exists():
+        raise ConfigError(
+            f"a run was begun in {run.out}; go on with --resume, or choose another --out"
+        )
     request = _request(run, values)
 
     from mlx_redrafter.training import save_json, train_drafter
 
-    save_json(run.out / RUN_FILE, json.loads(json.dumps(values, default=str)))
+    record = json.loads(json.dumps(values, default=str))
     with console_reporter() as reporter:
         try:
-            result = train_drafter(request, reporter)
+            result = train_drafter(request, reporter, lambda: save_json(path, record))
         except KeyboardInterrupt:
             reporter.close()
-            typer.echo(
-                f"stopped; go on with: redrafter-mlx train --out {run.out} --resume", err=True
-            )
+            if path.exists():
+                typer.echo(
+                    f"stopped; go on with: redrafter-mlx train --out {run.out} --resume", err=True
+                )
             raise
-    _print_result(result, request)
+    if result is not None:
+        _print_result(result, request)
 
 
 def _stored_options(context: typer.Context, out: Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +105,7 @@ def _request(run: Run, values: dict[str, Any]) -> TrainingRequest:
         start_from=network.start_from,
         dtype=network.dtype,
         resume=run.resume,
+        dry_run=run.dry_run,
         data_options=DataOptions(
             max_tokens=texts.tokens,
             written_share=texts.self_written,

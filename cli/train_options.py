@@ -23,6 +23,10 @@ class Run:
         typer.Option("--out", metavar="FOLDER", help="Folder for the drafter; also holds the run."),
     ]
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what the run takes: time, disk and memory. No more."),
+    ] = False
     debug: Debug = False
 
 
@@ -150,7 +154,8 @@ class Schedule:
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Approximate time to train, instead of --epochs.",
+            help="Approximate time of the whole run, instead of --epochs: the model's writing and "
+            "reading, training, evaluation.",
             show_default=False,
             rich_help_panel=TRAINING,
         ),

@@ -3,7 +3,7 @@
 `train_drafter` is the whole way from files to a drafter folder. The pieces, for a loop of your own:
 
     encoder = Encoder(tokenizer, sequence_length, target.vocab_size)   # texts to token sequences
-    generator = TextGenerator(model, tokenizer, seed)                  # texts by the target itself
+    generator = TextGenerator(model, stop_tokens, seed)                # texts by the target itself
     cache = TeacherCache(folder, {"target": fingerprint_weights(model)})
     fill_cache(cache, "train", target, sequences, k, on_tokens)        # one pass of the target
     order = BatchOrder(cache, "train", BatchOptions("soft", 5, 1024, seed))
@@ -32,9 +32,10 @@ from mlx_redrafter.training.options import (
     NetworkOptions,
     TrainingOptions,
 )
+from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.resources import Estimate, check_resources, estimate
-from mlx_redrafter.training.run import Reporter, TrainingResult, train_drafter
+from mlx_redrafter.training.run import TrainingResult, train_drafter
 from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts

@@ -157,7 +157,7 @@ def build_corpus(
     if wanted is None or wanted > 0:
         self_generated = generator.generate(
             plan_jobs(
-                prompts := [_as_source(i, encoder, options) for i in sources.prompts],
+                prompts := [as_prompt_source(i, encoder, options) for i in sources.prompts],
                 options.temp,
                 _choose_num_passes(prompts, wanted),
                 options.seed,
@@ -169,7 +169,7 @@ def build_corpus(
         )
     held_out = generator.generate(
         plan_jobs(
-            [_as_source(i, encoder, options) for i in sources.held_out],
+            [as_prompt_source(i, encoder, options) for i in sources.held_out],
             options.temp,
             1,
             options.seed + 1,
@@ -217,7 +217,12 @@ def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> i
     return FIXED_PASSES if any(prompt.is_fixed for prompt in prompts) else MAX_PASSES
 
 
-def _as_source(item: Item, encoder: Encoder, options: DataOptions) -> PromptSource:
+def as_prompt_source(item: Item, encoder: Encoder, options: DataOptions) -> PromptSource:
+    """Encode what the target continues.
+
+    Raises:
+        DataError: The item cannot be encoded.
+    """
     if isinstance(item, Conversation):
         tokens = encoder.encode_prompt(item)
         if len(tokens) > options.sequence_length - 8:

@@ -27,13 +27,14 @@ from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
+from mlx_redrafter.training.target_size import TargetSize
 
 DEFAULT_EXIT_DIM = 1024
 # Columns of the head matrix computed at once.
 CHUNK_SIZE = 1024
 
 
-def choose_drafter_config(target: Target, options: NetworkOptions) -> DrafterConfig:
+def choose_drafter_config(target: Target | TargetSize, options: NetworkOptions) -> DrafterConfig:
     """Choose the shape of a new drafter for this target."""
     default = min(DEFAULT_EXIT_DIM, 2 * target.hidden_size)
     return DrafterConfig(

@@ -108,15 +108,16 @@ class TrainingOptions:
 
     Attributes:
         epochs: Number of passes over the text.
-        minutes: Approximate training time, replaces ``epochs``; the number of steps is fixed once
-            the speed is known.
+        minutes: Approximate time of the whole run, replaces ``epochs``: training gets what writing,
+            reading and evaluation leave of it.
         batch_tokens: Positions per optimiser step.
         learning_rate: Peak of the schedule, which is a linear warm-up, then a cosine to a hundredth
             of the peak; None for `default_learning_rate`.
         warmup: Share of the steps spent warming up, 0 to 1.
         max_grad_norm: Largest norm of the gradient; longer gradients are scaled down.
         ema_decay: Decay of the moving average of the weights, which is exported.
-        num_evaluations: Number of measurements of tokens per step over the whole run.
+        num_evaluations: Number of measurements of tokens per step over the whole run; fewer where
+            ``minutes`` are short.
         patience: Number of measurements without improvement, in the second half of the run, that
             stops training.
         checkpoint_seconds: Longest time between checkpoints, in seconds; 0 writes one after every

@@ -39,6 +39,7 @@ class TrainingRequest:
             which calibrate the drafter, keeps at least `TOP_TOKENS`.
         dtype: Dtype of the written weights.
         resume: Whether to continue a run that was begun in ``out``.
+        dry_run: Whether to stop before anything is written, once time, disk and memory are known.
         data_options: Options of the texts.
         network: Shape of a new drafter, and the beam length.
         loss: Training objective.
@@ -56,6 +57,7 @@ class TrainingRequest:
     top_k: int = 32
     dtype: str = "float16"
     resume: bool = False
+    dry_run: bool = False
     data_options: DataOptions = field(default_factory=DataOptions)
     network: NetworkOptions = field(default_factory=NetworkOptions)
     loss: LossOptions = field(default_factory=LossOptions)
@@ -76,6 +78,11 @@ class TrainingRequest:
                 f"the drafter {self.start_from} keeps its shape: leave exit_dim, layers and "
                 "draft_vocab out"
             )
+
+    @property
+    def cache_folder(self) -> Path:
+        """Folder of the teacher cache."""
+        return self.cache or self.out / CACHE_FOLDER
 
     @property
     def held_out_top_k(self) -> int:

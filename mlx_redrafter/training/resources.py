@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_reduce
 
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
-from mlx_redrafter.training.data import CHARS_PER_TOKEN, Conversation, Document, Item
-from mlx_redrafter.training.options import DataOptions, LossOptions
+from mlx_redrafter.training.data import CHARS_PER_TOKEN, Conversation, Document, Encoder, Item
+from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
+from mlx_redrafter.training.request import TrainingRequest
+from mlx_redrafter.training.target_size import TargetSize
 
 # Usable share of the machine's memory.
 USABLE_MEMORY = 0.85
@@ -27,6 +27,10 @@ COPIES_IN_STATE = 5
 COPIES_IN_MEMORY = 7
 # Copies of the logits in memory: logits, exponentials, gradients, values for the backward pass.
 COPIES_OF_LOGITS = 5
+# Texts that tell how many characters a token has.
+SAMPLED_TEXTS = 16
+# Mean tokens of the beginning of a text that serves as a prompt.
+PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,23 @@ class Estimate:
 
     Attributes:
         tokens: Number of tokens of all sequences, prompts included.
+        cache: Size of the target's outputs on disk, in bytes.
+        drafter: Size of the drafter on disk, in bytes.
         disk: Size of cache, state and drafter on disk, in bytes.
         memory: Peak memory, in bytes.
     """
 
     tokens: int
+    cache: int
+    drafter: int
     disk: int
     memory: int
 
     def __str__(self) -> str:
         return (
-            f"about {self.tokens:,} tokens, {_format_gigabytes(self.disk)} of disk, "
-            f"{_format_gigabytes(self.memory)} of memory"
+            f"about {self.tokens:,} tokens, {format_bytes(self.disk)} of disk (the model's outputs "
+            f"{format_bytes(self.cache)}, the drafter {format_bytes(self.drafter)}), "
+            f"{format_bytes(self.memory)} of memory"
         )
 
 
@@ -59,64 +68,64 @@ def count_drafter_weights(config: DrafterConfig) -> int:
     return count + (2 * hidden + 1) * hidden * config.rnn
 
 
-def estimate_tokens(sources: Sources, options: DataOptions) -> int:
-    """Estimate the tokens of all sequences, from characters unless the options limit them."""
+def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> Workload:
+    """Estimate the work of a run, from characters unless the options limit the tokens.
+
+    Raises:
+        DataError: A text of the sample that tells the characters of a token cannot be encoded.
+    """
+    options = request.data_options
     share = options.written_share if sources.given else 1.0
-    given = sum(map(_guess_tokens, sources.given))
-    answers = options.answer_tokens
+    rate = _measure_chars_per_token(sources, encoder)
+    given = sum(_guess_tokens(item, rate) for item in sources.given)
+    prompt = _guess_prompt_tokens(sources.prompts, rate)
     if options.max_tokens is not None:
         given = min(given, round((1 - share) * options.max_tokens))
-        generated = round(share * options.max_tokens)
+        written = round(share * options.max_tokens)
     elif share < 1:
-        generated = round(given * share / (1 - share))
+        written = round(given * share / (1 - share))
     else:
-        given, generated = 0, DEFAULT_PASSES * len(sources.prompts) * answers
-    prompts = _guess_prompt_tokens(sources.prompts) * (generated // answers + 1)
-    return given + generated + prompts + len(sources.held_out) * answers
+        given, written = 0, DEFAULT_PASSES * len(sources.prompts) * options.answer_tokens
+    return Workload.of(request, given, written, prompt, len(sources.held_out))
 
 
 def estimate(
-    num_tokens: int,
-    num_held_out: int,
-    k: int,
-    held_out_k: int,
-    loss: LossOptions,
-    beam_length: int,
-    target: Target,
-    config: DrafterConfig,
+    work: Workload, request: TrainingRequest, size: TargetSize, config: DrafterConfig
 ) -> Estimate:
     """Estimate the resources for training a drafter.
 
     Args:
-        num_tokens: Number of tokens of all texts.
-        num_held_out: Number of tokens of the held-out texts, which ``num_tokens`` includes.
-        k: Number of next tokens whose log-probabilities are kept.
-        held_out_k: Number of next tokens kept for held-out texts, at least ``k``.
-        loss: Training objective.
-        beam_length: L, root included.
-        target: The teacher.
+        work: Amounts of work of the run.
+        request: The run.
+        size: Sizes of the teacher.
         config: The drafter's shape.
     """
-    hidden, vocab = target.hidden_size, target.vocab_size
-    per_token = 2 * hidden + 6 * min(k, vocab) + 9
-    if loss.recipe == "rollouts":
-        per_token += 4 * beam_length
-    weights = 4 * count_drafter_weights(config)
-    held_out = num_held_out * 6 * (min(held_out_k, vocab) - min(k, vocab))
-    cache = num_tokens * per_token + held_out
-    model = tree_reduce(lambda total, value: total + value.nbytes, target.model.parameters(), 0)
+    hidden, vocab = size.hidden_size, size.vocab_size
+    k = min(request.top_k, vocab)
+    per_token = 2 * hidden + 6 * k + 9
+    if request.loss.recipe == "rollouts":
+        per_token += 4 * request.network.beam_length
+    count = count_drafter_weights(config)
+    held_out = work.held_out * 6 * (min(request.held_out_top_k, vocab) - k)
+    cache = work.tokens * per_token + held_out
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
     # Three copies of the head as a float32 matrix: joined, for numpy, and projected.
     heads = 3 * 4 * vocab * hidden
     reading = 3 * teacher.LOGITS_BYTES + 2 * teacher.SHARD_TOKENS * per_token
-    filling = model + max(heads, reading)
-    embedding = vocab * hidden * target.embed(mx.zeros((1,), dtype=mx.int32)).dtype.size
-    training = (
-        COPIES_IN_MEMORY * weights + group + embedding + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
+    steps = COPIES_IN_MEMORY * 4 * count + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
+    # A rehearsal takes steps beside the target.
+    filling = size.weight_bytes + max(heads, reading, steps)
+    training = steps + group + vocab * hidden * size.float_bytes
+    drafter = getattr(mx, request.dtype).size * count
+    return Estimate(
+        work.tokens,
+        cache,
+        drafter,
+        # A file is replaced once the new one is complete.
+        disk=cache + 2 * (COPIES_IN_STATE * 4 * count + drafter),
+        # Held-out texts are read in one piece, and kept during training.
+        memory=max(filling, training) + 2 * held_out,
     )
-    disk = cache + (COPIES_IN_STATE + 1) * weights
-    # Held-out texts are read in one piece, and kept during training.
-    return Estimate(num_tokens, disk, max(filling, training) + 2 * held_out)
 
 
 def check_resources(needed: Estimate, folder: Path) -> None:
@@ -134,14 +143,14 @@ def check_resources(needed: Estimate, folder: Path) -> None:
     free = shutil.disk_usage(existing).free
     if needed.disk - present > free:
         raise ResourceError(
-            f"training needs {_format_gigabytes(needed.disk - present)} of disk in {folder}, found "
-            f"{_format_gigabytes(free)} free; free some, or use fewer --tokens"
+            f"training needs {format_bytes(needed.disk - present)} of disk in {folder}, found "
+            f"{format_bytes(free)} free; free some, or use fewer --tokens"
         )
     memory = read_total_memory()
     if memory is not None and needed.memory > USABLE_MEMORY * memory:
         raise ResourceError(
-            f"training needs {_format_gigabytes(needed.memory)} of memory, of "
-            f"{_format_gigabytes(memory)} {USABLE_MEMORY:.0%} can be used; use a smaller "
+            f"training needs {format_bytes(needed.memory)} of memory, of "
+            f"{format_bytes(memory)} {USABLE_MEMORY:.0%} can be used; use a smaller "
             "--exit-dim or a smaller model"
         )
 
@@ -154,17 +163,38 @@ def read_total_memory() -> int | None:
         return None
 
 
-def _guess_tokens(item: Item) -> int:
+def check_minutes(timetable: Timetable, minutes: float) -> None:
+    """Raise `ResourceError` unless minutes for a whole run leave enough for training."""
+    if timetable.stages["training"] < LEAST_SHARE * 60 * minutes:
+        others = {name: time for name, time in timetable.stages.items() if name != "training"}
+        raise ResourceError(
+            f"--minutes {minutes:g} is for the whole run, of which too little is left for training "
+            f"on this machine ({format_stages(others)}); give more --minutes or fewer --tokens"
+        )
+
+
+def _measure_chars_per_token(sources: Sources, encoder: Encoder) -> float:
+    """Measure the characters per token of the first texts."""
+    texts = [item for item in [*sources.given, *sources.prompts] if isinstance(item, Document)]
+    chars = tokens = 0
+    for text in texts[:SAMPLED_TEXTS]:
+        chars += len(text.text)
+        tokens += sum(map(len, encoder.encode(text)))
+    return chars / tokens if tokens else CHARS_PER_TOKEN
+
+
+def _guess_tokens(item: Item, chars_per_token: float) -> int:
     if isinstance(item, Document):
-        return len(item.text) // CHARS_PER_TOKEN + 1
-    return sum(len(str(m["content"])) // CHARS_PER_TOKEN + 8 for m in item.messages)
+        return round(len(item.text) / chars_per_token) + 1
+    return sum(round(len(str(m["content"])) / chars_per_token) + 8 for m in item.messages)
 
 
-def _guess_prompt_tokens(items: Sequence[Item]) -> int:
+def _guess_prompt_tokens(items: Sequence[Item], chars_per_token: float) -> int:
     """Guess the mean tokens of a prompt."""
-    chats = [_guess_tokens(item) for item in items if isinstance(item, Conversation)]
-    return sum(chats) // len(chats) if chats else 32
+    chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Conversation)]
+    return sum(chats) // len(chats) if chats else PROMPT_TOKENS
 
 
-def _format_gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+def format_bytes(size: float) -> str:
+    """Render a size in gigabytes, or megabytes if there are few."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

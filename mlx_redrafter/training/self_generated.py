@@ -7,7 +7,7 @@ the next round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.training.data import TokenSequence
@@ -66,13 +65,13 @@ class TextGenerator:
 
     Args:
         model: The target.
-        tokenizer: The target's tokenizer, for the stop tokens.
+        stop_tokens: Ids of the tokens that end a text.
         seed: Random seed for sampling.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper, seed: int):
+    def __init__(self, model: nn.Module, stop_tokens: Iterable[int], seed: int):
         self.model = model
-        self.stop_tokens = sorted(tokenizer.eos_token_ids)
+        self.stop_tokens = sorted(stop_tokens)
         self.seed = seed
 
     def generate(
@@ -109,7 +108,7 @@ class TextGenerator:
                 break
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
-                save_arrays(path, pack_sequences(self._generate_round(round_jobs, limits, number)))
+                save_arrays(path, pack_sequences(self.generate_round(round_jobs, limits, number)))
             texts = unpack_sequences(load_arrays(path))
             sequences += texts
             num_generated += sum(int(text.is_trained.sum()) for text in texts)
@@ -117,9 +116,10 @@ class TextGenerator:
             on_tokens(num_generated)
         return sequences
 
-    def _generate_round(
-        self, jobs: list[GenerationJob], limits: AnswerLimits, number: int
+    def generate_round(
+        self, jobs: Sequence[GenerationJob], limits: AnswerLimits, number: int
     ) -> list[TokenSequence]:
+        """Generate the texts of one round; see `generate`."""
         answers: dict[int, list[int]] = {}
         for group, temp in enumerate(sorted({job.temp for job in jobs})):
             mx.random.seed(self.seed + 1_000_003 * number + group)

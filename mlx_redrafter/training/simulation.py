@@ -73,6 +73,20 @@ def simulate(
     return total
 
 
+def measured_plans(drafter: Drafter, length: int) -> dict[str, DraftPlan]:
+    """Plans that a finished drafter is measured with, by name: a chain and a tree.
+
+    Args:
+        drafter: The network.
+        length: L.
+    """
+    width = min(4, drafter.config.head_rows)
+    return {
+        f"chain of {length - 1}": DraftPlan.of(1, length),
+        "tree of 8": DraftPlan.of(width, length),
+    }
+
+
 def _find_generated(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     """Find texts with two generated tokens or more: start and indices of these tokens within."""
     is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)

@@ -43,8 +43,9 @@ class Progress:
     """Counters and measurements of a run.
 
     Attributes:
+        total_steps: Number of steps of the whole run.
+        num_evaluations: Number of measurements of the whole run, beside the first.
         step: Number of steps done.
-        total_steps: Number of steps of the whole run; None until the speed is known.
         seconds: Training time so far, in seconds.
         best: Largest number of tokens per step measured so far.
         best_step: Number of steps done at the best measurement.
@@ -55,8 +56,9 @@ class Progress:
         is_done: Whether training has ended.
     """
 
+    total_steps: int
+    num_evaluations: int
     step: int = 0
-    total_steps: int | None = None
     seconds: float = 0.0
     best: float = 0.0
     best_step: int = 0

@@ -71,12 +71,18 @@ class TeacherCache:
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
         self.folder = folder
-        identity = {"format": FORMAT, **identity}
-        path = folder / MANIFEST
-        if path.exists():
-            _check_identity(load_json(path), identity, folder)
-        else:
-            save_json(path, identity)
+        self.identity = {"format": FORMAT, **identity}
+        if self._manifest.exists():
+            _check_identity(load_json(self._manifest), self.identity, folder)
+
+    @property
+    def _manifest(self) -> Path:
+        return self.folder / MANIFEST
+
+    def begin(self) -> None:
+        """Make the folder this cache's own, before the first file."""
+        if not self._manifest.exists():
+            save_json(self._manifest, self.identity)
 
     def shard_path(self, split: Split, number: int) -> Path:
         """The file of a shard."""
@@ -92,6 +98,7 @@ class TeacherCache:
 
     def save(self, split: Split, number: int, shard: Shard) -> None:
         """Store a shard; waits for the device."""
+        self.begin()
         save_arrays(self.shard_path(split, number), shard.arrays())
 
     def load(self, split: Split, number: int, rollout_length: int | None = None) -> Shard:
@@ -127,8 +134,8 @@ def _check_identity(
         if found.get(name) != expected.get(name):
             raise CheckpointError(
                 f"the cache in {folder} was made with another {name}: expected "
-                f"{expected.get(name)!r}, found {found.get(name)!r}; delete the folder, or choose "
-                "another"
+                f"{expected.get(name)!r}, found {found.get(name)!r}; give the same files and "
+                "options again, or choose another folder"
             )
 
 

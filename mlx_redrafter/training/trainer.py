@@ -19,6 +19,7 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.batches import BatchOrder
+from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import Arrays
 from mlx_redrafter.training.loss import Batch, unrolled_loss
 from mlx_redrafter.training.options import (
@@ -32,10 +33,6 @@ from mlx_redrafter.training.teacher_cache import Shard
 
 # Largest size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28
-# Untimed steps before the timed ones; the first steps are slower.
-WARM_STEPS = 3
-# Timed steps, which determine the number of steps that fit into the given minutes.
-TIMED_STEPS = 10
 # Smallest ratio to the best measurement that counts as an improvement.
 LEAST_GAIN = 1.002
 # Final learning rate as a share of the peak.
@@ -195,27 +192,36 @@ class Trainer:
         task: Data and options.
         folder: Folder of the state; training continues from a state in the folder.
         identity: Description of the texts and options, which must equal that of the state.
+        schedule: Length of a new run; by default that of the options.
 
     Raises:
         CheckpointError: The state is damaged or has another identity.
     """
 
-    def __init__(self, drafter: Drafter, task: TrainingTask, folder: Path, identity: str):
+    def __init__(
+        self,
+        drafter: Drafter,
+        task: TrainingTask,
+        folder: Path,
+        identity: str,
+        schedule: Schedule | None = None,
+    ):
         self.drafter = drafter
         self.task = task
         self.folder = folder
         self.identity = identity
         length = task.order.options.beam_length
         self.plan = DraftPlan.of(width=1, length=length)
-        self.progress = Progress()
         self.best: Arrays = {}
         self._optimiser: Optimiser | None = None
         self._saved_at = time.monotonic()
         if has_state(folder):
             self._restore(*load_state(folder, identity))
-        elif task.options.minutes is None:
-            epochs = task.options.epochs
-            self.progress.total_steps = epochs * task.order.steps_per_epoch
+        else:
+            if schedule is None:
+                steps = task.options.epochs * task.order.steps_per_epoch
+                schedule = Schedule(steps, task.options.num_evaluations)
+            self.progress = Progress(*schedule)
 
     def run(self, on_step: Event, on_best: Callable[[Drafter], None]) -> Drafter:
         """Train to the end.
@@ -232,8 +238,6 @@ class Trainer:
             NonFiniteError: The loss is NaN or infinite.
         """
         progress = self.progress
-        if progress.total_steps is None:
-            progress.total_steps = self._find_total_steps()
         optimiser = self._require_optimiser(progress.total_steps)
         if not progress.curve:
             self._measure(optimiser, on_best)
@@ -263,7 +267,6 @@ class Trainer:
 
     def _restore(self, arrays: Arrays, progress: Progress) -> None:
         self.progress = progress
-        assert progress.total_steps is not None
         self._require_optimiser(progress.total_steps).restore(arrays)
         self.best = _select_prefix("best.", arrays)
 
@@ -274,21 +277,6 @@ class Trainer:
                 self.drafter, task.embed, task.loss, task.options, total_steps
             )
         return self._optimiser
-
-    def _find_total_steps(self) -> int:
-        """Find the number of steps that the minutes allow, by timing steps of a discarded copy."""
-        task = self.task
-        copy = copy_drafter(self.drafter)
-        optimiser = Optimiser(copy, task.embed, task.loss, task.options, 1000)
-        start = 0.0
-        for step in range(WARM_STEPS + TIMED_STEPS):
-            if step == WARM_STEPS:
-                start = time.perf_counter()
-            batch = task.order.batch(step % task.order.steps_per_epoch)
-            mx.eval(optimiser.step(batch), optimiser.arrays())
-        seconds = (time.perf_counter() - start) / TIMED_STEPS
-        assert task.options.minutes is not None
-        return max(1, round(60 * task.options.minutes / seconds))
 
     def _step(self, optimiser: Optimiser) -> None:
         progress = self.progress
@@ -308,8 +296,7 @@ class Trainer:
 
     def _is_measurement_due(self) -> bool:
         progress, total = self.progress, self.progress.total_steps
-        assert total is not None
-        count = self.task.options.num_evaluations
+        count = progress.num_evaluations
         due = (progress.step * count) // total > ((progress.step - 1) * count) // total
         return due or progress.step >= total
 
@@ -323,7 +310,6 @@ class Trainer:
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))
         progress.loss_sum, progress.loss_count = 0.0, 0
         total = progress.total_steps
-        assert total is not None
         is_progress = rate > LEAST_GAIN * progress.best
         # A high learning rate may prevent improvement at first, above all from a trained start.
         is_early = 2 * progress.step < total

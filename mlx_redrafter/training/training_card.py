@@ -84,7 +84,7 @@ def render_training_card(summary: TrainingSummary) -> str:
         "files": ", ".join(f"`{name}`" for name in summary.files),
         "tokens": f"{_count_trained(summary.corpus.given):,} given, "
         f"{_count_trained(summary.corpus.self_generated):,} written by the target",
-        "steps": f"{progress.step:,} of {progress.total_steps or 0:,}, of "
+        "steps": f"{progress.step:,} of {progress.total_steps:,}, of "
         f"{options.batch_tokens:,} positions, in {progress.seconds / 60:.1f} minutes; the weights "
         f"are the averaged ones of step {progress.best_step:,}",
         "learning rate": f"{options.learning_rate or default_learning_rate(config.exit_dim):g}, "

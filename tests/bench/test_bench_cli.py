@@ -183,6 +183,8 @@ def test_predict_says_what_it_is(tmp_path):
     text = run("predict", "--chip", "m1 max", "-o", out)
     assert "PREDICTION, not a measurement" in text
     assert "w1 l5" in text
+    assert "default" in text
+    assert "The best shape is predicted to be" in " ".join(text.split())
     assert "PREDICTION" in json.loads(out.read_text())["notes"][0]
     with pytest.raises(ConfigError, match="no chip given"):
         run("predict")

@@ -14,7 +14,10 @@ from mlx_redrafter.bench.predict import (
     Acceptance,
     Question,
     assumptions,
+    conclude,
+    default_drafter_parameters,
     predict,
+    predict_default,
 )
 from mlx_redrafter.bench.validation import (
     fit_all,
@@ -97,10 +100,6 @@ def test_prediction_is_sorted_and_says_what_it_rests_on():
 def test_what_is_not_known_is_refused():
     with pytest.raises(ConfigError, match="expected a chip out of M1"):
         find_chip("M9")
-    with pytest.raises(ConfigError, match="16 bits on M4 Pro"):
-        find_curve(CHIPS["M4 Pro"], 16)
-    with pytest.raises(ConfigError, match="no bandwidth known for M5 Max"):
-        Question(CHIPS["M5 Max"], 7e9, 4, 4e8)
     with pytest.raises(ConfigError, match="bits must be 16, 8 or 4, got 5"):
         Question(CHIPS["M1"], 7e9, 5, 4e8)
     with pytest.raises(ConfigError, match="smaller ones"):
@@ -110,8 +109,74 @@ def test_what_is_not_known_is_refused():
 def test_curves_start_at_one_and_are_interpolated():
     for curve in CURVES:
         assert curve.ratios[1] == 1
-        assert set(curve.chips) <= set(CHIPS)
+        assert curve.chip in CHIPS
         assert list(curve.ratios) == sorted(curve.ratios)
     curve = find_curve(CHIPS["M3 Max"], 4)
+    assert curve is not None
     assert curve.at(6) == pytest.approx((1.28 + 2.5) / 2)
     assert curve.at(33) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "nearest"),
+    [
+        ("M2 Pro", 4, "M1 Ultra"),
+        ("M3", 4, "M3 Max"),
+        ("M3 Ultra", 4, "M3 Ultra"),
+        ("M4", 8, "M4 Pro"),
+        ("M5 Pro", 4, "M5 Max"),
+        ("M5", 8, "M4 Pro"),
+        ("M1 Ultra", 8, "M1 Ultra, converted"),
+    ],
+)
+def test_the_nearest_chip_stands_for_one_without_figures(name, bits, nearest):
+    question = Question(CHIPS[name], 8e9, bits, 4e8)
+    assert question.curve.chip == nearest.removesuffix(", converted")
+    (note,) = (n for n in assumptions(question) if "verify(T)/verify(1)" in n)
+    assert note.startswith("WARNING") == (name != nearest)
+
+
+def test_more_bits_make_a_row_cheaper_by_plain_steps():
+    four, eight = (find_curve(CHIPS["M2"], bits) for bits in (4, 8))
+    assert "converted from 4 bits" in eight.source
+    for tokens, ratio in four.ratios.items():
+        assert eight.ratios[tokens] - 1 == pytest.approx((ratio - 1) * 0.5625 / 1.0625)
+
+
+@pytest.mark.parametrize("name", ["M3", "M4 Max"])
+def test_the_roofline_stands_where_no_chip_has_figures(name):
+    question = Question(CHIPS[name], 8e9, 16, 0.0)
+    assert question.curve is None
+    assert "WARNING" in assumptions(question)[1]
+    assert "roofline" in assumptions(question)[1]
+    few, many = (
+        predict(question, [Acceptance(1, 2, tokens, 1.0, "x")])[0].step - FITTED.fixed
+        for tokens in (2, 4000)
+    )
+    assert few == pytest.approx(question.plain_step), "reading the weights hides the arithmetic"
+    teraflops = CHIPS[name].teraflops
+    assert many == pytest.approx(4000 * 2 * 8e9 / (teraflops * 1e9))
+
+
+def test_every_chip_has_a_prediction():
+    for chip in CHIPS.values():
+        for bits in (16, 8, 4):
+            assert predict(Question(chip, 8e9, bits, 4e8), APPLE_ACCEPTANCE)
+
+
+def test_the_default_is_the_best_shape_or_plain_decoding():
+    fast = Question(CHIPS["M2 Ultra"], 6.74e9, 16, 4e8)
+    found = predict(fast, APPLE_ACCEPTANCE)
+    assert predict_default(fast, found).speedup == found[0].speedup > 1
+    assert found[0].acceptance.name in conclude(found)
+    slow = Question(CHIPS["M1"], 6.74e9, 4, 4e8)
+    found = predict(slow, APPLE_ACCEPTANCE)
+    assert found[0].speedup < 1
+    default = predict_default(slow, found)
+    assert (default.speedup, default.step) == (1, slow.plain_step)
+    assert conclude(found) == "No shape is predicted to pay; the default would decode plainly."
+
+
+def test_the_drafter_grows_with_the_target():
+    assert default_drafter_parameters(6.74e9) == pytest.approx(396e6)
+    assert default_drafter_parameters(1e9) == pytest.approx(396e6 * (1 / 6.74) ** (2 / 3))

@@ -108,7 +108,9 @@ def test_complete_shards_are_not_read_again(
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
-    TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=0)), "top_k": 8})
+    identity = {"target": fingerprint_weights(tiny_llama(seed=0)), "top_k": 8}
+    TeacherCache(tmp_path, identity).begin()
+    TeacherCache(tmp_path, identity).begin()
     with pytest.raises(CheckpointError, match="was made with another target: expected"):
         TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=1)), "top_k": 8})
     with pytest.raises(CheckpointError, match="another top_k: expected 16, found 8"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
 )
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.training import resources
+from mlx_redrafter.training import preparation, resources
 from mlx_redrafter.training.request import CACHE_FOLDER
 from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
@@ -85,13 +86,46 @@ def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
 
 def test_stages_are_reported(finished: Run) -> None:
     assert finished.reporter.stages == [
+        "rehearsal",
         "writing",
         "writing held-out text",
         "reading train text",
         "reading held-out text",
         "training",
     ]
-    assert finished.reporter.lines[0].startswith("needs about")
+    needs, takes = finished.reporter.lines[:2]
+    sizes = r"B of disk \(the model's outputs .*B, the drafter .*B\), .*B of memory"
+    assert re.fullmatch(rf"needs about [\d,]+ tokens, .*{sizes}", needs)
+    stages = "writing .*, reading .*, training .*, evaluation .*"
+    assert re.fullmatch(rf"takes about .*: {stages}", takes)
+
+
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    out = tmp_path / "drafter"
+    result = _train(capsys, out, "--model", model, "--data", texts, "--dry-run")
+    assert result.code == 0
+    needs, rehearsal, takes = result.err.splitlines()
+    assert needs.startswith("needs about")
+    assert rehearsal == "rehearsal: 4 of 4"
+    assert takes.startswith("takes about")
+    assert not out.exists()
+
+
+def test_minutes_are_for_the_whole_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    fine = ("--model", model, "--data", texts, "--answer-tokens", 24)
+    result = _train(capsys, tmp_path / "a", *fine, "--minutes", 1e-4)
+    assert result.code == 1
+    assert "--minutes 0.0001 is for the whole run, of which too little is left" in result.err
+    assert not (tmp_path / "a").exists()
+    start = time.monotonic()
+    result = _train(capsys, tmp_path / "b", *fine, "--minutes", 0.3, "--batch-tokens", 64)
+    assert result.code == 0
+    assert "takes about 18 s: " in result.err
+    assert 6 < time.monotonic() - start < 36
 
 
 def test_a_small_run_interrupted_and_resumed(
@@ -111,6 +145,31 @@ def test_a_small_run_interrupted_and_resumed(
     other = run(capsys, "train", "--out", out, "--resume", "--epochs", 2)
     assert other.code == 2
     assert "was begun with epochs 400, not 2" in other.err
+
+
+def test_a_forgotten_resume_destroys_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    texts: Path,
+) -> None:
+    out = tmp_path / "drafter"
+    fine = ("--model", model, "--data", texts, "--answer-tokens", 24, "--epochs", 1)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # while the target writes, long before the first step
+        patch.setattr(preparation, "build_corpus", interrupt)
+        assert _train(capsys, out, *fine).code == 130
+    begun = (out / "run.json").read_bytes()
+    again = _train(capsys, out, "--model", model, "--data", texts, "--answer-tokens", 32)
+    assert again.code == 2
+    assert f"a run was begun in {out}; go on with --resume" in again.err
+    assert (out / "run.json").read_bytes() == begun
+    assert _train(capsys, out, "--resume").code == 0
+    assert json.loads((out / "run.json").read_text())["answer_tokens"] == 24
 
 
 def _interrupt_once(path: Path) -> None:

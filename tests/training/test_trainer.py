@@ -17,6 +17,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import TokenSequence
+from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import load_arrays_and_metadata
 from mlx_redrafter.training.initial import (
     choose_drafter_config,
@@ -60,6 +61,7 @@ class TrainingSetup:
         recipe: Recipe = "soft",
         options: TrainingOptions = OPTIONS,
         identity: str = '{"a": 1}',
+        schedule: Schedule | None = None,
     ) -> Trainer:
         """A trainer that goes on with what is in ``folder``."""
         config = choose_drafter_config(self.target, NetworkOptions(exit_dim=16))
@@ -72,7 +74,8 @@ class TrainingSetup:
             LossOptions(recipe=recipe),
             options,
         )
-        return Trainer(initialise_drafter(config, self.head, 0), task, folder, identity)
+        drafter = initialise_drafter(config, self.head, 0)
+        return Trainer(drafter, task, folder, identity, schedule)
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +205,12 @@ def test_bfloat16_keeps_weights_in_float32(setup: TrainingSetup, tmp_path: Path)
     assert losses[-1] < losses[0]
 
 
-def test_minutes_fix_the_number_of_steps(setup: TrainingSetup, tmp_path: Path) -> None:
-    options = TrainingOptions(minutes=0.001, batch_tokens=32, patience=99)
-    trainer = setup.trainer(tmp_path, "soft", options)
+def test_the_schedule_may_be_given(setup: TrainingSetup, tmp_path: Path) -> None:
+    trainer = setup.trainer(tmp_path, schedule=Schedule(6, 2))
     trainer.run(_ignore, _ignore)
-    assert trainer.progress.step == trainer.progress.total_steps
-    assert setup.trainer(tmp_path, "soft", options).progress.total_steps == trainer.progress.step
+    assert [point.step for point in trainer.progress.curve] == [0, 3, 6]
+    again = setup.trainer(tmp_path, schedule=Schedule(9, 9))
+    assert again.progress.total_steps == 6, "that of the state"
 
 
 def test_patience_ends_a_run_that_does_not_improve(setup: TrainingSetup, tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""A rehearsal of a run: every stage on a few tokens, timed.
+
+Axes: n tokens of the rehearsal, L beam length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.proposers.redrafter.calibration import calibrate
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training.batches import Group, HeadRows, gather
+from mlx_redrafter.training.data import TokenSequence
+from mlx_redrafter.training.duration import Pace
+from mlx_redrafter.training.initial import initialise_drafter
+from mlx_redrafter.training.request import TrainingRequest
+from mlx_redrafter.training.self_generated import (
+    ROUND_SIZE,
+    AnswerLimits,
+    GenerationJob,
+    TextGenerator,
+)
+from mlx_redrafter.training.simulation import iterate_generated_texts, measured_plans, simulate
+from mlx_redrafter.training.teacher import (
+    BATCH_SEQUENCES,
+    ROLLOUT_POSITIONS,
+    read_sequences,
+    roll_out,
+)
+from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.trainer import Optimiser
+
+# Most tokens of a prompt, and tokens of a short and a long answer: their difference is the time of
+# writing without that of the prompts.
+PROMPT_TOKENS, SHORT, LONG = 8, 2, 10
+# Steps that are timed after an untimed one, in which MLX may compile.
+TIMED_STEPS = 2
+# Tokens of a measurement, and of a calibration, which looks at many scales.
+MEASURED_TOKENS, CALIBRATED_TOKENS = 256, 64
+
+Result = TypeVar("Result")
+OnStage = Callable[[int, int], None]
+NUM_STAGES = 4
+
+
+def rehearse(
+    request: TrainingRequest,
+    target: Target,
+    config: DrafterConfig,
+    prompts: Sequence[list[int]],
+    on_stage: OnStage,
+) -> Pace:
+    """Time the stages of a run. Seeds MLX's global random state, waits for the device.
+
+    Args:
+        request: The run.
+        target: The teacher.
+        config: The drafter's shape.
+        prompts: Beginnings of texts that the target continues, token ids.
+        on_stage: Called with the number of stages done and of all of them.
+
+    Raises:
+        NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
+        UnsupportedTargetError: mlx-lm cannot decode this model in batches.
+    """
+    on_stage(0, NUM_STAGES)
+    sequences, writing = _write(request, target, prompts)
+    on_stage(1, NUM_STAGES)
+    k = request.top_k
+    shard, seconds = _timed(lambda: read_sequences(target, sequences, k))
+    reading = seconds / shard.tokens.shape[0]
+    rollout = 0.0
+    if request.loss.recipe == "rollouts":
+        few, length = _first_tokens(shard, ROLLOUT_POSITIONS), request.network.beam_length
+        _, seconds = _timed(lambda: roll_out(target, few, length))
+        rollout = seconds / few.tokens.shape[0]
+    on_stage(2, NUM_STAGES)
+    ids = None if config.draft_vocab_size is None else np.arange(config.head_rows, dtype=np.int32)
+    drafter = initialise_drafter(config, None, 0, ids)
+    step = _time_step(request, target, drafter, shard)
+    on_stage(3, NUM_STAGES)
+    evaluation = _time_evaluation(request, target, drafter, shard)
+    on_stage(4, NUM_STAGES)
+    return Pace(writing, reading, rollout, step, *evaluation)
+
+
+def _write(
+    request: TrainingRequest, target: Target, prompts: Sequence[list[int]]
+) -> tuple[list[TokenSequence], float]:
+    """Let the target write: sequences of one length, and the seconds per token."""
+    temps, longest = (0.0, request.data_options.temp), request.data_options.sequence_length
+    jobs = [
+        GenerationJob(prompts[i % len(prompts)][:PROMPT_TOKENS], temps[i % 2])
+        for i in range(ROUND_SIZE)
+    ]
+    generator = TextGenerator(target.model, (), 0)  # no text ends early
+
+    def write(answer_tokens: int) -> list[TokenSequence]:
+        limits = AnswerLimits(answer_tokens, longest)
+        return generator.generate_round(jobs, limits, 0)
+
+    _, short = _timed(lambda: write(SHORT))
+    texts, long = _timed(lambda: write(LONG), is_warm=True)
+    tokens = np.concatenate([text.tokens for text in texts])
+    size = min(len(tokens) // BATCH_SEQUENCES, longest)
+    starts = range(0, BATCH_SEQUENCES * size + 1, size)
+    sequences = [TokenSequence(tokens[a:b], np.arange(size) > 0) for a, b in pairwise(starts)]
+    written = sum(int(text.is_trained.sum()) for text in texts) - ROUND_SIZE * SHORT
+    # Where a pass takes next to nothing, noise may leave less than nothing of the difference.
+    return sequences, max(long - short, 0.1 * long) / written
+
+
+def _time_step(request: TrainingRequest, target: Target, drafter: Drafter, shard: Shard) -> float:
+    """Time optimiser steps on a batch of the run's size; the drafter's weights change."""
+    size, length = request.training.batch_tokens, request.network.beam_length
+    count = shard.tokens.shape[0]
+    group = Group(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
+    rows = HeadRows(
+        np.array(drafter.token_ids) if drafter.has_draft_vocab else None, target.vocab_size
+    )
+    optimiser = Optimiser(drafter, target.embed, request.loss, request.training, total_steps=1000)
+
+    def step() -> None:
+        batch = gather(group, np.arange(size) % count, size, length, rows)
+        mx.eval(optimiser.step(batch), optimiser.arrays())
+
+    step()
+    start = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        step()
+    return (time.perf_counter() - start) / TIMED_STEPS
+
+
+def _time_evaluation(
+    request: TrainingRequest, target: Target, drafter: Drafter, shard: Shard
+) -> tuple[float, float, float]:
+    """Seconds per token of measurements with a chain and with a tree, and of calibration."""
+    few, fewer = (_first_tokens(shard, n) for n in (MEASURED_TOKENS, CALIBRATED_TOKENS))
+
+    def time_simulation(plan: DraftPlan) -> float:
+        """Mean time of greedy and sampled texts, of which half of the held-out ones are each."""
+        temps = (0.0, request.data_options.temp)
+        return sum(
+            _timed(lambda temp=temp: simulate(drafter, target.embed, [few], plan, temp))[1]  # type: ignore[misc]
+            for temp in temps
+        ) / (len(temps) * few.tokens.shape[0])
+
+    chain, tree = map(
+        time_simulation, measured_plans(drafter, request.network.beam_length).values()
+    )
+    _, seconds = _timed(lambda: calibrate(drafter, target.embed, iterate_generated_texts(fewer)))
+    return chain, tree, seconds / fewer.tokens.shape[0]
+
+
+def _first_tokens(shard: Shard, count: int) -> Shard:
+    """The first tokens of a shard, as one sequence."""
+    arrays = {name: array[:count] for name, array in shard.arrays().items() if name != "starts"}
+    starts = mx.array([0, arrays["tokens"].shape[0]], dtype=mx.int32)
+    return replace(shard, starts=starts, **arrays)
+
+
+def _timed(work: Callable[[], Result], is_warm: bool = False) -> tuple[Result, float]:
+    """A result and the seconds it took, after an untimed call, in which MLX may compile."""
+    if not is_warm:
+        work()
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start

@@ -1,0 +1,176 @@
+"""`redrafter-mlx advise`: what is known of a model, and sentences that follow from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.bench.advice import advise, find_subject
+from mlx_redrafter.bench.chips import CHIPS
+from mlx_redrafter.bench.model_shape import FAMILIES, shape_of_config, shape_of_family
+from mlx_redrafter.bench.outlook import Outlook, Trial, predict_outlook
+from mlx_redrafter.bench.training_cost import TrainingCost
+from mlx_redrafter.bundled import find_bundled
+from mlx_redrafter.checkpoint import read_config
+from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
+from tests.helpers.cli import run
+
+# From the config.json of Llama-3.1-8B.
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_the_shape_of_a_config_is_that_of_the_published_model() -> None:
+    found = shape_of_config("x", {**LLAMA_8B, "quantization": {"bits": 6, "group_size": 64}})
+    known = shape_of_family("Llama 3.1 8B 8-bit")
+    assert found.parameters == found.active == pytest.approx(known.parameters, rel=1e-3)
+    assert (found.hidden_size, found.vocab_size) == (known.hidden_size, known.vocab_size)
+    assert found.bits in (4, 8)
+    assert shape_of_config("x", LLAMA_8B).bits == 16
+
+
+def test_a_token_reads_the_chosen_experts_only() -> None:
+    shape = shape_of_config("x", MIXTRAL)
+    assert shape.parameters == pytest.approx(46.7e9, rel=0.01)
+    assert shape.active == pytest.approx(12.9e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"num_hidden_layers": None}]
+)
+def test_damaged_configs_are_named(change: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="mlx-lm cannot make x from its config"):
+        shape_of_config("x", {**LLAMA_8B, **change})
+
+
+def test_families_have_names_sizes_and_bits() -> None:
+    for family, sizes in FAMILIES.items():
+        for size, (billions, hidden, vocab) in sizes.items():
+            shape = shape_of_family(f"{family} {size} 4bit")
+            assert (shape.parameters, shape.bits) == (billions * 1e9, 4)
+            assert (shape.hidden_size, shape.vocab_size) == (hidden, vocab)
+    assert shape_of_family("Qwen 2.5 7b").vocab_size == 152064
+    with pytest.raises(ConfigError, match="expected a size of llama out of 1B"):
+        shape_of_family("llama 9B")
+    with pytest.raises(ConfigError, match="or a family with a size like 'llama 8B 4bit'"):
+        shape_of_family("llama")
+    with pytest.raises(UnsupportedTargetError, match=r"gpt_oss.*window"):
+        shape_of_family("gpt-oss 20B")
+    with pytest.raises(ConfigError, match="expected a family out of llama"):
+        shape_of_family("olmo2 7B")
+
+
+def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
+    assert find_subject(None).is_bundled
+    target = find_bundled("target")
+    assert find_subject(str(target)).folder == target
+    shutil.copy(target / "config.json", tmp_path)
+    assert find_subject(str(tmp_path)).folder is None, "no weights, nothing to measure"
+    with pytest.raises(CheckpointError, match="like 'llama 8B 4bit', needs no files"):
+        find_subject("nobody/nothing")
+
+
+def test_a_drafter_at_hand_fits_or_not() -> None:
+    drafter = str(find_bundled("drafter"))
+    fits, foreign = find_subject(None, drafter), find_subject("llama 8B", drafter)
+    assert fits.usable_drafter == drafter
+    assert foreign.usable_drafter is None
+    assert "does not match the target's" in (foreign.refusal or "")
+    assert find_subject(None, "lookup").drafter is None
+
+
+def _advice(chip: str, trial: Trial | None = None, drafter: str | None = None) -> dict[str, str]:
+    subject = find_subject("llama 8B 4bit" if drafter is None else None, drafter)
+    cost = TrainingCost.of(subject.shape, 10**6)
+    outlook = predict_outlook(subject.shape, CHIPS[chip], cost)
+    sections = advise(subject, chip, outlook, trial, cost)
+    return {headline: "\n".join(sentences) for headline, sentences in sections.items()}
+
+
+def test_training_is_recommended_where_drafting_pays() -> None:
+    slow, fast = _advice("M1"), _advice("M4")
+    assert "Do not train a drafter" in slow["Recommended"]
+    assert "train a drafter for it" in fast["Recommended"]
+    for sections in (slow, fast):
+        assert "PREDICTION" in "".join(sections.values())
+        training = sections["Training a drafter"]
+        assert "redrafter-mlx train --model MODEL --data TEXTS --tokens 1000000" in training
+        assert "--drafter lookup" in sections["Recommended"]
+
+
+def test_what_was_tried_decides() -> None:
+    drafter = str(find_bundled("drafter"))
+    gained = _advice("M1", Trial(1.4, 2.0), drafter)
+    assert f"generate --drafter {drafter}" in gained["Recommended"]
+    assert "1.40 times as fast" in gained["What drafting gives on M1"]
+    assert "leave it out" in _advice("M1", Trial(0.9, 1.3), drafter)["Recommended"]
+    assert "where it will run" in _advice("M1", None, drafter)["Recommended"]
+
+
+def test_the_bundled_pair_is_measured_and_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "advise", "--tokens", "50K")
+    assert result.code == 0
+    assert "Measured here: a step that checks 4 tokens" in result.out
+    assert "The drafter at hand, tried on three short texts" in result.out
+    assert "On 50,000 tokens: about" in result.out
+
+
+def test_answers_without_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = run(capsys, "advise", "llama 8B 4bit", "--chip", "m2 pro")
+    assert result.code == 0
+    assert "What drafting gives on M2 Pro" in result.out
+    refused = run(capsys, "advise", "gemma3 4B", "--chip", "M2")
+    assert refused.code == 1
+    assert refused.out.startswith("Not supported: model_type 'gemma3'")
+    config = {**read_config(find_bundled("target")), "model_type": "mamba"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "Not supported: model_type 'mamba'" in run(capsys, "advise", tmp_path).out
+    for arguments in (("advise", "llama 8B", "--chip", "M9"), ("advise", "x", "--tokens", "many")):
+        wrong = run(capsys, *arguments)
+        assert wrong.code == 2
+        assert wrong.err.count("\n") == 1
+
+
+def test_a_machine_without_figures_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Other CPU")
+    result = run(capsys, "advise", "llama 8B")
+    assert result.code == 2
+    assert "no figures are known for this machine (Other CPU); say --chip" in result.err
+    monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Apple M4 Pro")
+    assert "What drafting gives on M4 Pro" in run(capsys, "advise", "llama 8B").out
+
+
+def test_the_outlook_is_of_the_question() -> None:
+    shape = shape_of_family("llama 8B 4bit")
+    cost = TrainingCost.of(shape, 10**6)
+    small, large = (predict_outlook(shape, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
+    assert isinstance(small, Outlook)
+    assert small.plain == pytest.approx(2 * large.plain, rel=0.01)
+    assert small.training.total > large.training.total

@@ -1,0 +1,44 @@
+"""The computed cost of training: what it depends on, and the table in the documentation."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_redrafter.bench.chips import CHIPS
+from mlx_redrafter.bench.model_shape import shape_of_family
+from mlx_redrafter.bench.training_cost import TABLE_CHIPS, TrainingCost
+from tests.helpers.cli import run
+from tests.helpers.models import ROOT
+
+
+def test_the_table_in_the_documentation_is_what_the_command_gives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = run(capsys, "bench", "training").out.strip()
+    assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    head, _, *rows = table.splitlines()
+    assert all(chip in head for chip in TABLE_CHIPS)
+    assert len(rows) == 6
+
+
+@pytest.mark.parametrize("name", ["M1", "M4 Max"])
+def test_the_cost_grows_with_the_model_and_the_tokens(name: str) -> None:
+    chip, totals = CHIPS[name], []
+    for family in ("llama 1B 4bit", "llama 8B 4bit", "llama 70B 4bit"):
+        shape = shape_of_family(family)
+        once, twice = (TrainingCost.of(shape, tokens) for tokens in (10**6, 2 * 10**6))
+        totals.append(once.predict(shape, chip).total)
+        assert 1.7 < twice.predict(shape, chip).total / totals[-1] < 2.1
+        assert twice.needed.cache > 1.9 * once.needed.cache
+        assert twice.needed.drafter == once.needed.drafter
+    assert totals == sorted(totals)
+
+
+def test_the_stages_follow_from_the_hardware() -> None:
+    shape = shape_of_family("llama 8B 16bit")
+    cost = TrainingCost.of(shape, 10**6)
+    stages = cost.predict(shape, CHIPS["M2 Max"]).stages
+    assert set(stages) == {"writing", "reading", "training", "evaluation"}
+    # Reading is arithmetic: two operations per parameter and token, at best.
+    least = cost.work.tokens * 2 * shape.parameters / (CHIPS["M2 Max"].teraflops * 1e12)
+    assert least < stages["reading"] < 2 * least

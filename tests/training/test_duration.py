@@ -1,0 +1,81 @@
+"""Duration of a run: amounts of work times the pace of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.errors import ResourceError
+from mlx_redrafter.training import DataOptions, TrainingOptions, TrainingRequest
+from mlx_redrafter.training.duration import Pace, Timetable, Workload, format_time
+from mlx_redrafter.training.resources import check_minutes
+
+REQUEST = TrainingRequest(
+    "model",
+    Path("none"),
+    data=[Path("texts")],
+    data_options=DataOptions(answer_tokens=100),
+    training=TrainingOptions(epochs=2, batch_tokens=300, num_evaluations=8),
+)
+WORK = Workload.of(REQUEST, given=1000, written=500, prompt=10, num_held_out=2)
+PACE = Pace(0.1, reading=0.01, rollout=0.0, step=3.0, chain=0.02, tree=0.04, calibration=0.05)
+
+
+def test_the_work_of_a_request() -> None:
+    assert WORK == Workload(1000, 500, held_out=200, prompts=80, steps=10, num_evaluations=8)
+    assert WORK.tokens == 1780
+
+
+def test_every_stage_counts() -> None:
+    timetable = Timetable.of(WORK, PACE, None)
+    # Nine measurements with a chain, and after training one with a chain, a tree, a calibration.
+    evaluation = 200 * (9 * 0.02 + 0.02 + 0.04 + 0.05)
+    stages = {"writing": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
+    assert timetable.stages == pytest.approx(stages)
+    assert str(timetable) == (
+        "about 3 min: writing 70 s, reading 18 s, training 30 s, evaluation 58 s"
+    )
+    rolled = Timetable.of(WORK, replace(PACE, rollout=0.1), None)
+    assert rolled.stages["reading"] == pytest.approx(17.8 + 158)
+
+
+def test_calibration_looks_at_so_many_tokens_only() -> None:
+    many = replace(WORK, held_out=100_000)
+    costs = [
+        Timetable.of(many, replace(PACE, calibration=c), None).stages["evaluation"] for c in (0, 1)
+    ]
+    assert costs[1] - costs[0] == pytest.approx(4096)
+
+
+def test_minutes_are_for_all_stages() -> None:
+    timetable = Timetable.of(WORK, PACE, 5)
+    assert timetable.total == pytest.approx(300)
+    # A quarter of the time is 75 s: after the 22 at the end, enough for 13 measurements.
+    assert timetable.num_evaluations == 8
+    assert timetable.stages["training"] == pytest.approx(300 - 70 - 17.8 - 58)
+    check_minutes(timetable, 5)
+    # 242 s before the evaluation, of which 100 are gone.
+    assert timetable.schedule(5, elapsed=100) == (round(142 / 3), 8)
+    assert timetable.schedule(5, elapsed=1000) == (10, 8), "the least share, however late it is"
+
+
+def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None:
+    # 45 s for evaluation: 22 at the end, 23 for the first and four more of 4 s each.
+    assert Timetable.of(WORK, PACE, 3).num_evaluations == 4
+    short = Timetable.of(WORK, PACE, 2)
+    assert short.num_evaluations == 3
+    stages = r"\(writing 70 s, reading 18 s, evaluation 38 s\); give more --minutes"
+    with pytest.raises(ResourceError, match=rf"--minutes 2 is for the whole run.* {stages}"):
+        check_minutes(short, 2)
+
+
+def test_times_are_short() -> None:
+    assert [format_time(t) for t in (3.4, 99, 100, 5900, 36_000)] == [
+        "3 s",
+        "99 s",
+        "2 min",
+        "98 min",
+        "10.0 h",
+    ]
