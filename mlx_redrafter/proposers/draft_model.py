@@ -18,13 +18,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.search import Levels, search
+from mlx_redrafter.target.caches.kinds import describe
 from mlx_redrafter.target.caches.levels import LevelCache, LevelMask, attend_to_levels
 from mlx_redrafter.target.hooks import HookPoint, TreePositions, install, tree_positions
 from mlx_redrafter.target.target import Target
@@ -46,11 +48,20 @@ class DraftModel:
         tokenizer: Its tokenizer.
 
     Raises:
-        UnsupportedTargetError: Trees of this architecture would not be exact.
+        UnsupportedTargetError: Trees of this architecture would not be exact, or the rows of
+            drafts do not fit into its caches.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any):
         self.target = Target(model)
+        others = {
+            describe(layer) for layer in make_prompt_cache(model) if type(layer) is not KVCache
+        }
+        if others:
+            raise UnsupportedTargetError(
+                f"expected a draft model whose layers attend to all tokens, found one with caches "
+                f"{', '.join(sorted(others))}; use another draft model or a drafter"
+            )
         self.tokenizer = tokenizer
         for module in {type(module).__module__ for module in model.modules()}:
             if hasattr(sys.modules.get(module), ATTENTION):

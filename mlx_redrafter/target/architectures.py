@@ -89,6 +89,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": PLAIN,
     "gemma2": PLAIN,
     "gemma3_text": PLAIN,
+    "gemma3n": Architecture(
+        hidden="model.language_model.norm", embedding="model.language_model.embed_tokens"
+    ),
+    "gemma4_text": PLAIN,
     "glm": PLAIN,
     "glm4": PLAIN,
     "glm4_moe": PLAIN,
@@ -163,6 +167,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 # several, the text config's ``model_type`` chooses, and the first is what others stand for.
 WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "kimi_k25": ("deepseek_v3",),
     "kimi_vl": ("deepseek_v3",),
     "mistral3": ("llama", "ministral3", "mistral4"),
@@ -187,9 +192,6 @@ SPARSE = "layers that pick the tokens they attend to keep a second cache, which 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "gemma3n",
-            "gemma4",
-            "gemma4_text",
             "llama4",
             "muse_spark",
         ),

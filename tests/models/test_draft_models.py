@@ -9,11 +9,18 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
-from tests.models.tiny_models import build, main_rope, tiny_config
+from tests.models.tiny_models import (
+    WITH_WINDOWS,
+    build,
+    main_rope,
+    tiny_config,
+    windowed_config,
+)
 from tests.models.trees import PROMPT
 
 # Far above rounding (float32), far below any wrong position or mask.
@@ -21,7 +28,9 @@ TOLERANCE = 2e-3
 
 
 # Several tokens at once have one base of the "dynamic" rope, in mlx-lm's own forward passes too.
-EXACT = [name for name in SUPPORTED if main_rope(name) != "dynamic"]
+EXACT = [
+    name for name in SUPPORTED if main_rope(name) != "dynamic" and WITH_WINDOWS.get(name) != {}
+]
 
 
 @pytest.mark.parametrize("model_type", EXACT)
@@ -52,3 +61,9 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
         rows = mx.arange(len(text) - 1, len(text) - 1 + len(drafts))
         expected = mx.sum(log_probs[rows, mx.array(drafts)]).item()
         assert scores[node - 1] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("model_type", sorted(WITH_WINDOWS.keys() - {"smollm3"}))
+def test_windows_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"RotatingKVCache\(max_size=8, keep=0\)"):
+        DraftModel(build(windowed_config(model_type)), None)

@@ -83,6 +83,15 @@ COMMON: Config = {
 # A layer with a window and one without; without this key most families have full layers only.
 WINDOWED: Config = {"layer_types": ["sliding_attention", "full_attention"]}
 
+# The last two layers attend to the rows of layers before, and each layer has inputs of its own.
+SHARED_ROWS: Config = {
+    "num_hidden_layers": 5,
+    "layer_types": [*WINDOWED["layer_types"], *WINDOWED["layer_types"], "sliding_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+
 GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
 
 OVERRIDES: dict[str, Config] = {
@@ -115,7 +124,7 @@ OVERRIDES: dict[str, Config] = {
         "moe_num_shared_experts": 1,
     },
     "exaone": {"num_layers": 2, "tie_word_embeddings": True},
-    "exaone4": {"rope_scaling": None, "sliding_window": None, "sliding_window_pattern": None},
+    "exaone4": {"rope_scaling": None, "sliding_window_pattern": None},
     "exaone_moe": {
         **WINDOWED,
         "is_moe_layer": [False, True],
@@ -125,6 +134,27 @@ OVERRIDES: dict[str, Config] = {
         "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 16,
         "rope_local_base_freq": 50.0,
+    },
+    "gemma3n": {
+        "text_config": {
+            **COMMON,
+            **SHARED_ROWS,
+            "model_type": "gemma3n_text",
+            "rope_local_base_freq": 50.0,
+            "final_logit_softcapping": 60.0,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 8,
+        }
+    },
+    "gemma4_text": {
+        **SHARED_ROWS,
+        "global_head_dim": 32,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
     },
     "glm": {"tie_word_embeddings": True},
     "glm4_moe": {"use_qk_norm": True, "rope_scaling": None},
@@ -231,10 +261,37 @@ OVERRIDES: dict[str, Config] = {
     "youtu_llm": {"tie_word_embeddings": True},
 }
 
+# Families whose layers have windows, with what some of them need for it.
+WITH_WINDOWS: dict[str, Config] = {
+    "afmoe": {},
+    "cohere2": {},
+    "exaone_moe": {},
+    "gemma3": {},
+    "gemma3_text": {},
+    "gemma3n": {},
+    "gemma4": {},
+    "gemma4_text": {},
+    "gpt_oss": {},
+    "iquestloopcoder": {},
+    "laguna": {},
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "muse_glimmer": {},
+    "olmo3": {},
+    "plamo3": {},
+    "spark2_5": {},
+    "step3p5": {},
+    "exaone4": {"sliding_window_pattern": "LG"},
+    "llama": WINDOWED,
+    "ministral3": WINDOWED,
+    # This one has windows in masks alone.
+    "smollm3": {**WINDOWED, "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+}
+
 # These read rope scaling, and the period of an attention scale, from ``rope_parameters``.
 ROPE_PARAMETERS = ("ministral3", "mistral4")
 # These have them for each type of layer.
-NESTED_ROPE_PARAMETERS = ("laguna", "mellum", "spark2_5")
+NESTED_ROPE_PARAMETERS = ("gemma4_text", "laguna", "mellum", "spark2_5")
 
 _RESCALED: Config = {
     "factor": SCALING_FACTOR,
@@ -287,6 +344,16 @@ def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Co
     """The config of a model with a vision tower."""
     text_config = tiny_config(text_type, rope)
     return {"model_type": model_type, "text_config": text_config, "vocab_size": VOCAB_SIZE}
+
+
+def windowed_config(model_type: str, window: int = WINDOW) -> Config:
+    """The config of a model that has a layer with a window, and no limit to speak of."""
+    config = {**tiny_config(model_type), **WITH_WINDOWS[model_type]}
+    config["max_position_embeddings"] = 4096
+    sizes = dict.fromkeys(("sliding_window", "sliding_window_size", "loop_window_size"), window)
+    if "text_config" in config:
+        return {**config, "text_config": {**config["text_config"], **sizes}}
+    return {**config, **sizes}
 
 
 def main_rope(model_type: str) -> str:

@@ -1,0 +1,313 @@
+"""Layers with sliding windows: trees, texts and prompt caches against stock mlx-lm.
+
+Axes: N nodes of a tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.caches.sliding import SlidingCache, _OrderedRows
+from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.target import Target
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import random_drafter, wrapped_tokenizer
+from tests.models.test_architectures import (
+    TOLERANCE,
+    VISIBLE,
+    assert_tree_agrees,
+    disagreement,
+)
+from tests.models.tiny_models import (
+    VOCAB_SIZE,
+    WINDOW,
+    WITH_WINDOWS,
+    build,
+    tiny_config,
+    windowed_config,
+)
+from tests.models.trees import (
+    PROMPT,
+    branching_tree,
+    decode_paths,
+    rows_of,
+    verify_after_prompt,
+)
+
+NUM_TOKENS = 60
+# What continues a text: single tokens, then chunks.
+CHUNK = [9, 8, 7, 6, 5, 4, 3]
+
+
+def prompt_of(length: int) -> list[int]:
+    """A prompt of some length."""
+    rng = random.Random(length)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def continue_with_stock(model: nn.Module, cache: list[Any]) -> list[Scored]:
+    """What stock mlx-lm writes from a cache, token by token, and after a prompt in chunks."""
+    single = stock_tokens(model, CHUNK[:1], 9, prompt_cache=cache)
+    return single + stock_tokens(model, CHUNK, 9, prompt_cache=cache, prefill_step_size=3)
+
+
+def assert_continues_alike(
+    model: nn.Module, found: list[Any], expected: list[Any], oldest: int = 0
+) -> None:
+    """Two caches hold the same rows from ``oldest`` on, and mlx-lm goes on from both alike."""
+    for layer, other in zip(found, expected, strict=True):
+        assert layer.offset == other.offset
+        for rows, truth in zip(rows_of(layer), rows_of(other), strict=True):
+            assert disagreement(rows[..., oldest:, :], truth[..., oldest:, :]) <= TOLERANCE
+    expected_text = continue_with_stock(model, expected)
+    text = continue_with_stock(model, found)
+    assert_same_tokens(expected_text, ids(text), "continued")
+    for (_, log_probs), (_, truth) in zip(text, expected_text, strict=True):
+        assert disagreement(log_probs, truth) <= TOLERANCE
+
+
+def test_the_families_with_windows_are_known() -> None:
+    found = {
+        name
+        for name in SUPPORTED
+        if any(
+            isinstance(layer, RotatingKVCache)
+            for layer in make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0])))
+        )
+    }
+    assert found == {name for name, extra in WITH_WINDOWS.items() if not extra}
+
+
+# The prompt ends before the window is full, when it is, after it, and has wrapped several times;
+# some windows are smaller than the tree is deep.
+@pytest.mark.parametrize("window", [1, 3, 6, 11, 12, 13, 15, 30])
+@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+def test_tree_logits_around_the_window(model_type: str, window: int) -> None:
+    assert_tree_agrees(build(windowed_config(model_type, window)))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+def test_a_mask_off_by_one_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, wrong: int
+) -> None:
+    model = build(windowed_config(model_type, 6))
+    tree = branching_tree()
+    expected = decode_paths(model, tree).logits
+    mask = ForwardPass.window_mask
+    monkeypatch.setattr(
+        ForwardPass,
+        "window_mask",
+        lambda step, window, first=0: mask(step, window + wrong, first),
+    )
+    found = verify_after_prompt(Target(model), tree).logits
+    assert disagreement(found, expected) > VISIBLE
+
+
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
+@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
+    """Trees of all sizes with plain steps between, over several wraps, and the cache after them."""
+    monkeypatch.setattr(_OrderedRows, "step", 32)  # so that buffers are copied, too
+    model, prompt = build(windowed_config(model_type)), prompt_of(length)
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
+    use_policy(monkeypatch, RandomShapes(length))
+    drafter: Any = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
+    found = list(
+        stream_generate(
+            model,
+            wrapped_tokenizer(VOCAB_SIZE),
+            prompt,
+            drafter=drafter,
+            max_tokens=NUM_TOKENS,
+            prompt_cache=cache,
+        )
+    )
+    assert_same_tokens(stock, [response.token for response in found], model_type)
+    for response, (_, log_probs) in zip(found, stock, strict=True):
+        assert disagreement(response.logprobs, log_probs) <= TOLERANCE
+    assert_continues_alike(model, cache, stock_cache)
+
+
+SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama"])
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
+) -> None:
+    model, tokenizer = build(windowed_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
+
+    def write(drafter: Any, **options: Any) -> list[int]:
+        responses = stream_generate(
+            model, tokenizer, PROMPT, drafter=drafter, max_tokens=40, **options
+        )
+        return [response.token for response in responses]
+
+    plain = write(None, seed=5, **options)
+    mx.random.seed(5)
+    stock = stock_tokens(model, PROMPT, 40, sampler=make_sampler(**options))
+    use_policy(monkeypatch, RandomShapes(3))
+    assert write(Scripted(plain, VOCAB_SIZE, accuracy=0.8), seed=5, **options) == plain
+    mx.random.seed(5)
+    drafted = write(Scripted(ids(stock), VOCAB_SIZE, 0.8), sampler=make_sampler(**options))
+    assert_same_tokens(stock, drafted)
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "gemma3_text", "iquestloopcoder", "llama"])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
+    model, tokenizer = build(windowed_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
+    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
+    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
+        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock)
+        drafter: Any = Scripted(ids(expected), VOCAB_SIZE) if has_drafts else None
+        found = stream_generate(
+            model,
+            tokenizer,
+            question,
+            drafter=drafter,
+            max_tokens=5 + turn,
+            prompt_cache=ours,
+            beam_width=4,
+            beam_length=5,
+            tree_nodes=9,
+        )
+        assert_same_tokens(expected, [response.token for response in found], turn)
+    assert_continues_alike(model, ours, stock)
+
+
+def read_by_stock(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
+    """A stock cache that read a text token by token."""
+    cache = make_prompt_cache(model)
+    for token in tokens:
+        model(mx.array([[token]]), cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 11, 23])
+def test_a_text_that_is_closed_in_the_middle(count: int) -> None:
+    model = build(windowed_config("gemma3_text"))
+    text = ids(stock_tokens(model, PROMPT, 40))
+    cache = make_prompt_cache(model)
+    drafter: Any = Scripted(text, VOCAB_SIZE, accuracy=0.95)
+    responses = stream_generate(
+        model,
+        wrapped_tokenizer(VOCAB_SIZE),
+        PROMPT,
+        drafter=drafter,
+        prompt_cache=cache,
+        beam_width=4,
+        beam_length=6,
+        tree_nodes=16,
+    )
+    assert [next(responses).token for _ in range(count)] == text[:count]
+    responses.close()
+    assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text[:count]]))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [(RotatingKVCache, 1), (RotatingKVCache, 2), *((SlidingCache, n) for n in (1, 2, 3, 4))],
+)
+def test_an_interruption_between_two_layers(
+    monkeypatch: pytest.MonkeyPatch, kind: type, number: int, has_drafts: bool, layer: int
+) -> None:
+    """In the prompt, in plain steps, and inside trees: the cache holds tokens that were taken."""
+    model = build({**windowed_config("muse_glimmer"), "layer_types": ["sliding_attention"] * 2})
+    text = ids(stock_tokens(model, PROMPT, 40))
+    responses = stream_generate(
+        model,
+        wrapped_tokenizer(VOCAB_SIZE),
+        PROMPT,
+        drafter=Scripted(text, VOCAB_SIZE, accuracy=0.95) if has_drafts else None,
+        prompt_cache=(cache := make_prompt_cache(model)),
+        max_tokens=30,
+        prefill_step_size=4,
+    )
+    interrupt(monkeypatch, kind, 2 * number + layer)
+    taken: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        taken.extend(response.token for response in responses)
+    monkeypatch.undo()
+    held = cache[0].offset
+    if kind is RotatingKVCache:  # a chunk of the prompt
+        assert held == 4 * number
+    else:
+        assert len(PROMPT) + len(taken) - 1 <= held <= len(PROMPT) + len(taken)
+    expected = read_by_stock(model, [*PROMPT, *text][:held])
+    # What was the oldest row when the pass began is gone, and no token sees it any more.
+    assert_continues_alike(model, cache, expected, oldest=1)
+
+
+def interrupt(patch: pytest.MonkeyPatch, kind: type, number: int) -> None:
+    """Interrupt the forward pass in which caches of a kind get rows after ``number`` times."""
+    calls, fetch = itertools.count(), kind.update_and_fetch  # type: ignore[attr-defined]
+
+    def update(self: Any, keys: mx.array, values: mx.array) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return fetch(self, keys, values)
+
+    patch.setattr(kind, "update_and_fetch", update)
+
+
+def test_a_long_text_past_many_wraps() -> None:
+    model = build(windowed_config("gemma3_text", 20))
+    stock = stock_tokens(model, PROMPT, 700)
+    drafter: Any = Scripted(ids(stock), VOCAB_SIZE)
+    found = stream_generate(
+        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=700
+    )
+    assert_same_tokens(stock, [response.token for response in found])
+
+
+def test_a_recurrent_drafter_and_lookup() -> None:
+    model = build(windowed_config("gpt_oss"))
+    stock = stock_tokens(model, PROMPT, 50)
+    for drafter in (random_drafter(VOCAB_SIZE, 64), "lookup"):
+        found = stream_generate(
+            model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=50
+        )
+        assert_same_tokens(stock, [response.token for response in found])
+
+
+@pytest.mark.parametrize("length", [3, WINDOW, 200])
+def test_blank_caches_of_any_length(length: int) -> None:
+    target = Target(build(windowed_config("gemma3_text")))
+    cache = target.blank_cache(length)
+    for shorter in (length, length - 1):
+        cache.settle(shorter)
+        assert [layer.offset for layer in cache.stock] == [shorter] * 2
+        for layer in cache.stock:
+            assert rows_of(layer)[0].shape[2] == layer.size()
+        outputs = target.verify(branching_tree(), cache)
+        assert mx.all(mx.isfinite(outputs.logits)).item()
+
+
+def test_caches_of_other_kinds_are_refused() -> None:
+    target = Target(build(windowed_config("gemma3_text")))
+    for wrong in (RotatingKVCache(WINDOW, keep=4), RotatingKVCache(WINDOW + 1)):
+        _, full = make_prompt_cache(target.model)
+        with pytest.raises(
+            UnsupportedTargetError,
+            match=rf"found RotatingKVCache\(max_size={wrong.max_size}, keep={wrong.keep}\)",
+        ):
+            target.new_cache([wrong, full])
