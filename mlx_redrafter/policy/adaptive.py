@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 
 # Share of the time for exploring: drafts that are only looked at, wider ones, trials; the least
 # part of it that is used where drafts seem hopeless, and the credit at first, in plain steps.
-EXPLORE, LEAST_HOPE = 0.02, 0.3
+EXPLORE, LEAST_HOPE = 0.02, 0.6
 EXPLORE_AT_FIRST = 0.3
 # Steps with drafts between two that show what longer and wider searches would give.
 SURVEY_EVERY = 8

@@ -95,7 +95,7 @@ def test_the_regret_of_simulated_texts_is_small() -> None:
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     first = _decode(_scenario(-8.0))
     second = _decode(_scenario(-8.0), first, TOKENS)
-    assert sum(step.num_nodes > 1 for step in second.steps) <= 4
+    assert sum(step.num_nodes > 1 for step in second.steps) <= 2 * TRIAL
     assert any(step.plan is not None for step in second.steps), "drafts are looked at now and then"
     assert sum(step.seconds or 0.0 for step in second.steps) < 1.02 * MEAN_NOISE * TOKENS
 
