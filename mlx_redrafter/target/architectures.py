@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_redrafter.target.hooks import (
     Hook,
+    attend_in_chunks,
     embed_tree_positions,
     rotate_at_tree_positions,
     rotate_with_dynamic_base,
@@ -115,6 +116,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "laguna": PLAIN,
     "lille-130m": Architecture(hidden="transformer.norm", embedding="transformer.tok_embeddings"),
     "llama": PLAIN,
+    "llama4": Architecture(methods={("self_attn", "__call__"): attend_in_chunks}),
     "llama4_text": PLAIN,
     "mellum": PLAIN,
     "mimo": PLAIN,
@@ -170,6 +172,7 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma4": ("gemma4_text",),
     "kimi_k25": ("deepseek_v3",),
     "kimi_vl": ("deepseek_v3",),
+    "llama4": ("llama4",),
     "mistral3": ("llama", "ministral3", "mistral4"),
     "pixtral": ("llama",),
     "qwen2_vl": ("qwen2",),
@@ -191,10 +194,7 @@ SPARSE = "layers that pick the tokens they attend to keep a second cache, which 
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        (
-            "llama4",
-            "muse_spark",
-        ),
+        ("muse_spark",),
         WINDOW,
     ),
     **dict.fromkeys(

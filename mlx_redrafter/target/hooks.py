@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, SupportsIndex, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.errors import UnsupportedTargetError
+
 Call = Callable[..., Any]
 Hook = Callable[..., Any]
 
@@ -158,6 +160,47 @@ def scale_at_tree_positions(
     if positions is None:
         return call(num_tokens, offset, *args, **kwargs)
     return call(1, positions.nodes, *args, **kwargs).reshape(-1, 1)
+
+
+def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+    """Hook for the attention of mlx-lm's Llama 4, whose model makes the mask of chunks itself.
+
+    Layers without positions scale their queries by the number of whole periods before the next
+    token. Nodes of a tree that lie in different periods are computed once for each.
+    """
+    positions = _positions.get()
+    if positions is None:
+        return call(x, mask, cache)
+    mask, layer = cache.make_mask(x.shape[1]), cast(Any, call.__self__)
+    if layer.use_rope or not layer.attn_temperature_tuning:
+        return call(x, mask, cache)
+    period = int(layer.floor_scale)
+    if x.shape[1] > period:
+        raise UnsupportedTargetError(
+            f"expected trees of at most floor_scale = {period} nodes, found {x.shape[1]}; "
+            "draft fewer nodes"
+        )
+    first, last = (
+        p // period for p in (positions.first + 1, positions.first + positions.num_depths)
+    )
+    result = call(x, mask, _Elsewhere(first * period - 1, cache.update_and_fetch))
+    for number in range(first + 1, last + 1):
+        is_here = ((positions.nodes + 1) // period == number)[:, None]
+        other = call(x, mask, _Elsewhere(number * period - 1, lambda *_: cache.keys_and_values()))
+        result = mx.where(is_here, other, result)
+    return result
+
+
+class _Elsewhere(NamedTuple):
+    """A cache that says it is at another position.
+
+    Attributes:
+        offset: The position.
+        update_and_fetch: What the cache does with new rows.
+    """
+
+    offset: int
+    update_and_fetch: Callable[..., tuple[mx.array, mx.array]]
 
 
 def capture(call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES
@@ -91,7 +91,9 @@ class Target:
         """
         cache = self.new_cache()
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
-        reserve_rows([layer for layer in cache.stock if isinstance(layer, KVCache)], length)
+        reserve_rows(
+            [layer for layer in cache.stock if not isinstance(layer, RotatingKVCache)], length
+        )
         cache.settle(length)
         return cache
 

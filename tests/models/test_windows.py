@@ -1,4 +1,4 @@
-"""Layers with sliding windows: trees, texts and prompt caches against stock mlx-lm.
+"""Layers with sliding windows or chunks: trees, texts and prompt caches against stock mlx-lm.
 
 Axes: N nodes of a tree, V vocabulary.
 """
@@ -13,13 +13,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
-from mlx_redrafter.target.caches.sliding import SlidingCache, _OrderedRows
+from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
@@ -84,7 +89,7 @@ def test_the_families_with_windows_are_known() -> None:
         name
         for name in SUPPORTED
         if any(
-            isinstance(layer, RotatingKVCache)
+            type(layer) is not KVCache
             for layer in make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0])))
         )
     }
@@ -107,12 +112,13 @@ def test_a_mask_off_by_one_is_noticed(
     model = build(windowed_config(model_type, 6))
     tree = branching_tree()
     expected = decode_paths(model, tree).logits
-    mask = ForwardPass.window_mask
-    monkeypatch.setattr(
-        ForwardPass,
-        "window_mask",
-        lambda step, window, first=0: mask(step, window + wrong, first),
-    )
+    for name in ("window_mask", "chunk_mask"):
+        mask = getattr(ForwardPass, name)
+        monkeypatch.setattr(
+            ForwardPass,
+            name,
+            lambda step, window, first=0, mask=mask: mask(step, window + wrong, first),
+        )
     found = verify_after_prompt(Target(model), tree).logits
     assert disagreement(found, expected) > VISIBLE
 
@@ -121,7 +127,7 @@ def test_a_mask_off_by_one_is_noticed(
 @pytest.mark.parametrize("model_type", WITH_WINDOWS)
 def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
     """Trees of all sizes with plain steps between, over several wraps, and the cache after them."""
-    monkeypatch.setattr(_OrderedRows, "step", 32)  # so that buffers are copied, too
+    monkeypatch.setattr(ChunkedKVCache, "step", 32)  # so that buffers are copied, too
     model, prompt = build(windowed_config(model_type)), prompt_of(length)
     stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
     stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
@@ -169,7 +175,7 @@ def test_sampled_texts(
     assert_same_tokens(stock, drafted)
 
 
-@pytest.mark.parametrize("model_type", ["afmoe", "gemma3_text", "iquestloopcoder", "llama"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3n", "iquestloopcoder", "llama4"])
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
     model, tokenizer = build(windowed_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
@@ -201,8 +207,9 @@ def read_by_stock(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 11, 23])
-def test_a_text_that_is_closed_in_the_middle(count: int) -> None:
-    model = build(windowed_config("gemma3_text"))
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
+def test_a_text_that_is_closed_in_the_middle(model_type: str, count: int) -> None:
+    model = build(windowed_config(model_type))
     text = ids(stock_tokens(model, PROMPT, 40))
     cache = make_prompt_cache(model)
     drafter: Any = Scripted(text, VOCAB_SIZE, accuracy=0.95)
@@ -269,12 +276,30 @@ def interrupt(patch: pytest.MonkeyPatch, kind: type, number: int) -> None:
     patch.setattr(kind, "update_and_fetch", update)
 
 
-def test_a_long_text_past_many_wraps() -> None:
-    model = build(windowed_config("gemma3_text", 20))
-    stock = stock_tokens(model, PROMPT, 700)
+def test_memory_does_not_grow_with_the_text() -> None:
+    config = {**windowed_config("muse_glimmer", 100), "layer_types": ["sliding_attention"] * 2}
+    target = Target(build(config))
+
+    def peak(length: int) -> int:
+        cache, tree = target.blank_cache(length), branching_tree()
+        for _ in range(2):  # the first tree makes the buffers
+            mx.eval(target.verify(tree, cache).logits)
+            cache.commit([0, 1])
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(target.verify(tree, cache).logits)
+        return int(mx.get_peak_memory()) - before
+
+    assert peak(10**6) < 1.2 * peak(1000)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
+def test_a_long_text_past_many_wraps(model_type: str) -> None:
+    model = build(windowed_config(model_type, 20))
+    stock = stock_tokens(model, PROMPT, 600)
     drafter: Any = Scripted(ids(stock), VOCAB_SIZE)
     found = stream_generate(
-        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=700
+        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=600
     )
     assert_same_tokens(stock, [response.token for response in found])
 
@@ -289,15 +314,17 @@ def test_a_recurrent_drafter_and_lookup() -> None:
         assert_same_tokens(stock, [response.token for response in found])
 
 
-@pytest.mark.parametrize("length", [3, WINDOW, 200])
-def test_blank_caches_of_any_length(length: int) -> None:
-    target = Target(build(windowed_config("gemma3_text")))
+@pytest.mark.parametrize("length", [3, WINDOW, 600])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
+def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
+    target = Target(build(windowed_config(model_type)))
     cache = target.blank_cache(length)
     for shorter in (length, length - 1):
         cache.settle(shorter)
-        assert [layer.offset for layer in cache.stock] == [shorter] * 2
+        assert {layer.offset for layer in cache.stock} == {shorter}
         for layer in cache.stock:
-            assert rows_of(layer)[0].shape[2] == layer.size()
+            most = shorter if type(layer) is KVCache else WINDOW
+            assert rows_of(layer)[0].shape[2] == min(shorter, most)
         outputs = target.verify(branching_tree(), cache)
         assert mx.all(mx.isfinite(outputs.logits)).item()
 

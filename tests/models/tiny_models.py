@@ -181,6 +181,17 @@ OVERRIDES: dict[str, Config] = {
         "n_layer": 2,
     },
     "llama": {"rope_traditional": True},
+    "llama4": {
+        "num_hidden_layers": 5,
+        "attention_chunk_size": WINDOW,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 64,
+        "use_qk_norm": True,
+        "rope_scaling": None,
+        "floor_scale": THRESHOLD,
+        "attn_scale": 2.0,
+    },
     "llama4_text": {
         "intermediate_size_mlp": 64,
         "no_rope_layers": [1, 0],
@@ -261,7 +272,7 @@ OVERRIDES: dict[str, Config] = {
     "youtu_llm": {"tie_word_embeddings": True},
 }
 
-# Families whose layers have windows, with what some of them need for it.
+# Families whose layers have windows or chunks, with what some of them need for it.
 WITH_WINDOWS: dict[str, Config] = {
     "afmoe": {},
     "cohere2": {},
@@ -274,6 +285,7 @@ WITH_WINDOWS: dict[str, Config] = {
     "gpt_oss": {},
     "iquestloopcoder": {},
     "laguna": {},
+    "llama4": {},
     "mellum": {},
     "mimo_v2_flash": {},
     "muse_glimmer": {},
@@ -325,6 +337,11 @@ def tiny_config(model_type: str, rope: str = "default") -> Config:
     """A config as ``config.json`` would hold it."""
     if model_type in WRAPPERS:
         return wrapper_config(model_type, WRAPPERS[model_type][0], rope)
+    return text_config(model_type, rope)
+
+
+def text_config(model_type: str, rope: str = "default") -> Config:
+    """The config of a language model."""
     config = {**COMMON, **OVERRIDES.get(model_type, {}), "model_type": model_type}
     scaling = {"type": rope, "rope_type": rope, **ROPE_SCALING[rope]}
     if rope == "dynamic":
@@ -342,15 +359,16 @@ def tiny_config(model_type: str, rope: str = "default") -> Config:
 
 def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Config:
     """The config of a model with a vision tower."""
-    text_config = tiny_config(text_type, rope)
-    return {"model_type": model_type, "text_config": text_config, "vocab_size": VOCAB_SIZE}
+    inner = text_config(text_type, rope)
+    return {"model_type": model_type, "text_config": inner, "vocab_size": VOCAB_SIZE}
 
 
 def windowed_config(model_type: str, window: int = WINDOW) -> Config:
     """The config of a model that has a layer with a window, and no limit to speak of."""
     config = {**tiny_config(model_type), **WITH_WINDOWS[model_type]}
-    config["max_position_embeddings"] = 4096
-    sizes = dict.fromkeys(("sliding_window", "sliding_window_size", "loop_window_size"), window)
+    keys = "sliding_window", "sliding_window_size", "loop_window_size", "attention_chunk_size"
+    # Llama 4's attention scale has a period no shorter than a tree.
+    sizes = {**dict.fromkeys(keys, window), "max_position_embeddings": 4096, "floor_scale": 80}
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], **sizes}}
     return {**config, **sizes}

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.records import InFlight
@@ -85,6 +85,10 @@ def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
     if isinstance(cache, RotatingKVCache):
         keys, values = cache._temporal_order(keys), cache._temporal_order(values)
         return keys[..., -cache.size() :, :], values[..., -cache.size() :, :]
+    if isinstance(cache, ChunkedKVCache):  # which may hold more than any token sees
+        end = cache.offset - cache.start_position
+        rows = slice(end - min(cache.offset, cache.chunk_size), end)
+        return keys[..., rows, :], values[..., rows, :]
     return keys[..., : cache.offset, :], values[..., : cache.offset, :]
 
 

@@ -49,14 +49,18 @@ class FullCache:
 
     def settle(self, length: int) -> None:
         """See `LayerCache.settle`; a layer that the model never used stays empty."""
+        self.write_aside()
+        if self.stock.keys is not None:
+            self.stock.offset = length
+        self._length = length
+
+    def write_aside(self) -> None:
+        """Write committed rows that are still aside."""
         keys, values = self._rows_aside()
         if keys:
             self.stock.update_and_fetch(
                 mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
             )
-        if self.stock.keys is not None:
-            self.stock.offset = length
-        self._length = length
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache
@@ -14,11 +15,12 @@ from mlx_redrafter.target.caches.tree_cache import LayerCache
 LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
     KVCache: FullCache,
     RotatingKVCache: SlidingCache,
+    ChunkedKVCache: ChunkCache,
 }
 
 
 def describe(cache: Any) -> str:
     """The kind of a cache and its sizes, as in ``RotatingKVCache(max_size=512, keep=0)``."""
-    names = [name for name in ("max_size", "keep") if hasattr(cache, name)]
+    names = [name for name in ("max_size", "keep", "chunk_size") if hasattr(cache, name)]
     sizes = ", ".join(f"{name}={getattr(cache, name)}" for name in names)
     return f"{type(cache).__name__}({sizes})"

@@ -22,6 +22,7 @@ class ForwardPass:
     def __init__(self, length: int, tree: TokenTree | None = None):
         self.length = length
         self.tree = tree
+        self._chunk_mask: mx.array | None = None
 
     @cached_property
     def tree_mask(self) -> mx.array:
@@ -46,6 +47,24 @@ class ForwardPass:
         is_near = mx.arange(first - self.length, 0) > depths[:, None] - window
         ancestors = self.tree.ancestors & (depths[:, None] - depths < window)
         return mx.concatenate([is_near, ancestors], axis=1)
+
+    def chunk_mask(self, chunk: int, first: int) -> mx.array:
+        """Nodes seeing the tokens of their own text since the last multiple of ``chunk``.
+
+        Args:
+            chunk: Tokens of a chunk.
+            first: Position of the first token that has a column.
+
+        Returns:
+            Bool, shape (N, length - first + N).
+        """
+        if self._chunk_mask is None:
+            assert self.tree is not None
+            own = (self.length + self.tree.depths) // chunk
+            is_seen = mx.arange(first, self.length) // chunk == own[:, None]
+            ancestors = self.tree.ancestors & (own == own[:, None])
+            self._chunk_mask = mx.concatenate([is_seen, ancestors], axis=1)
+        return self._chunk_mask
 
 
 class LayerCache(Protocol):
