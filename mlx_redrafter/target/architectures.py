@@ -188,15 +188,10 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = dict(
 )
 """Kinds of rope scaling by model type: what `check_config` lets pass."""
 
-WINDOW = "layers with a sliding or chunked window forget tokens that a tree may still need"
 RECURRENT = "layers with a recurrent or convolutional state cannot follow several branches"
 SPARSE = "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("muse_spark",),
-        WINDOW,
-    ),
     **dict.fromkeys(
         (
             "baichuan_m1",
@@ -234,7 +229,10 @@ REFUSED: Mapping[str, str] = {
         ("longcat_flash", "longcat_flash_ngram"),
         "layers with two attention blocks keep two caches, which cannot hold a tree",
     ),
-    "bitnet": "its kernels run on Metal only and were never compared with token-by-token decoding",
+    **dict.fromkeys(
+        ("bitnet", "muse_spark"),
+        "its kernels run on Metal only and were never compared with token-by-token decoding",
+    ),
     "olmo": "mlx-lm needs the package ai2-olmo for it, without which it ends the program",
     "phi3small": "its block-sparse attention goes by the order of the tokens in a forward pass",
 }

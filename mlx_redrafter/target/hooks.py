@@ -196,7 +196,7 @@ class _Elsewhere(NamedTuple):
 
     Attributes:
         offset: The position.
-        update_and_fetch: What the cache does with new rows.
+        update_and_fetch: Function that takes new rows and returns all of them.
     """
 
     offset: int

@@ -146,7 +146,9 @@ def _rope_kinds(config: Config) -> set[str]:
 
 
 def _check_caches(name: str, caches: list[Any]) -> None:
-    others = {describe(c) for c in caches if type(c) not in LAYER_CACHES or getattr(c, "keep", 0)}
+    others = {
+        describe(c) for c in caches if type(c) not in LAYER_CACHES or getattr(c, "keep", False)
+    }
     if others:
         raise _refusal(
             f"model_type {name!r} with caches {', '.join(sorted(others))}",

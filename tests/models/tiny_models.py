@@ -368,7 +368,7 @@ def windowed_config(model_type: str, window: int = WINDOW) -> Config:
     config = {**tiny_config(model_type), **WITH_WINDOWS[model_type]}
     keys = "sliding_window", "sliding_window_size", "loop_window_size", "attention_chunk_size"
     # Llama 4's attention scale has a period no shorter than a tree.
-    sizes = {**dict.fromkeys(keys, window), "max_position_embeddings": 4096, "floor_scale": 80}
+    sizes = {**dict.fromkeys(keys, window), "max_position_embeddings": 4096, "floor_scale": 500}
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], **sizes}}
     return {**config, **sizes}

@@ -30,8 +30,10 @@ class ChunkCache(FullCache):
         """Drop rows that no later token sees, where they are many; models ask before each pass."""
         stock = self.stock
         kept = stock.chunk_size + MAX_BEAM_LENGTH
-        if stock.keys is None or stock.offset - stock.start_position <= kept + stock.step:
+        if stock.offset - stock.start_position <= kept + stock.step:
             return
+        assert stock.keys is not None
+        assert stock.values is not None
         self.write_aside()
         dropped = stock.offset - stock.start_position - kept
         stock.start_position += dropped

@@ -28,7 +28,7 @@ class SlidingCache:
         self.stock = stock
         self._step = ForwardPass(stock.offset)
         # The rows in the order of the text, from the first tree on.
-        self._rows: FullCache | None = None
+        self._rows: _OrderedCache | None = None
 
     @property
     def offset(self) -> int:
@@ -40,7 +40,7 @@ class SlidingCache:
         self._step = step
         # Here for all layers, as mlx-lm's models ask one of them for the mask of all.
         if self._rows is None and step.tree is not None:
-            self._rows = FullCache(_in_order(self.stock))
+            self._rows = _OrderedCache(_in_order(self.stock))
             self.stock.keys = self.stock.values = None
         if self._rows is not None:
             self._rows.expect(step)
@@ -104,6 +104,12 @@ class _OrderedRows(ChunkedKVCache):
         return super().update_and_fetch(keys, values)
 
 
+class _OrderedCache(FullCache):
+    """The `LayerCache` of such rows."""
+
+    stock: _OrderedRows
+
+
 def _in_order(ring: RotatingKVCache) -> _OrderedRows:
     """The rows of a ring in the order of the text."""
     # A text may end anywhere in the path accepted before the newest tree.
@@ -118,7 +124,7 @@ def _in_order(ring: RotatingKVCache) -> _OrderedRows:
 
 def _fill(ring: RotatingKVCache, rows: _OrderedRows, length: int) -> None:
     """Leave a ring holding the first ``length`` tokens; one that has no rows stays empty."""
-    if rows.keys is None:
+    if rows.keys is None or rows.values is None:
         return
     size = min(length, ring.max_size)
     end = length - rows.start_position
