@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.chat import encode_question
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, explain
 
 # Spec-Bench counts MT-bench's eight categories as one of its six.
 SPEC_BENCH_CATEGORIES = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
@@ -46,8 +46,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prompts in {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts in {path}: {explain(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompts in {path} must be UTF-8 text: {error}") from error
     if path.suffix == ".jsonl":
         prompts = [
             _read_line(line, f"{path}, line {number}", number)
@@ -93,7 +95,7 @@ def encode(
 def _read_line(line: str, place: str, number: int) -> Prompt:
     try:
         values: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not valid JSON: {error}") from error
     if isinstance(values, str):
         values = {"text": values}

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint import shared_name, write_atomically
 from mlx_redrafter.engine import as_proposer
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, explain
 from mlx_redrafter.loading import LoadedDrafter
 
 FORMAT = 1
@@ -56,8 +56,10 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; choose another file") from error
     found = result.get("kind") if isinstance(result, dict) else type(result).__name__
     if found != kind:
         raise CheckpointError(f"expected a result of {kind!r} in {path}, found {found!r}")

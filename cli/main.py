@@ -6,7 +6,6 @@ exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -24,17 +23,8 @@ from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.train import train
-from mlx_redrafter.errors import ConfigError, RedrafterError
+from mlx_redrafter.errors import ConfigError, RedrafterError, explain
 from mlx_redrafter.version import __version__
-
-# What to do about a file or a disk, by error number.
-ADVICE = {
-    errno.ENOSPC: "make room on the disk, or choose another one",
-    errno.EDQUOT: "make room on the disk, or choose another one",
-    errno.EACCES: "choose a path that you may use, or change its permissions",
-    errno.EPERM: "choose a path that you may use, or change its permissions",
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
 
 app = Application(
     name="redrafter-mlx",
@@ -113,11 +103,8 @@ def _report(error: Exception) -> int:
 
 def _describe(error: OSError) -> str:
     """What is the matter with which file, and what to do."""
-    path = error.filename2 or error.filename
-    if error.strerror is None:  # raised by a library with a text of its own
-        return str(error) or type(error).__name__
-    advice = ADVICE.get(error.errno or 0, "choose another path" if path else None)
-    return f"{path or 'output'}: {error.strerror}" + (f"; {advice}" if advice else "")
+    path = error.filename2 or error.filename or "output"
+    return explain(error) if error.strerror is None else f"{path}: {explain(error)}"
 
 
 @app.callback(invoke_without_command=True)

@@ -140,7 +140,7 @@ def parse_template_options(given: str | None) -> dict[str, Any]:
     """
     try:
         options = json.loads(given or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--chat-template-config must be JSON: {error}") from error
     if not isinstance(options, dict):
         raise ConfigError(f"--chat-template-config must be a JSON object, got {options!r}")

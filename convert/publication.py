@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_redrafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from mlx_redrafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.errors import CheckpointError
 
 CARD_FILE = "README.md"
@@ -55,21 +55,22 @@ def _files_of(destination: Path, source: Path) -> set[str]:
 def publish(destination: Path) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces ``destination`` unless filling it fails."""
     destination = destination.resolve()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-    try:
-        yield staging
-        staging.chmod(0o755)  # mkdtemp makes it private
-        _move(staging, destination)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with naming(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staging = _make_beside(destination)
+        try:
+            yield staging
+            staging.chmod(0o755)  # mkdtemp makes it private
+            _move(staging, destination)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _move(staging: Path, destination: Path) -> None:
     if not destination.exists():
         os.rename(staging, destination)
         return
-    earlier = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    earlier = _make_beside(destination)
     os.rename(destination, earlier)  # onto an empty folder
     try:
         os.rename(staging, destination)
@@ -77,6 +78,12 @@ def _move(staging: Path, destination: Path) -> None:
         os.rename(earlier, destination)
         raise
     shutil.rmtree(earlier)
+
+
+def _make_beside(destination: Path) -> Path:
+    # A whole name and more may be too long.
+    prefix = f".{destination.name[:32]}."
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))
 
 
 def _read_config_if_present(folder: Path) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from mlx_redrafter.convert.wording import describe_error
 from mlx_redrafter.errors import CheckpointError
@@ -24,8 +23,9 @@ def upload_folder(folder: Path, repo: str) -> str:
     try:
         address = api.create_repo(repo, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # its libraries have exceptions of their own, and change
         raise CheckpointError(
-            f"{folder} is complete but could not be uploaded to {repo!r}: {describe_error(error)}"
+            f"{folder} is complete but could not be uploaded to {repo!r}: {describe_error(error)}; "
+            "check the name, the network and `hf auth login`, then `hf upload`"
         ) from error
     return str(address)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, ConfigError, ResourceError, explain
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -37,12 +37,23 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
 
     Raises:
         CheckpointError: There is neither such a folder nor such a repository, or no network.
+        ConfigError: It is no name.
     """
+    if not isinstance(path_or_repo, (str, Path)):
+        raise ConfigError(
+            f"expected a checkpoint folder or a hub repository like org/name, got {path_or_repo!r}"
+        )
     path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    try:
+        os.scandir(path).close()
         return path
-    if path.exists():
-        raise CheckpointError(f"expected a checkpoint folder, found a file: {path}")
+    except NotADirectoryError as error:
+        raise CheckpointError(f"expected a checkpoint folder, found a file: {path}") from error
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # no right to read it, or no name at all
+        reason = explain(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise CheckpointError(
@@ -50,12 +61,17 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         )
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # its libraries have exceptions of their own, and change
         raise CheckpointError(
             f"{name!r} is neither a local folder nor a repository that can be reached on the "
-            f"Hugging Face Hub ({reason})"
+            f"Hugging Face Hub ({first_line(error)}); check the name and the network, or give a "
+            "folder"
         ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an exception's text, or its type where there is none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def shared_name(path_or_repo: str | Path) -> str:
@@ -71,7 +87,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: The file is missing, unreadable, or not a JSON object.
     """
     path = folder / CONFIG_FILE
-    if not path.exists():
+    if not os.path.lexists(path) and os.access(folder, os.X_OK):
         raise CheckpointError(f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?")
     return read_json(path)
 
@@ -88,8 +104,10 @@ def read_json(path: Path) -> dict[str, Any]:
                 f"expected at most {MAX_JSON_BYTES} bytes, found {path.stat().st_size}"
             )
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; download or make it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"expected a JSON object in {path}, found {type(values).__name__}")
     return values
@@ -103,6 +121,10 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
+        try:
+            path.open("rb").close()  # says what is wrong; the library has one word for everything
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():
@@ -172,14 +194,34 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path beside ``path``, then move the result into place.
 
     The temporary name keeps the suffix, which some writers insist on.
+
+    Raises:
+        OSError: It cannot be written; the error names ``path``.
+        ResourceError: MLX cannot write it.
     """
-    handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    with naming(path):
+        handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            temporary.chmod(0o644)  # mkstemp makes it private
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of files made on the way to ``path`` name it, MLX's among them."""
     try:
-        write(temporary)
-        temporary.chmod(0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
         raise
+    except RuntimeError as error:  # all that MLX says
+        raise ResourceError(
+            f"cannot write {path}: {first_line(error)}; make room on the disk, or choose another "
+            "one"
+        ) from error

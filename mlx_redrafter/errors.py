@@ -11,6 +11,26 @@
 Every message says what was expected, what was found and what to do about it.
 """
 
+import errno
+
+# What to do about a file or a disk, by error number.
+_ADVICE = {
+    errno.ENOSPC: "make room on the disk, or choose another one",
+    errno.EDQUOT: "make room on the disk, or choose another one",
+    errno.EFBIG: "make room on the disk, or choose another one",
+    errno.EACCES: "choose a path that you may use, or change its permissions",
+    errno.EPERM: "choose a path that you may use, or change its permissions",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+def explain(error: OSError) -> str:
+    """What is wrong with a file or a disk, and what to do about it."""
+    if error.strerror is None:  # raised by a library, with a text of its own
+        return str(error) or type(error).__name__
+    advice = _ADVICE.get(error.errno or 0, "choose another path" if error.filename else "")
+    return "; ".join(filter(None, [error.strerror, advice]))
+
 
 class RedrafterError(Exception):
     """Base class of every error that this package raises on purpose."""

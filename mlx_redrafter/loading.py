@@ -9,12 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_redrafter.bundled import find_bundled
-from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
+from mlx_redrafter.checkpoint import find_checkpoint, first_line, read_config, read_shapes
 from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.policy.precision import choose_precision
@@ -113,9 +112,10 @@ def _load_model(
             adapter_path=None if adapter_path is None else str(adapter_path),
             trust_remote_code=trust_remote_code,
         )
-    except (ValueError, RuntimeError, KeyError, TypeError, OSError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"mlx-lm cannot load {name}: {reason[0]}") from error
+    except Exception as error:  # what is made of damaged files may raise anything
+        raise CheckpointError(
+            f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"
+        ) from error
     return model, tokenizer
 
 

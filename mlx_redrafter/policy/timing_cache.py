@@ -42,7 +42,7 @@ def load_or_measure(
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return {key: _check_seconds(stored[key]) for key in keys}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         seconds = dict(measure())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

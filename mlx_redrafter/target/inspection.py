@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.target.architectures import (
     ARCHITECTURES,
     CONTEXT_LENGTH_KEYS,
@@ -27,6 +28,11 @@ from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe
 from mlx_redrafter.target.hooks import Hook, HookPoint, capture
 
 MLX_LM_MODELS = "mlx_lm.models."
+# Bounds on what a config file may claim, far above any model.
+MAX_SIZE, MAX_LAYERS = 2**24, 2**12
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+SIZE_KEYS = ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head", "head_dim")
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
 
 
 class Parts(NamedTuple):
@@ -60,6 +66,7 @@ def check_config(config: Config) -> None:
     """Check by its ``config.json`` alone that a model can be decoded exactly.
 
     Raises:
+        CheckpointError: A value cannot be any model's.
         UnsupportedTargetError: It cannot; the message says why.
     """
     name = config.get("model_type")
@@ -70,7 +77,30 @@ def check_config(config: Config) -> None:
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == "bitnet":
         raise _refusal("bitnet quantization", REFUSED["bitnet"])
-    _check_text_config(name, *_find_text_config(MODEL_REMAPPING.get(name, name), config))
+    text_name, text_config = _find_text_config(MODEL_REMAPPING.get(name, name), config)
+    _check_values(text_config)
+    _check_text_config(name, text_name, text_config)
+
+
+def _check_values(config: Config) -> None:
+    """Check what a model would be built from, which may take any time and memory."""
+    for key, value in config.items():
+        if value is None:
+            continue
+        expected = None
+        if key in ROPE_KEYS and not isinstance(value, Mapping):
+            expected = "an object or null"
+        elif key == "layer_types" and not isinstance(value, list):
+            expected = "a list or null"
+        elif key in (*LAYER_KEYS, *SIZE_KEYS, *CONTEXT_LENGTH_KEYS):
+            most = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE
+            if type(value) is not int or not 1 <= value <= most:
+                expected = f"an integer from 1 to {most}"
+        if expected is not None:
+            found = reprlib.repr(value)
+            raise CheckpointError(
+                f"config.json says {key} {found}, expected {expected}; download the model again"
+            )
 
 
 def find_parts(model: nn.Module) -> Parts:
@@ -132,7 +162,7 @@ def _check_text_config(name: str, text_name: str, config: Config) -> None:
 
 
 def _rope_kinds(config: Config) -> set[str]:
-    scalings = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+    scalings = [config.get(key) for key in ROPE_KEYS]
     # Some families have one for each type of layer.
     scalings += [
         inner for scaling in scalings if isinstance(scaling, Mapping) for inner in scaling.values()
