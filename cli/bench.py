@@ -16,6 +16,7 @@ from mlx_redrafter.cli.bench_predict import predict, training
 from mlx_redrafter.cli.bench_regret import regret, simulate
 from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_speed import compare, sweep
+from mlx_redrafter.config import check_int
 from mlx_redrafter.errors import ConfigError
 
 app = Application(
@@ -65,6 +66,10 @@ def widen(
     """
     if (drafter is None) != (drafter_out is None):
         raise ConfigError("--drafter and --drafter-out belong together; give both or neither")
+    check_int("seed", seed, 0)
+    for name, value in (("context", context), ("drafter_exit_dim", drafter_exit_dim)):
+        if value is not None:
+            check_int(name, value, 1)
     count = parse_count(parameters)
     from mlx_redrafter.bench.widen import widen_drafter, widen_target
     from mlx_redrafter.checkpoint import find_checkpoint

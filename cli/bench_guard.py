@@ -13,7 +13,7 @@ from mlx_redrafter.cli.bench_options import RecurrentPair, Resume, TextTokens
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show
 from mlx_redrafter.cli.options import IgnoreChatTemplate, Seed, Temp
 from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import check_int
+from mlx_redrafter.config import SamplingParams, check_int
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.guard import Verdict
@@ -46,6 +46,7 @@ def guard(
     """
     check_int("pairs", pairs, 1)
     check_int("max_tokens", max_tokens, 2)
+    SamplingParams(temp, seed=seed)
     target, tokenizer, loaded = pair.load()
     from mlx_redrafter.bench.cases import NAMES, make_cases
     from mlx_redrafter.bench.guard import guard as measure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,8 @@ class Rounds:
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1)
         check_int("repeats", self.repeats, 1)
+        if not 0 <= self.cool_down < math.inf:
+            raise ConfigError(f"cool_down must be 0 seconds or more, got {self.cool_down}")
 
     def describe(self) -> dict[str, Any]:
         """What a result says of them before it is there."""

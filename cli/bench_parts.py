@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,8 @@ from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show
 from mlx_redrafter.cli.loading import NamedModel
 from mlx_redrafter.cli.options import Temp
 from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import DraftPlan, check_int
+from mlx_redrafter.config import DraftPlan, SamplingParams, check_int
+from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.overhead import Overhead
@@ -41,6 +43,9 @@ def overhead(
     """
     check_int("rounds", rounds, 2)
     check_int("max_tokens", max_tokens, 2)
+    SamplingParams(temp)
+    if not 0 < goal < math.inf:
+        raise ConfigError(f"goal must be a share above 0, got {goal}")
     plan = shape.plan()
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.overhead import measure_overhead

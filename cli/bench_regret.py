@@ -13,7 +13,7 @@ from mlx_redrafter.cli.bench_speed import speed_table
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.options import Seed, Temp
 from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import check_int
+from mlx_redrafter.config import SamplingParams, check_int
 
 
 @takes_records
@@ -30,6 +30,7 @@ def regret(
 
     The exit code is 1 if a text is not the target's own.
     """
+    SamplingParams(temp, seed=seed)
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.plots import plot_regret
     from mlx_redrafter.bench.recording import Recording

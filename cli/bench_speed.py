@@ -22,7 +22,7 @@ from mlx_redrafter.cli.bench_output import (
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.options import Seed, Temp, library_option
 from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import check_int
+from mlx_redrafter.config import SamplingParams, check_int
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def compare(
 
     The exit code is 1 if a text is not the target's own.
     """
+    SamplingParams(temp, seed=seed)
     plans = [shape.plan("beam"), shape.plan()]
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.compare import compare as measure
@@ -157,6 +158,7 @@ def sweep(
     The exit code is 1 if a text is not the target's own.
     """
     check_int("shapes_per_block", shapes_per_block, 1)
+    SamplingParams(seed=seed)
     from mlx_redrafter.bench.plots import plot_sweep
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.report import num_different

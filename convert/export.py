@@ -18,6 +18,9 @@ from mlx_redrafter.proposers.redrafter.checkpoint import PATTERNS, load_drafter
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.version import __version__
 
+# The choices and the calibration of a drafter here, which no tensor tells.
+KEPT_KEYS = ("draft_top_k", "score_scale", "noise_share")
+
 
 def export_drafter(
     path_or_repo: str | Path, destination: Path, dtype: str | None = None
@@ -71,6 +74,8 @@ def _make_apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> d
         "num_draft_layers": config.num_draft_layers,
         "num_lookback_tokens": -1,  # required by Apple's config class, never read
         "rnn": config.rnn,
+        # Apple's code reads none of these; `convert` finds them when the drafter comes back.
+        **{key: value for key, value in config.to_dict().items() if key in KEPT_KEYS},
         "torch_dtype": str(dtype).removeprefix("mlx.core."),
         PROVENANCE_KEY: {"source": source, "converter": f"mlx_redrafter {__version__}"},
     }

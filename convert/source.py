@@ -18,7 +18,7 @@ from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.torch_file import read_torch_file
 from mlx_redrafter.convert.wording import join_shortened, quote
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, explain
 
 TENSORRT_FILE = "rank0.safetensors"
 # Weight files in order of preference; the Medusa files are there to be recognised in messages.
@@ -119,7 +119,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
             return read_safetensors_file(path)
         return read_torch_file(path)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
 
 
 def _sha256(path: Path) -> str:

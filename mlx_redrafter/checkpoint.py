@@ -6,6 +6,7 @@ Hub. Nothing here runs code from a file, and nothing allocates what a header mer
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -20,7 +21,7 @@ from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, ResourceError, explain
+from mlx_redrafter.errors import CheckpointError, ConfigError, explain
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -87,8 +88,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: The file is missing, unreadable, or not a JSON object.
     """
     path = folder / CONFIG_FILE
-    if not os.path.lexists(path) and os.access(folder, os.X_OK):
-        raise CheckpointError(f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?")
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
     return read_json(path)
 
 
@@ -197,7 +204,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
     Raises:
         OSError: It cannot be written; the error names ``path``.
-        ResourceError: MLX cannot write it.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
@@ -221,7 +227,4 @@ def naming(path: Path) -> Iterator[None]:
         error.filename, error.filename2 = str(path), None
         raise
     except RuntimeError as error:  # all that MLX says
-        raise ResourceError(
-            f"cannot write {path}: {first_line(error)}; make room on the disk, or choose another "
-            "one"
-        ) from error
+        raise OSError(errno.EIO, first_line(error), str(path)) from error

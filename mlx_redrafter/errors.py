@@ -17,6 +17,7 @@ import errno
 _ADVICE = {
     errno.ENOSPC: "make room on the disk, or choose another one",
     errno.EDQUOT: "make room on the disk, or choose another one",
+    errno.EIO: "make room on the disk, or choose another one",
     errno.EFBIG: "make room on the disk, or choose another one",
     errno.EACCES: "choose a path that you may use, or change its permissions",
     errno.EPERM: "choose a path that you may use, or change its permissions",

@@ -112,6 +112,7 @@ def _load_model(
             adapter_path=None if adapter_path is None else str(adapter_path),
             trust_remote_code=trust_remote_code,
         )
+        model(mx.array([[0]]))  # never computed: it tells whether the parts fit together
     except Exception as error:  # what is made of damaged files may raise anything
         raise CheckpointError(
             f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"

@@ -25,7 +25,7 @@ from mlx_redrafter.policy.candidates import SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from tests.helpers.models import random_drafter, shared_model
+from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model
 
 # Step times of tiny models are of no use to the user who runs the tests.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="redrafter-tests-")
@@ -69,6 +69,17 @@ def drafter_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("drafter")
     save_drafter(stories.drafter, folder)
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End with how to get what skipped tests lack."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    absent = [reason for reason in reasons if ABSENT in reason]
+    if absent:
+        terminalreporter.write_line(
+            f"{len(absent)} tests were skipped for want of trained models: put stories260k and "
+            f"babyllama-tok105 (karpathy/tinyllamas as MLX checkpoints) into {SHARED / 'models'}"
+        )
 
 
 @pytest.fixture(autouse=True)

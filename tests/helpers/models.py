@@ -21,13 +21,15 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
+# Why tests are skipped that need a trained model; the name follows.
+ABSENT = "no trained model beside the repository:"
 
 
 def shared_model(name: str) -> Path:
     """Folder of a trained model beside the repository; skips the test where there is none."""
     folder = SHARED / "models" / name
     if not folder.is_dir():
-        pytest.skip(f"the trained model {name} is not beside the repository")
+        pytest.skip(f"{ABSENT} {name}")
     return folder
 
 

@@ -1,0 +1,541 @@
+"""Hostile calls: whatever is wrong, one line says it, and no file is lost or half-written.
+
+Every failing command ends with exit code 1 or 2, one line that begins with "error: ", and nothing
+on stdout; the folder that it ran in is as before, names and bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import typer.main
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from mlx_redrafter import Engine, checkpoint, generate, load, load_drafter, stream_generate
+from mlx_redrafter.bundled import find_bundled
+from mlx_redrafter.checkpoint import write_checkpoint
+from mlx_redrafter.cli.main import app
+from mlx_redrafter.convert import upload
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.policy.timing_cache import load_or_measure
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from tests.helpers.cli import run
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+NOBODY = 65534
+PROMPTS = "Once upon a time\n\nThe old man"
+# Arguments with which each command would do its work.
+COMMANDS: dict[str, list[str]] = {
+    "generate": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
+    "check": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
+    "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
+    "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
+    "convert inspect": ["drafter"],
+    "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench guard": ["--model", "model", "--drafter", "drafter"],
+    "bench regret": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench simulate": [],
+    "bench profile": ["--model", "model", "--drafter", "drafter"],
+    "bench predict": ["--model", "model", "--drafter", "drafter"],
+    "bench overhead": ["--model", "model", "--drafter", "drafter"],
+    "bench memory": ["--model", "model", "--drafter", "drafter"],
+    "bench endurance": ["--model", "model", "--drafter", "drafter"],
+    "bench request": ["--model", "model", "--drafter", "drafter"],
+    "bench copy": ["--model", "model", "--drafter", "drafter"],
+    "bench widen": [
+        *("model", "new", "--parameters", "2M"),
+        *("--drafter", "drafter", "--drafter-out", "new-drafter"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the bundled model's tokenizer, a drafter of it, and texts."""
+    folder = tmp_path_factory.mktemp("untouched")
+    bundled = find_bundled("target")
+    config = json.loads((bundled / "config.json").read_text())
+    model: Any = tiny_llama(vocab_size=config["vocab_size"], layers=1)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+    }
+    tensors = checkpoint.named_parameters(model)
+    write_checkpoint(folder / "model", {**config, **sizes}, tensors)
+    for path in bundled.glob("tokenizer*"):
+        shutil.copy(path, folder / "model")
+    save_drafter(random_drafter(config["vocab_size"], 32), folder / "drafter")
+    (folder / "text.txt").write_text(PROMPTS)
+    (folder / "empty.txt").write_text("")
+    (folder / "empty.jsonl").write_text('{"prompt": ""}\n')
+    (folder / "wrong.jsonl").write_text('{"prompt": 3}\n[\n')
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+@pytest.fixture
+def yard(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to damage, the current folder."""
+    shutil.copytree(untouched, tmp_path / "yard")
+    monkeypatch.chdir(tmp_path / "yard")
+    return tmp_path / "yard"
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Names and bytes of all that is in a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@contextmanager
+def nothing_changes(folder: Path) -> Iterator[None]:
+    """A failure leaves a folder as it is."""
+    before = snapshot(folder)
+    yield
+    assert snapshot(folder) == before
+
+
+def refused(
+    capsys: Capture, yard: Path, *arguments: object, codes: tuple[int, ...] = (1, 2)
+) -> str:
+    """The one line about a command that fails and changes nothing."""
+    with nothing_changes(yard):
+        result = run(capsys, *arguments)
+    lines = result.err.splitlines()
+    assert result.code in codes, result
+    assert result.out == ""
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert "Traceback" not in result.err
+    return lines[-1]
+
+
+def test_every_command_would_do_its_work(capsys: Capture, yard: Path) -> None:
+    """So that what is refused below is refused for what is wrong with it."""
+    assert set(COMMANDS) == {name or "convert" for name in OPTIONS}
+    for name in ("generate", "check", "convert", "convert inspect", "bench widen"):
+        shutil.rmtree("new", ignore_errors=True)
+        result = run(capsys, *name.split(), *COMMANDS[name])
+        assert result.code == 0, (name, result.err)
+
+
+def _options(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Options that take a number, by command."""
+    for word, one in getattr(command, "commands", {}).items():
+        yield from _options(one, f"{name} {word}".strip())
+    if not hasattr(command, "commands"):
+        kinds = [(max(p.opts, key=len), str(p.type_descriptor)) for p in command.params]
+        numbers = [
+            option
+            for option, kind in kinds
+            if option.startswith("--") and any(word in kind for word in ("int", "float", "Any"))
+        ]
+        yield name.removesuffix(" run"), numbers
+
+
+OPTIONS = dict(_options(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("value", ["x", "-99999999999", "nan", ""])
+@pytest.mark.parametrize(
+    ("command", "option"), [(name, option) for name, found in OPTIONS.items() for option in found]
+)
+def test_numbers_that_are_none(
+    capsys: Capture, yard: Path, command: str, option: str, value: str
+) -> None:
+    refused(capsys, yard, *command.split(), *COMMANDS[command], f"{option}={value}", codes=(2,))
+
+
+def _config(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def _text(name: str, text: str | bytes) -> Callable[[Path], None]:
+    content = text.encode() if isinstance(text, str) else text
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def _cut(name: str, length: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, length)
+
+
+def _folder_instead(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+def _gone(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _tensors(**changes: mx.array) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors: Any = mx.load(str(path))
+        whole = {name: mx.array(tensor) for name, tensor in tensors.items()}
+        mx.eval(whole)
+        mx.save_safetensors(str(path), {**whole, **changes})
+
+    return change
+
+
+HUGE = 2**40
+DEEP = "[" * 100_000
+HEADER = b'{"a": {"dtype": "F32", "shape": [99999999, 99999999], "data_offsets": [0, 4]}}'
+DAMAGED_FILES: dict[str, Callable[[Path], None]] = {
+    "config is a list": _text("config.json", "[]"),
+    "config is a number": _text("config.json", "3"),
+    "config is cut": _cut("config.json", 30),
+    "config is empty": _text("config.json", ""),
+    "config is deep": _text("config.json", DEEP),
+    "config is no text": _text("config.json", b"\xff\xfe\x00"),
+    "config is a folder": _folder_instead("config.json"),
+    "config is gone": _gone("config.json"),
+    "weights are cut": lambda folder: _cut("model.safetensors", 5000)(folder),
+    "weights are empty": _text("model.safetensors", b""),
+    "weights claim a header of 2**60": _text("model.safetensors", (2**60).to_bytes(8, "little")),
+    "weights claim what is not there": _text(
+        "model.safetensors", len(HEADER).to_bytes(8, "little") + HEADER + b"1234"
+    ),
+    "weights are a zip": _text("model.safetensors", b"PK\x03\x04" + bytes(200)),
+    "weights are a folder": _folder_instead("model.safetensors"),
+    "weights are gone": _gone("model.safetensors"),
+}
+DAMAGED_MODEL: dict[str, Callable[[Path], None]] = {
+    **{
+        f"{key} {value!r}": _config(**{key: value})
+        for key, values in {
+            "hidden_size": (0, -1, HUGE, "wide", 2.5, [32]),
+            "num_hidden_layers": (0, -3, HUGE, "many", True),
+            "num_attention_heads": (0, -4, HUGE, 3),
+            "num_key_value_heads": (0, -2, 3, "two"),
+            "head_dim": (0, HUGE, "8"),
+            "vocab_size": (0, 7, -1, HUGE, "all"),
+            "intermediate_size": (0, HUGE, "x"),
+            "max_position_embeddings": (0, -5, "long"),
+            "rope_scaling": ("yarn", 3, {"type": "quadratic"}, ["linear"]),
+            "layer_types": (5, "full"),
+            "rms_norm_eps": ("small",),
+            "rope_theta": ("far",),
+            "quantization": (3, "4bit"),
+            "model_type": (None, 3, [], "nothing", {}),
+        }.items()
+        for value in values
+    },
+    "tokenizer_config is a list": _text("tokenizer_config.json", "[]"),
+    "tokenizer_config is cut": _cut("tokenizer_config.json", 20),
+    "tokenizer is gone": _gone("tokenizer.model"),
+    "tokenizer is empty": _text("tokenizer.model", b""),
+    "tokenizer is cut": _cut("tokenizer.model", 900),
+    "a weight too many": _tensors(foreign=mx.zeros((3,))),
+    "an embedding of another shape": _tensors(**{"model.embed_tokens.weight": mx.zeros((3, 5))}),
+    "a norm that is no number": _tensors(**{"model.norm.weight": mx.full((32,), float("nan"))}),
+}
+DAMAGED_DRAFTER: dict[str, Callable[[Path], None]] = {
+    **{
+        f"{key} {value!r}": _config(**{key: value})
+        for key, values in {
+            "hidden_size": (0, HUGE, 2**24, "wide", 33),
+            "vocab_size": (0, -1, HUGE, 2**24, None),
+            "exit_dim": (0, HUGE, 2**24, 1.5),
+            "num_draft_layers": (-1, HUGE, 64, "two"),
+            "rnn": ("yes", 1),
+            "rnn_activation": ("tanh", 3, None),
+            "draft_top_k": (0, HUGE, "x"),
+            "draft_vocab_size": (0, HUGE, 5),
+            "score_scale": (0, -1, "x", 1e300),
+            "noise_share": (2, "x"),
+            "model_type": (3, [], "eagle"),
+        }.items()
+        for value in values
+    },
+    "a weight too many": _tensors(foreign=mx.zeros((3,))),
+    "a weight of another shape": _tensors(**{"rnn_u.bias": mx.zeros((3, 5))}),
+}
+
+
+def _cases(*tables: dict[str, Any]) -> list[Any]:
+    return [pytest.param(change, id=name) for table in tables for name, change in table.items()]
+
+
+@pytest.mark.parametrize("damage", _cases(DAMAGED_FILES, DAMAGED_MODEL))
+def test_damaged_models(capsys: Capture, yard: Path, damage: Callable[[Path], None]) -> None:
+    damage(yard / "model")
+    refused(capsys, yard, "generate", *COMMANDS["generate"])
+    refused(capsys, yard, "check", *COMMANDS["check"], "--drafter", "lookup")
+
+
+@pytest.mark.parametrize("damage", _cases(DAMAGED_FILES, DAMAGED_DRAFTER))
+def test_damaged_drafters(capsys: Capture, yard: Path, damage: Callable[[Path], None]) -> None:
+    damage(yard / "drafter")
+    refused(capsys, yard, "generate", *COMMANDS["generate"], codes=(1,))
+
+
+@pytest.mark.parametrize("damage", _cases(DAMAGED_FILES))
+@pytest.mark.parametrize("command", ["convert", "convert inspect"])
+def test_damaged_sources(
+    capsys: Capture, yard: Path, command: str, damage: Callable[[Path], None]
+) -> None:
+    damage(yard / "drafter")
+    with nothing_changes(yard):
+        result = run(capsys, *command.split(), *COMMANDS[command])
+        shutil.rmtree("new", ignore_errors=True)
+    # The tensors alone may tell what a drafter is.
+    assert result.code == 1 or "config is gone" in os.environ["PYTEST_CURRENT_TEST"], result
+    assert result.code == 0 or result.err.startswith("error: ")
+
+
+WORDS: dict[str, list[str]] = {
+    "a prompt of nothing": ["generate", "--ignore-chat-template", "-p", ""],
+    "a check of nothing": ["check", "-p", ""],
+    "a benchmark of nothing": ["bench", "overhead", "-p", ""],
+    "an endurance of nothing": ["bench", "endurance", "-p", ""],
+    "no text": ["generate", "-p", "\udcff"],
+    "no file of prompts": ["bench", "compare", "--prompts", "nowhere.txt"],
+    "an empty file of prompts": ["bench", "compare", "--prompts", "empty.txt"],
+    "an empty prompt in a file": ["bench", "compare", "--prompts", "empty.jsonl"],
+    "prompts of another type": ["bench", "compare", "--prompts", "wrong.jsonl"],
+    "prompts that are no text": ["bench", "compare", "--prompts", "bytes.txt"],
+    "prompts in a folder": ["bench", "compare", "--prompts", "model"],
+    "prompts of no tokens": [
+        *("bench", "compare", "--prompts", "text.txt", "--max-prompt-tokens", "0")
+    ],
+    "no prompts": ["bench", "compare", "--prompts", "text.txt", "--num-prompts", "0"],
+    "a deep template": ["generate", "-p", "Hi", "--chat-template-config", DEEP],
+    "a template of many digits": ["generate", "-p", "Hi", "--chat-template-config", "1" * 5000],
+    "a cache of text": ["generate", "-p", "Hi", "--prompt-cache-file", "text.txt"],
+    "a cache of a model": [
+        "generate",
+        "-p",
+        "Hi",
+        "--prompt-cache-file",
+        "model/model.safetensors",
+    ],
+    "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
+    "a size of words": ["bench", "widen", "model", "new", "--parameters", "large"],
+    "a result of another benchmark": [
+        *("bench", "guard", "--out", "drafter/config.json", "--resume")
+    ],
+    "a result that is no text": ["bench", "guard", "--out", "bytes.txt", "--resume"],
+    "a model of a long name": ["generate", "-p", "Hi", "--model", "a" * 300],
+    "a repository of a long name": ["generate", "-p", "Hi", "--model", "a/" + "a" * 300],
+    "a model of no name": ["generate", "-p", "Hi", "--model", ""],
+    "a model beyond a file": ["generate", "-p", "Hi", "--model", "text.txt/model"],
+    "a file for a model": ["generate", "-p", "Hi", "--model", "text.txt"],
+    "a file for an adapter": ["generate", "-p", "Hi", "--adapter-path", "text.txt"],
+    "an empty adapter": ["generate", "-p", "Hi", "--adapter-path", "drafter"],
+    "a file for a drafter": ["generate", "-p", "Hi", "--drafter", "text.txt"],
+    "a drafter for a model": ["generate", "-p", "Hi", "--model", "drafter"],
+    "a destination that is the source": ["convert", "drafter", "drafter"],
+    "a destination that is a file": ["convert", "drafter", "text.txt"],
+    "a destination with files": ["convert", "drafter", "model"],
+    "a destination beyond a file": ["convert", "drafter", "text.txt/new"],
+    "a destination of a long name": ["convert", "drafter", "n" * 300],
+    "an export into the source": ["convert", "drafter", "drafter", "--to", "pytorch"],
+    "an export of a model": ["convert", "model", "new", "--to", "pytorch"],
+    "a copy over its source": ["bench", "widen", "model", "model", "--parameters", "2M"],
+    "a copy over files": ["bench", "widen", "model", "drafter", "--parameters", "2M"],
+    "a copy beyond a file": ["bench", "widen", "model", "text.txt/new", "--parameters", "2M"],
+    "a smaller copy": ["bench", "widen", "model", "new", "--parameters", "1"],
+    "a copy of a drafter": ["bench", "widen", "drafter", "new", "--parameters", "2M"],
+}
+
+
+@pytest.mark.parametrize("arguments", WORDS.values(), ids=WORDS)
+def test_words_that_fit_nowhere(capsys: Capture, yard: Path, arguments: list[str]) -> None:
+    refused(capsys, yard, *arguments)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root may read and write everything, so for once it is nobody."""
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+    else:
+        yield
+
+
+LOCKED: dict[str, tuple[str, int, list[str]]] = {
+    "model": ("model", 0, ["generate", *COMMANDS["generate"]]),
+    "model without x": ("model", 0o644, ["generate", *COMMANDS["generate"]]),
+    "config": ("model/config.json", 0, ["generate", *COMMANDS["generate"]]),
+    "weights": ("model/model.safetensors", 0, ["generate", *COMMANDS["generate"]]),
+    "tokenizer": ("model/tokenizer.model", 0, ["generate", *COMMANDS["generate"]]),
+    "drafter": ("drafter", 0, ["generate", *COMMANDS["generate"]]),
+    "drafter's config": ("drafter/config.json", 0, ["check", *COMMANDS["check"]]),
+    "drafter's weights": ("drafter/model.safetensors", 0, ["check", *COMMANDS["check"]]),
+    "source": ("drafter", 0, ["convert", *COMMANDS["convert"]]),
+    "source's weights": ("drafter/model.safetensors", 0, ["convert", "inspect", "drafter"]),
+    "prompts": ("text.txt", 0, ["bench", "compare", "--prompts", "text.txt"]),
+    "destination": (".", 0o555, ["convert", "drafter", "new"]),
+    "copy": (".", 0o555, ["bench", "widen", *COMMANDS["bench widen"]]),
+    "result": (".", 0o555, ["bench", "simulate", "--scenarios", "1", "--out", "new.json"]),
+}
+
+
+@pytest.mark.parametrize(("path", "mode", "arguments"), LOCKED.values(), ids=LOCKED)
+def test_what_must_not_be_read_or_written(
+    capsys: Capture,
+    untouched: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    mode: int,
+    arguments: list[str],
+) -> None:
+    with TemporaryDirectory() as temporary:  # in a folder that everyone may enter
+        os.chmod(temporary, 0o755)
+        yard = Path(temporary) / "yard"
+        shutil.copytree(untouched, yard)
+        monkeypatch.chdir(yard)
+        before = snapshot(yard)
+        if os.geteuid() == 0:
+            for one in (yard, *yard.rglob("*")):
+                os.chown(one, NOBODY, NOBODY)
+        os.chmod(path, mode)
+        with without_rights():
+            result = run(capsys, *arguments)
+        os.chmod(path, 0o755)
+        assert snapshot(yard) == before
+        monkeypatch.chdir("/")
+    last = result.err.splitlines()[-1]
+    assert (result.code in (1, 2), last.startswith("error: ")) == (True, True), result
+    assert "truncated" not in last
+    if path != "model/tokenizer.model":  # which transformers takes for one that is not there
+        assert "Permission denied; choose a path that you may use" in last
+
+
+FULL: dict[str, list[str]] = {
+    "convert": ["convert", "drafter", "new"],
+    "export": ["convert", "drafter", "new", "--to", "pytorch"],
+    "widen": ["bench", "widen", *COMMANDS["bench widen"]],
+    "simulate": ["bench", "simulate", "--scenarios", "1", "--out", "new.json"],
+}
+
+
+@pytest.mark.parametrize("room", [0, 1000])
+@pytest.mark.parametrize("arguments", FULL.values(), ids=FULL)
+def test_no_room_for_a_file(capsys: Capture, yard: Path, arguments: list[str], room: int) -> None:
+    """A bound on the size of files stands for a full disk: writing fails in the same places."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = snapshot(yard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        result = run(capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert snapshot(yard) == before
+    last = result.err.splitlines()[-1]
+    assert (result.code, last[:7]) == (1, "error: "), result
+    assert "make room on the disk" in last
+    assert str(yard / "new") in last or "new.json" in last
+
+
+HUB_ERRORS = [
+    OfflineModeIsEnabled("offline"),
+    LocalEntryNotFoundError("not in the cache"),
+    ConnectionError("refused"),
+    TimeoutError(),
+    RuntimeError("Data processing error: CAS service error\nmore"),
+    HFValidationError("no name"),
+    # What the client's own network library raises, which is another one in every version.
+    type("ConnectError", (Exception,), {})("[Errno -3] Temporary failure in name resolution"),
+]
+
+
+@pytest.mark.parametrize("error", HUB_ERRORS, ids=lambda error: type(error).__name__)
+def test_no_network(
+    capsys: Capture, yard: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", fail)
+    for option in ("--model", "--drafter"):
+        line = refused(capsys, yard, "generate", "-p", "Hi", option, "org/name", codes=(1,))
+        assert "check the name and the network, or give a folder" in line
+    refused(capsys, yard, "convert", "org/name", "new", codes=(1,))
+
+    monkeypatch.setattr(upload.HfApi, "create_repo", fail)
+    result = run(capsys, "convert", "drafter", "new", "--upload-repo", "org/name")
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith(
+        "error: new is complete but could not be uploaded"
+    )
+    assert (yard / "new" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "3", "{", DEEP, '{"a": [1]}', '{"a": "x"}', '{"a": -1}', f'{{"a": 1{"0" * 400}}}', ""],
+    ids=lambda content: content[:12],
+)
+def test_damaged_timings_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_or_measure("what", [], ["a"], lambda: {"a": 0.5}) == {"a": 0.5}
+    (path,) = (tmp_path / "mlx-redrafter").iterdir()
+    path.write_text(content)
+    assert load_or_measure("what", [], ["a"], lambda: {"a": 0.25}) == {"a": 0.25}
+    assert load_or_measure("what", [], ["a"], dict) == {"a": 0.25}
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "load(3)": lambda: load(3),  # type: ignore[arg-type]
+    "load([])": lambda: load([]),  # type: ignore[arg-type]
+    "load(None, 3)": lambda: load(None, 3),  # type: ignore[arg-type]
+    "load(NUL)": lambda: load("a\0b"),
+    "load(file)": lambda: load("text.txt"),
+    "load(drafter)": lambda: load("drafter"),
+    "load(model, model's text)": lambda: load("model", "text.txt"),
+    "load_drafter(3)": lambda: load_drafter(3),  # type: ignore[arg-type]
+    "load_drafter(model)": lambda: load_drafter("model"),
+    "Engine(None)": lambda: Engine(None, wrapped_tokenizer(8)),  # type: ignore[arg-type]
+    "Engine(3)": lambda: Engine(3, wrapped_tokenizer(8)),  # type: ignore[arg-type]
+    "stream_generate(3)": lambda: stream_generate(3, wrapped_tokenizer(8), [1]),  # type: ignore[arg-type]
+    "generate([])": lambda: generate(tiny_llama(), wrapped_tokenizer(8), []),
+    "generate(None)": lambda: generate(tiny_llama(), wrapped_tokenizer(8), None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_wrong_calls(yard: Path, call: Callable[[], Any]) -> None:
+    with nothing_changes(yard), pytest.raises(RedrafterError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
