@@ -77,8 +77,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     absent = [reason for reason in reasons if ABSENT in reason]
     if absent:
         terminalreporter.write_line(
-            f"{len(absent)} tests were skipped for want of trained models: put stories260k and "
-            f"babyllama-tok105 (karpathy/tinyllamas as MLX checkpoints) into {SHARED / 'models'}"
+            f"{len(absent)} tests were skipped for want of models and texts in {SHARED}: above all "
+            "models/stories260k (karpathy/tinyllamas) and models/babyllama-tok105 (EN10/BabyLlama),"
+            " in the layout of mlx-lm"
         )
 
 

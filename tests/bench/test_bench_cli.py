@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,8 +9,7 @@ from typer.testing import CliRunner
 from mlx_redrafter.cli.bench import app
 from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_names
 from mlx_redrafter.errors import ConfigError
-
-SWEEPS = Path(__file__).parents[3] / "shared" / "data" / "apple_sweeps"
+from tests.helpers.models import shared_path
 
 runner = CliRunner()
 
@@ -191,6 +189,5 @@ def test_predict_says_what_it_is(tmp_path):
 
 
 def test_validation_of_the_prediction():
-    if not SWEEPS.is_dir():
-        pytest.skip("needs Apple's sweeps")
-    assert "median error of step time" in run("predict", "--validate", SWEEPS)
+    sweeps = shared_path("data/apple_sweeps")
+    assert "median error of step time" in run("predict", "--validate", sweeps)

@@ -1,7 +1,6 @@
 """The cost model: theory where nothing is known, measurements where there are some."""
 
 from dataclasses import astuple
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -26,9 +25,10 @@ from mlx_redrafter.bench.validation import (
     tokens_per_step,
 )
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from tests.helpers.models import ABSENT, SHARED
 
-SWEEPS = Path(__file__).parents[3] / "shared" / "data" / "apple_sweeps"
-needs_sweeps = pytest.mark.skipif(not SWEEPS.is_dir(), reason="needs Apple's sweeps")
+SWEEPS = SHARED / "data" / "apple_sweeps"
+needs_sweeps = pytest.mark.skipif(not SWEEPS.is_dir(), reason=f"{ABSENT} data/apple_sweeps")
 SIZES = ((1, 2), (2, 3), (3, 5), (4, 4), (4, 5))
 
 

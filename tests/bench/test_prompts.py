@@ -1,14 +1,12 @@
 """Prompt files in every form."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from mlx_redrafter.bench.prompts import Prompt, read_prompts, take_in_turn
 from mlx_redrafter.errors import ConfigError
-
-SHARED = Path(__file__).parents[3] / "shared" / "prompts"
+from tests.helpers.models import shared_path
 
 
 def test_mt_bench_keeps_its_categories(tmp_path):
@@ -31,10 +29,7 @@ def test_spec_bench_has_six_categories(tmp_path):
 
 @pytest.mark.parametrize(("name", "count", "categories"), [("mt", 80, 8), ("spec", 480, 6)])
 def test_published_files(name, count, categories):
-    path = SHARED / f"{name}_bench.jsonl"
-    if not path.exists():
-        pytest.skip("needs the shared prompts")
-    prompts = read_prompts(path)
+    prompts = read_prompts(shared_path(f"prompts/{name}_bench.jsonl"))
     assert len(prompts) == count
     assert len({prompt.category for prompt in prompts}) == categories
 

@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from tests.helpers.models import random_drafter
+from tests.helpers.models import random_drafter, shared_model
 
 CONFIG = {
     "model_type": "llama",
@@ -34,7 +34,6 @@ CONFIG = {
     "rms_norm_eps": 1e-2,
     "rope_theta": 10000.0,
 }
-MODELS = Path(__file__).parents[3] / "shared" / "models"
 
 
 def make_model(config: dict) -> llama.Model:
@@ -101,10 +100,9 @@ def test_a_longer_context_slows_the_slowest_rotation_down(tmp_path, trained, con
 
 @pytest.mark.parametrize("name", ["stories260k", "books-6m"])
 def test_greedy_text_of_a_trained_model_stays(tmp_path, name):
-    if not (MODELS / name).is_dir():
-        pytest.skip("needs the shared models")
-    widen_target(MODELS / name, tmp_path, 12_000_000)
-    small, _, *_ = mlx_lm.load(str(MODELS / name))
+    folder = shared_model(name)
+    widen_target(folder, tmp_path, 12_000_000)
+    small, _, *_ = mlx_lm.load(str(folder))
     wide, tokenizer, *_ = mlx_lm.load(str(tmp_path))
     prompt = mx.array(tokenizer.encode("Once upon a time"))
     expected, found = (

@@ -284,3 +284,14 @@ def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.calls == [("create", "me/drafter"), ("me/drafter", ",".join(OUTPUT))]
     with pytest.raises(CheckpointError, match=r"complete but could not be uploaded.*offline$"):
         upload.upload_folder(out, "nobody/nothing")
+
+
+@pytest.mark.parametrize("top_k", [None, 7, 50])
+def test_calibration_comes_back_from_pytorch(tmp_path: Path, top_k: int | None) -> None:
+    drafter = random_drafter(
+        96, 64, draft_top_k=top_k, inverse_temperature=0.61, coupling_weight=0.83
+    )
+    save_drafter(drafter, tmp_path / "mlx")
+    export_drafter(tmp_path / "mlx", tmp_path / "torch")
+    convert_drafter(tmp_path / "torch", tmp_path / "back", ConversionOptions(dtype="float32"))
+    assert load_drafter(tmp_path / "back").config == drafter.config

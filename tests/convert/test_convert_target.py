@@ -33,9 +33,9 @@ from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_drafter
-from tests.helpers.models import SHARED, random_drafter
+from tests.helpers.models import random_drafter, shared_path
 
-TEXT = SHARED / "text" / "tinystories-train.txt"
+TEXT = "text/tinystories-train.txt"
 PROMPTS = ("Once upon a time", "The big dog", "Lily wanted to go to the park")
 Convert = Callable[..., Conversion]
 
@@ -43,10 +43,8 @@ Convert = Callable[..., Conversion]
 @pytest.fixture(scope="module")
 def fitted(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fitted drafter in the layout of Apple's code."""
-    if not TEXT.is_file():
-        pytest.skip(f"the text {TEXT.name} is not beside the repository")
     folder = tmp_path_factory.mktemp("fitted")
-    fit_drafter(stories.model, stories.tokenizer, TEXT, folder)
+    fit_drafter(stories.model, stories.tokenizer, shared_path(TEXT), folder)
     return folder / "apple"
 
 

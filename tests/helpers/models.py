@@ -21,16 +21,21 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
-# Why tests are skipped that need a trained model; the name follows.
-ABSENT = "no trained model beside the repository:"
+# Why tests are skipped that need a trained model or a text; the name follows.
+ABSENT = "not beside the repository:"
+
+
+def shared_path(name: str) -> Path:
+    """A file or folder in ``../shared``; skips the test where there is none."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{ABSENT} {name}")
+    return path
 
 
 def shared_model(name: str) -> Path:
     """Folder of a trained model beside the repository; skips the test where there is none."""
-    folder = SHARED / "models" / name
-    if not folder.is_dir():
-        pytest.skip(f"{ABSENT} {name}")
-    return folder
+    return shared_path(f"models/{name}")
 
 
 def tiny_llama(

@@ -13,7 +13,7 @@ from mlx_redrafter.training import (
     TrainingResult,
     train_drafter,
 )
-from tests.helpers.models import SHARED, shared_model
+from tests.helpers.models import shared_model, shared_path
 from tests.training.pieces import Silent
 
 NUM_STORIES = 120
@@ -23,9 +23,7 @@ SEPARATOR = "<|endoftext|>"
 @pytest.fixture(scope="session")
 def stories_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some stories to train on; skips where there are none."""
-    source = SHARED / "text" / "tinystories-train.txt"
-    if not source.exists():
-        pytest.skip("the stories are not beside the repository")
+    source = shared_path("text/tinystories-train.txt")
     stories = source.read_text(encoding="utf-8").split(SEPARATOR)[:NUM_STORIES]
     path = tmp_path_factory.mktemp("text") / "stories.txt"
     path.write_text(SEPARATOR.join(stories).replace(SEPARATOR, f"\n{SEPARATOR}\n"))
