@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.bench.chips import BYTES
+from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.target.architectures import REFUSED
 from mlx_redrafter.target.inspection import MLX_LM_MODELS, check_config, find_parts
@@ -78,9 +78,9 @@ class ModelShape:
     def __str__(self) -> str:
         active = ""
         if self.active < self.parameters:
-            active = f", {self.active / 1e9:.3g}B of them for a token"
+            active = f", {_format_count(self.active)} of them for a token"
         return (
-            f"{self.name}: {self.parameters / 1e9:.3g}B parameters{active}, {self.bits} bits, "
+            f"{self.name}: {_format_count(self.parameters)} parameters{active}, {self.bits} bits, "
             f"hidden size {self.hidden_size}, {self.vocab_size:,} tokens"
         )
 
@@ -109,7 +109,7 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         raise CheckpointError(
             f"mlx-lm cannot make {name} from its config.json ({error}); is it damaged?"
         ) from error
-    weights = [weight for _, weight in tree_flatten(model.parameters())]
+    weights = named_parameters(model).values()
     parameters = sum(weight.size for weight in weights)
     text_config = config.get("text_config")
     text_config = text_config if isinstance(text_config, Mapping) else config
@@ -157,6 +157,10 @@ def shape_of_family(description: str) -> ModelShape:
     billions, hidden, vocab = sizes[size]
     bits = _nearest_bits(int(match["bits"] or 16))
     return ModelShape(f"{name} {size}", billions * 1e9, billions * 1e9, bits, hidden, vocab)
+
+
+def _format_count(count: float) -> str:
+    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
 
 
 def _bits(config: Mapping[str, Any]) -> int:

@@ -107,15 +107,15 @@ def measure_outlook(
     }
     best = max(speedups, key=speedups.__getitem__)
     pace = rehearse(cost.request, target, cost.config, [TIMING_PROMPT], on_stage)
-    told = " and ".join(f"{size} tokens {times[size] / costs.plain:.2f}" for size in TOLD)
+    told = ", ".join(f"checking {n} tokens takes {times[n] / costs.plain:.2f}" for n in TOLD)
     return Outlook(
         costs.plain,
         best,
         speedups[best],
         Timetable.of(cost.work, pace, None),
         [
-            f"Measured here: a step that checks {told} times as long as a plain one. A level of "
-            f"drafting is taken to cost {level:.2f} plain steps, its share of the weights."
+            f"Measured here, in plain steps: {told}. A level of drafting is taken to cost "
+            f"{level:.2f}, its share of the weights."
         ],
     )
 
@@ -126,12 +126,15 @@ def try_drafter(
     """Decode some texts with a drafter and plainly. Waits for the device."""
     seconds = {True: 0.0, False: 0.0}
     steps = tokens = 0
-    stream_generate(model, tokenizer, prompts[0], drafter=drafter, max_tokens=1).close()  # times
     for prompt in prompts:
         for is_drafted in seconds:
-            proposer = drafter if is_drafted else None
-            options = {"max_tokens": TRIAL_TOKENS, "temp": 0.0}
-            *_, last = stream_generate(model, tokenizer, prompt, drafter=proposer, **options)
+            *_, last = stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                drafter=drafter if is_drafted else None,
+                max_tokens=TRIAL_TOKENS,
+            )
             seconds[is_drafted] += last.generation_tokens / last.generation_tps
             if is_drafted:
                 steps += last.steps

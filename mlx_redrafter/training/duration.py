@@ -10,10 +10,10 @@ from mlx_redrafter.proposers.redrafter.calibration import ENOUGH
 from mlx_redrafter.training.request import TrainingRequest
 
 # Least share of the given minutes that is left for training, whatever the other stages take.
-LEAST_SHARE = 0.1
+LEAST_SHARE = 0.25
 # Share of the given minutes for evaluation, unless that would be fewer measurements than the least.
 EVALUATION_SHARE = 0.25
-LEAST_EVALUATIONS = 3
+LEAST_EVALUATIONS = 2
 
 
 class Schedule(NamedTuple):

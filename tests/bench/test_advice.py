@@ -135,7 +135,7 @@ def test_what_was_tried_decides() -> None:
 def test_the_bundled_pair_is_measured_and_tried(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "advise", "--tokens", "50K")
     assert result.code == 0
-    assert "Measured here: a step that checks 4 tokens" in result.out
+    assert "Measured here, in plain steps: checking 4 tokens takes" in result.out
     assert "The drafter at hand, tried on three short texts" in result.out
     assert "On 50,000 tokens: about" in result.out
 

@@ -58,15 +58,15 @@ def test_minutes_are_for_all_stages() -> None:
     check_minutes(timetable, 5)
     # 242 s before the evaluation, of which 100 are gone.
     assert timetable.schedule(5, elapsed=100) == (round(142 / 3), 8)
-    assert timetable.schedule(5, elapsed=1000) == (10, 8), "the least share, however late it is"
+    assert timetable.schedule(5, elapsed=1000) == (25, 8), "the least share, however late it is"
 
 
 def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None:
     # 45 s for evaluation: 22 at the end, 23 for the first and four more of 4 s each.
     assert Timetable.of(WORK, PACE, 3).num_evaluations == 4
     short = Timetable.of(WORK, PACE, 2)
-    assert short.num_evaluations == 3
-    stages = r"\(writing 70 s, reading 18 s, evaluation 38 s\); give more --minutes"
+    assert short.num_evaluations == 2
+    stages = r"\(writing 70 s, reading 18 s, evaluation 34 s\); give more --minutes"
     with pytest.raises(ResourceError, match=rf"--minutes 2 is for the whole run.* {stages}"):
         check_minutes(short, 2)
 
