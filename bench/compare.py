@@ -85,8 +85,7 @@ def compare(
             for category in (categories if len(categories) > 1 else ())
         },
     )
-    recording.result |= {"found": found, "max_repeated": max_repeated}
-    recording.write()
+    recording.finish(found=found, max_repeated=max_repeated)
     return found
 
 

@@ -85,8 +85,7 @@ def compare_copies(
         copy.prompt.name: summarise([r for r in recording.runs if r.group == copy.prompt.name])
         for copy in copies
     }
-    recording.result["found"] = found
-    recording.write()
+    recording.finish(found=found)
     return found
 
 

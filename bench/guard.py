@@ -106,8 +106,7 @@ def guard(
         runs = [one for one in recording.runs if one.group == case.name]
         verdicts.append(judge(case.name, runs, setting, num_pairs))
     on_progress(total, total)
-    recording.result["found"] = verdicts
-    recording.write()
+    recording.finish(found=verdicts)
     return verdicts
 
 

@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
             "memory_bytes": _memory_bytes(),
             "device": _device_name(),
             "openblas": has_openblas(),
-            "load_average": list(os.getloadavg()),
+            "load_average": load_averages(),
         },
         "versions": {
             "mlx_redrafter": __version__,
@@ -59,6 +59,14 @@ def commit() -> str | None:
         return None
     changes = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
     return f"{head}+changes" if changes else head
+
+
+def load_averages() -> list[float]:
+    """Threads that ran or waited in the last 1, 5 and 15 minutes; empty if the system is mute."""
+    try:
+        return list(os.getloadavg())
+    except (AttributeError, OSError):
+        return []
 
 
 def has_openblas() -> bool | None:

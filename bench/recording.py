@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import Run
 from mlx_redrafter.errors import ConfigError
@@ -40,12 +41,13 @@ class Recording:
         self.path = path
         self.runs: list[Run] = []
         self.result = new_result(kind, configuration)
-        sitting = {key: self.result[key] for key in ("measured_at", "machine", "commit")}
-        self.result["sittings"] = [sitting]
+        self._watch = LoadWatch()
+        self._sitting = {key: self.result[key] for key in ("measured_at", "machine", "commit")}
+        self.result["sittings"] = [self._sitting]
         if path is not None and path.exists():
             if not resume:
                 raise ConfigError(f"{path} exists; go on with --resume, or choose another file")
-            self._continue(path, kind, sitting)
+            self._continue(path, kind)
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:
@@ -56,6 +58,14 @@ class Recording:
         """Keep the runs of a turn, all of them."""
         self.runs.extend(runs)
         self._done.update(run.turn for run in self.runs)
+        self._sitting["load_of_others"] = self._watch.others()
+        self.write()
+
+    def finish(self, **found: Any) -> None:
+        """Add the results, and what may have disturbed the times; write the file."""
+        loads = (sitting.get("load_of_others") for sitting in self.result["sittings"])
+        load = max((load for load in loads if load is not None), default=None)
+        self.result |= {**found, "disturbances": find_disturbances(load, self.runs)}
         self.write()
 
     def write(self) -> None:
@@ -63,7 +73,7 @@ class Recording:
         if self.path is not None:
             write_result(self.path, {**self.result, "runs": [asdict(run) for run in self.runs]})
 
-    def _continue(self, path: Path, kind: str, sitting: dict[str, Any]) -> None:
+    def _continue(self, path: Path, kind: str) -> None:
         before = read_result(path, kind)
         for key in FIXED:
             found, expected = before[key], self.result[key]
@@ -75,4 +85,4 @@ class Recording:
                     f"{expected[name]!r}; resume with the same settings or choose another file"
                 )
         self.runs = [Run(**values) for values in before.pop("runs")]
-        self.result = {**before, "sittings": [*before["sittings"], sitting]}
+        self.result = {**before, "sittings": [*before["sittings"], self._sitting]}

@@ -70,8 +70,7 @@ def measure_regret(
     turns = make_turns(prompts, repeats)
     decode_in_turns(compared_arms(setting, GRID), turns, recording, cool_down, on_progress, prepare)
     found = find_regret(recording.runs, reference_arm(setting), max_repeated)
-    recording.result["found"] = found
-    recording.write()
+    recording.finish(found=found)
     return found
 
 

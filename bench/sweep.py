@@ -197,8 +197,7 @@ def sweep(
         )  # fmt: skip
         done += len(turns)
     points = [p for block in blocks for p in _points(block, recording.runs, max_repeated)]
-    recording.result |= {"points": points, "max_repeated": max_repeated}
-    recording.write()
+    recording.finish(points=points, max_repeated=max_repeated)
     return points
 
 

@@ -16,6 +16,8 @@ OnProgress = Callable[[int, int], None]
 Job = Callable[[], float]
 
 RESAMPLES = 10_000
+# Fewest samples with an interval: resampling fewer says no more than their range does.
+LEAST_SAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Estimate:
 
     Attributes:
         median: Median of the samples.
-        low: Lower end of the 95% bootstrap interval of the median.
-        high: Upper end of that interval.
+        low: Lower end of the 95% bootstrap interval of the median; of fewer than 5 samples, the
+            smallest one.
+        high: Upper end of that interval; of fewer than 5 samples, the largest one.
         quartiles: First and third quartile of the samples.
         count: Number of samples.
     """
@@ -35,6 +38,17 @@ class Estimate:
     high: float
     quartiles: tuple[float, float]
     count: int
+
+    def span(self, form: str = ".2f") -> str:
+        """``low`` and ``high`` as text that says what they are; empty for one sample.
+
+        Args:
+            form: Format of a number.
+        """
+        if self.count < 2:
+            return ""
+        kind = "95%" if self.count >= LEAST_SAMPLES else f"range of {self.count}"
+        return f"{self.low:{form}} to {self.high:{form}} ({kind})"
 
     def scaled(self, factor: float) -> Estimate:
         """The estimate in another unit; ``factor`` is positive."""
@@ -49,10 +63,13 @@ class Estimate:
 
 
 def estimate(samples: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of samples, at least one, with its 95% bootstrap interval."""
+    """The median of samples, at least one, with its 95% bootstrap interval or their range."""
     values = np.asarray(samples, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
+    if len(values) < LEAST_SAMPLES:
+        low, high = values.min(), values.max()
+    else:
+        draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+        low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
     first, third = np.quantile(values, [0.25, 0.75])
     return Estimate(
         float(np.median(values)), float(low), float(high), (float(first), float(third)), len(values)

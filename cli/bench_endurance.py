@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, TextPrompt
-from mlx_redrafter.cli.bench_output import draw, progress, show
+from mlx_redrafter.cli.bench_output import draw, progress, show, warn
 from mlx_redrafter.cli.options import Sizes
 from mlx_redrafter.cli.records import takes_records
 
@@ -32,6 +32,7 @@ def endurance(
     """
     plan = sizes.plan()
     target, tokenizer, loaded = pair.load()
+    from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.endurance import endure, judge
     from mlx_redrafter.bench.plots import plot_endurance
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
@@ -47,6 +48,7 @@ def endurance(
         "window": window,
     }
     result = new_result("endurance", configuration, windows=windows)
+    watch = LoadWatch()
     with progress("Windows") as on_progress:
         for found in endure(target, loaded, ids, plan, tokens, window):
             windows.append(found)
@@ -59,8 +61,9 @@ def endurance(
         verdict = "ok" if finding.holds else "BROKEN"
         numbers = f"{finding.found:.2f} {finding.unit}, bound {finding.bound:.2f} {finding.unit}"
         show(f"{finding.name}: {numbers}: {verdict}")
+    warn(disturbances := find_disturbances(watch.others()))
     if out is not None:
-        write_result(out, {**result, "findings": findings})
+        write_result(out, {**result, "findings": findings, "disturbances": disturbances})
         title = f"{configuration['model']} on {result['machine']['processor']}"
         draw(lambda: [plot_endurance(out.with_suffix(".png"), windows, title)])
     if not all(finding.holds for finding in findings):

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import RecurrentPair, Resume, TextTokens
-from mlx_redrafter.cli.bench_output import progress, refuse_texts, show
+from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
 from mlx_redrafter.cli.options import IgnoreChatTemplate, Seed, Temp
 from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.config import SamplingParams, check_int
@@ -73,6 +73,7 @@ def guard(
         show(*_remarks(verdict))
     calibration = recording.result["calibration_seconds"]
     show(f"timing the shapes took {calibration:.1f} s, which no answer's time includes")
+    warn(recording.result["disturbances"])
     refuse_texts(sum(verdict.num_different for verdict in verdicts))
     if not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)
@@ -80,8 +81,8 @@ def guard(
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
     columns = (
-        "case", "mlx-lm's time / auto's", "95% interval", "worst pair", "with the prompt",
-        "95% interval", "tokens/step", "plain steps", "pairs", "",
+        "case", "mlx-lm's time / auto's", "interval", "worst pair", "with the prompt",
+        "interval", "tokens/step", "plain steps", "pairs", "",
     )  # fmt: skip
     table = Table(*columns)
     for verdict in verdicts:
@@ -117,4 +118,4 @@ def _remarks(verdict: Verdict) -> list[str]:
 def _median_and_interval(value: Estimate | None) -> tuple[str, str]:
     if value is None:
         return "", ""
-    return f"{value.median:.3f}", f"{value.low:.3f} to {value.high:.3f}"
+    return f"{value.median:.3f}", value.span(".3f")

@@ -69,6 +69,12 @@ def refuse_texts(num_different: int) -> None:
         raise typer.Exit(1)
 
 
+def warn(disturbances: Sequence[str]) -> None:
+    """Print what may have disturbed a measurement to stderr, each in one line."""
+    for line in disturbances:
+        typer.echo(f"warning: {line}", err=True)
+
+
 def show(*lines: object) -> None:
     """Print to stdout, wide enough for every table if that is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)

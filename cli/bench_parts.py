@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, Shape, TextPrompt
-from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show
+from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
 from mlx_redrafter.cli.loading import NamedModel
 from mlx_redrafter.cli.options import Temp
 from mlx_redrafter.cli.records import takes_records
@@ -39,7 +39,7 @@ def overhead(
 ) -> None:
     """Measure what a step costs beyond draft and verify, as a share of a plain mlx-lm step.
 
-    The exit code is 1 if the upper end of the 95% interval is above the goal.
+    The exit code is 1 if the upper end of the interval is above the goal.
     """
     check_int("rounds", rounds, 2)
     check_int("max_tokens", max_tokens, 2)
@@ -48,14 +48,17 @@ def overhead(
         raise ConfigError(f"goal must be a share above 0, got {goal}")
     plan = shape.plan()
     target, tokenizer, drafter = pair.load()
+    from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.overhead import measure_overhead
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
     from mlx_redrafter.chat import encode_question
 
     ids = encode_question(tokenizer, prompt, use_template=False)
+    watch = LoadWatch()
     with progress("Triples") as on_progress:
         found = measure_overhead(target, drafter, ids, plan, rounds, temp, max_tokens, on_progress)
     show(_overhead_table(found), _overhead_remarks(found, plan, goal))
+    warn(disturbances := find_disturbances(watch.others()))
     if out is not None:
         configuration = {
             **pair_names(pair.model, pair.drafter, drafter),
@@ -65,7 +68,10 @@ def overhead(
             "max_tokens": max_tokens,
             "prompt_tokens": len(ids),
         }
-        write_result(out, new_result("overhead", configuration, share=found.share, found=found))
+        result = new_result(
+            "overhead", configuration, share=found.share, found=found, disturbances=disturbances
+        )
+        write_result(out, result)
     if found.share.high > goal:
         raise typer.Exit(1)
 
@@ -104,10 +110,12 @@ def memory(
     """
     check_int("prompt_tokens", prompt_tokens, 64)
     plan = shape.plan()
+    from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.memory import measure_memory
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
     target, _, drafter = pair.load()
+    watch = LoadWatch()
     with progress("Measurements") as on_progress:
         findings = measure_memory(target, drafter, plan, prompt_tokens, on_progress)
     table = Table("what", "found", "bound", "unit", "")
@@ -117,6 +125,7 @@ def memory(
             finding.name, f"{finding.found:.1f}", f"{finding.bound:.1f}", finding.unit, verdict
         )
     show(table)
+    warn(disturbances := find_disturbances(watch.others()))
     if out is not None:
         names = ("random", "random") if pair.is_random else (pair.model, pair.drafter)
         configuration = {
@@ -124,7 +133,8 @@ def memory(
             **plan.options,
             "prompt_tokens": prompt_tokens,
         }
-        write_result(out, new_result("memory", configuration, findings=findings))
+        result = new_result("memory", configuration, findings=findings, disturbances=disturbances)
+        write_result(out, result)
     if not all(finding.holds for finding in findings):
         raise typer.Exit(1)
 
@@ -148,17 +158,20 @@ def profile(
     plan = shape.plan()
     lengths, sizes, beam_widths = (parse_ints(text) for text in (contexts, tokens, widths))
     target, _, drafter = pair.load()
+    from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.plots import plot_profile
     from mlx_redrafter.bench.profile import profile as measure
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
+    watch = LoadWatch()
     with progress("Parts") as on_progress:
         found = measure(target, drafter, plan, lengths, sizes, beam_widths, rounds, on_progress)
     show(*_profile_tables(found, plan))
+    warn(disturbances := find_disturbances(watch.others()))
     if out is not None:
         names = pair_names(pair.model, pair.drafter, drafter)
         configuration = {**names, **plan.options, "rounds": rounds}
-        result = new_result("profile", configuration, found=found)
+        result = new_result("profile", configuration, found=found, disturbances=disturbances)
         write_result(out / "profile.json", result)
         title = f"{names['model']} on {result['machine']['processor']}"
         draw(lambda: plot_profile(out, found, title))
@@ -166,13 +179,13 @@ def profile(
 
 def _overhead_table(found: Overhead) -> Table:
     plain = found.parts["stock step"].median
-    table = Table("part", "ms", "95% interval", "of a plain step")
+    table = Table("part", "ms", "interval", "of a plain step")
     for name, part in [
         *found.parts.items(),
         ("overhead", found.overhead),
         ("overhead, host work included", found.unhidden),
     ]:
-        interval = f"{part.low * 1e3:.2f} to {part.high * 1e3:.2f}"
+        interval = part.scaled(1e3).span()
         table.add_row(name, f"{part.median * 1e3:.2f}", interval, f"{part.median / plain:.1%}")
     return table
 
@@ -183,8 +196,8 @@ def _overhead_remarks(found: Overhead, plan: DraftPlan, goal: float) -> str:
         f"{found.parts['verify'].median / found.parts['verify(1)'].median:.2f}; "
         f"draft per level: {found.parts['draft'].median / plan.shape.levels * 1e3:.2f} ms; "
         f"{found.tokens_per_step:.2f} tokens/step\n"
-        f"overhead: {found.share.median:.1%} of a plain step, 95% interval "
-        f"{found.share.low:.1%} to {found.share.high:.1%}; goal: at most {goal:.0%}"
+        f"overhead: {found.share.median:.1%} of a plain step, {found.share.span('.1%')}; "
+        f"goal: at most {goal:.0%}"
     )
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
-from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show
+from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.bench_speed import speed_table
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.options import Seed, Temp
@@ -56,10 +56,10 @@ def regret(
         )  # fmt: skip
     show(speed_table(found.rows, "by mlx-lm"))
     ratio = found.ratio
-    interval = f"95% interval {ratio.low:.3f} to {ratio.high:.3f}"
-    show(f"auto / {found.best}: {ratio.median:.3f} ({interval})")
+    show(f"auto / {found.best}: {ratio.median:.3f}, {ratio.span('.3f') or 'one text'}")
     if out is not None:
         draw(lambda: [plot_regret(out.with_suffix(".png"), found)])
+    warn(recording.result["disturbances"])
     refuse_texts(num_different(found.rows))
 
 

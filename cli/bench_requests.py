@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import Out, Repeats, Resume, TextTokens
-from mlx_redrafter.cli.bench_output import progress, refuse_texts, show
+from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
 from mlx_redrafter.cli.bench_speed import speed_table
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.records import takes_records
@@ -26,25 +26,29 @@ def request(
     """Measure the work before the first token of a request, without prompt and tokenizer."""
     check_int("rounds", rounds, 1)
     target, tokenizer, loaded = pair.load()
+    from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.request import measure_request
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
     from mlx_redrafter.checkpoint import named_parameters
 
+    watch = LoadWatch()
     with progress("Rounds") as on_progress:
         found = measure_request(target, tokenizer, loaded, REQUEST_PROMPT, rounds, on_progress)
     tensors = len(named_parameters(target))
-    table = Table("work before the prefill", "ms", "95% interval", title=f"{tensors} tensors")
+    table = Table("work before the prefill", "ms", "interval", title=f"{tensors} tensors")
     for name, seconds in found.items():
-        interval = f"{1e3 * seconds.low:.2f} to {1e3 * seconds.high:.2f}"
-        table.add_row(name, f"{1e3 * seconds.median:.2f}", interval)
+        table.add_row(name, f"{1e3 * seconds.median:.2f}", seconds.scaled(1e3).span())
     show(table)
+    warn(disturbances := find_disturbances(watch.others()))
     if out is not None:
         configuration = {
             **pair_names(pair.model, pair.drafter, loaded),
             "rounds": rounds,
             "tensors": tensors,
         }
-        write_result(out, new_result("request", configuration, found=found))
+        write_result(
+            out, new_result("request", configuration, found=found, disturbances=disturbances)
+        )
 
 
 @takes_records
@@ -80,4 +84,5 @@ def copy(
         found = compare_copies(setting, make_copies(tokenizer), repeats, recording, on_progress)
     for name, rows in found.items():
         show(speed_table(rows, name))
+    warn(recording.result["disturbances"])
     refuse_texts(num_different(row for rows in found.values() for row in rows))

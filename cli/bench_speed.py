@@ -18,6 +18,7 @@ from mlx_redrafter.cli.bench_output import (
     progress,
     refuse_texts,
     show,
+    warn,
 )
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.options import Seed, Temp, library_option
@@ -138,6 +139,7 @@ def compare(
     show(f"auto: timing the plans took {calibration:.1f} s, which no answer's time includes")
     for category, rows in found.by_category.items():
         show(speed_table(rows, category))
+    warn(recording.result["disturbances"])
     refuse_texts(num_different(found.rows))
 
 
@@ -192,6 +194,7 @@ def sweep(
         rows = [point.row for point in points if (point.dtype, point.temp) == group]
         show(speed_table(rows, f"{group[0]}, temperature {group[1]:g}"))
     draw(lambda: plot_sweep(out, points, title))
+    warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))
 
 
@@ -207,7 +210,7 @@ def _parse_temps(text: str) -> tuple[float, ...]:
 
 def speed_table(rows: Sequence[Row], title: str) -> Table:
     columns = (
-        "way", "speedup", "95% interval", "tokens/s", "tokens/step", "nodes/step",
+        "way", "speedup", "interval", "tokens/s", "tokens/step", "nodes/step",
         "accepted by depth", "repeated 4-grams", "prompt speedup", "texts", "different",
     )  # fmt: skip
     table = Table(*columns, title=title, title_justify="left")
@@ -216,7 +219,7 @@ def speed_table(rows: Sequence[Row], title: str) -> Table:
         table.add_row(
             row.arm,
             _format(speedup),
-            "" if speedup is None else f"{speedup.low:.2f} to {speedup.high:.2f}",
+            "" if speedup is None else speedup.span(),
             _format(row.tokens_per_second, 1),
             "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
             "" if row.nodes_per_step is None else f"{row.nodes_per_step:.1f}",

@@ -83,6 +83,7 @@ def test_compare(folders, tmp_path):
     result = json.loads(out.read_text())
     assert len(result["runs"]) == 6 * 2 * 2
     assert {row["num_different"] for row in result["found"]["rows"]} == {0}
+    assert all(line in text for line in result["disturbances"])
     run("compare", *options, "--repeats", 2, "--stock-draft-model", target, "--resume")
     assert len(json.loads(out.read_text())["runs"]) == 6 * 2 * 2
 

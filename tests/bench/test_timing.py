@@ -33,4 +33,18 @@ def test_estimate():
     assert 1 <= found.low <= 3 <= found.high <= 5
     assert found.count == 5
     assert found.scaled(2).median == 6
-    assert estimate([2.5]).high == pytest.approx(2.5)
+    assert found.span(".0f").endswith("(95%)")
+
+
+@pytest.mark.parametrize(
+    ("samples", "span"),
+    [
+        ([3.0], ""),
+        ([3.0, 1.0], "1 to 3 (range of 2)"),
+        ([3.0, 1.0, 2.0, 5.0], "1 to 5 (range of 4)"),
+    ],
+)
+def test_few_samples_have_a_range_and_no_interval(samples, span):
+    found = estimate(samples)
+    assert (found.low, found.high) == (min(samples), max(samples))
+    assert found.span(".0f") == span
