@@ -224,7 +224,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
+        if error.errno is None:  # it says all in words
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except RuntimeError as error:  # all that MLX says
         raise OSError(errno.EIO, first_line(error), str(path)) from error

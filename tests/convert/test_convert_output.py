@@ -282,7 +282,9 @@ def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert_drafter(source, out)
     assert upload.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
     assert hub.calls == [("create", "me/drafter"), ("me/drafter", ",".join(OUTPUT))]
-    with pytest.raises(CheckpointError, match=r"complete but could not be uploaded.*offline$"):
+    with pytest.raises(
+        CheckpointError, match=r"complete but could not be uploaded.*offline; check"
+    ):
         upload.upload_folder(out, "nobody/nothing")
 
 

@@ -184,7 +184,7 @@ def test_a_vocabulary_slice_drafts_less_and_changes_no_text(
     convert: Convert, stories: Trained, tmp_path: Path
 ) -> None:
     whole = convert(dtype="float32").provenance["self_test"]["acceptance"]
-    conversion = convert(dtype="float32", vocabulary=VocabularySlice(300, (TEXT,)))
+    conversion = convert(dtype="float32", vocabulary=VocabularySlice(300, (shared_path(TEXT),)))
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["draft_vocab_size"] == 300
     drafter = load_drafter(tmp_path / "out")
