@@ -24,7 +24,7 @@ from mlx_redrafter.target.architectures import (
     WRAPPERS,
     Config,
 )
-from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe
+from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, holds_trees
 from mlx_redrafter.target.hooks import Hook, HookPoint, capture
 
 MLX_LM_MODELS = "mlx_lm.models."
@@ -176,9 +176,7 @@ def _rope_kinds(config: Config) -> set[str]:
 
 
 def _check_caches(name: str, caches: list[Any]) -> None:
-    others = {
-        describe(c) for c in caches if type(c) not in LAYER_CACHES or getattr(c, "keep", False)
-    }
+    others = {describe(cache) for cache in caches if not holds_trees(cache)}
     if others:
         raise _refusal(
             f"model_type {name!r} with caches {', '.join(sorted(others))}",

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.errors import UnsupportedTargetError
@@ -102,15 +103,18 @@ def test_built_model_of_refused_type() -> None:
         find_parts(build({**tiny_config("llama"), "model_type": "bitnet"}))
 
 
-def test_built_model_with_other_caches() -> None:
+@pytest.mark.parametrize(
+    ("cache", "words"), [(object(), r"object\(\)"), (RotatingKVCache(8, keep=4), "keep=4")]
+)
+def test_built_model_with_other_caches(cache: Any, words: str) -> None:
     class Quirky(llama.Model):
         def make_cache(self) -> list[Any]:
-            return [object() for _ in self.layers]
+            return [cache for _ in self.layers]
 
     model = build(tiny_config("llama"))
     Quirky.__module__ = llama.__name__
     model.__class__ = Quirky
-    with pytest.raises(UnsupportedTargetError, match="caches object"):
+    with pytest.raises(UnsupportedTargetError, match=f"caches .*{words}"):
         find_parts(model)
 
 

@@ -19,6 +19,11 @@ LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
 }
 
 
+def holds_trees(cache: Any) -> bool:
+    """Whether a cache can hold a tree; a ring that keeps the first tokens cannot."""
+    return type(cache) in LAYER_CACHES and not getattr(cache, "keep", 0)
+
+
 def describe(cache: Any) -> str:
     """The kind of a cache and its sizes, as in ``RotatingKVCache(max_size=512, keep=0)``."""
     names = [name for name in ("max_size", "keep", "chunk_size") if hasattr(cache, name)]
