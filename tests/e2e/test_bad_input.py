@@ -231,7 +231,7 @@ def _change_config(folder: Path, **values: Any) -> None:
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     "config",
-    [{"model_type": "mamba"}, {"model_type": "gemma3"}, {"model_type": "no-such-architecture"}],
+    [{"model_type": "mamba"}, {"model_type": "bitnet"}, {"model_type": "no-such-architecture"}],
     ids=str,
 )
 def test_unsupported_architecture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import tiny_llama, tiny_qwen3
+from tests.models.tiny_models import build, windowed_config
 
 K = 8
 
@@ -31,10 +33,17 @@ def _sequences(lengths: list[int], vocab_size: int = 64) -> list[TokenSequence]:
     ]
 
 
-def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+MODELS = {
+    "full": tiny_qwen3,
+    **{name: partial(build, windowed_config(name)) for name in ("gemma3_text", "llama4")},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(teacher, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
-    target = Target(tiny_llama())
+    target = Target(MODELS[name]())
     sequences = _sequences([17, 3, 40, 9, 21])
     shard = read_sequences(target, sequences, K)
     starts = np.array(shard.starts)
@@ -61,9 +70,10 @@ def test_all_tokens_kept_leave_no_tail() -> None:
     assert not np.array(shard.tail).any()
 
 
-def test_rollouts_are_greedy_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_rollouts_are_greedy_continuations(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(teacher, "ROLLOUT_POSITIONS", 7)  # several stretches
-    target = Target(tiny_qwen3())
+    target = Target(MODELS[name]())
     sequences = _sequences([19, 5])
     shard = read_sequences(target, sequences, K)
     rollouts = roll_out(target, shard, 4)
