@@ -57,7 +57,8 @@ def find_disturbances(load: float | None, runs: Sequence[Run] = ()) -> list[str]
         found.append(
             f"other programs kept {load:.1f} threads busy (at most {MOST_LOAD:g} is quiet)"
         )
-    plain = [row.speedup for row in summarise(runs) if row.arm == PLAIN and row.speedup is not None]
+    both = [run for run in runs if run.arm in (STOCK, PLAIN)]
+    plain = [row.speedup for row in summarise(both) if row.arm == PLAIN and row.speedup is not None]
     low, high = PLAIN_RATIOS
     if plain and not low <= plain[0].median <= high:
         found.append(

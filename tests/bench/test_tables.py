@@ -1,0 +1,51 @@
+"""The page of results is what its result files say."""
+
+import pytest
+
+from mlx_redrafter.bench.tables import FOLDER, PAGES, TABLE, TABLES, fill, read_results
+from mlx_redrafter.errors import CheckpointError
+
+TEXTS = [page.read_text(encoding="utf-8") for page in PAGES]
+FOUND = read_results(FOLDER)
+
+
+def test_the_tables_are_those_of_the_results():
+    for text in TEXTS:
+        assert fill(text, FOUND) == text, "run python -m mlx_redrafter.bench.tables"
+
+
+def test_every_table_is_on_one_page():
+    names = [found[2] for text in TEXTS for found in TABLE.finditer(text)]
+    assert sorted(names) == sorted(TABLES)
+
+
+def test_a_result_that_changes_changes_its_row():
+    page = "before\n<!-- table: prediction -->\nold\n<!-- end -->\nafter\n"
+    found = {"x": {"kind": "predict validation", "found": [
+        {"chip": "M9", "errors": [0.1, -0.2, 0.3], "best": [{"share": 0.9}, {"share": 0.8}]}
+    ]}}  # fmt: skip
+    filled = fill(page, found)
+    assert "| M9 | 3 | 20.0% | +10.0% | +30.0% | 80.0% |\n<!-- end -->\nafter" in filled
+    assert "old" not in filled
+    assert fill(filled, found) == filled
+
+
+def test_a_table_that_there_is_not_is_named():
+    with pytest.raises(CheckpointError, match="found 'speeed'"):
+        fill("<!-- table: sped -->\n<!-- end -->", {})
+
+
+@pytest.mark.parametrize("name", sorted(FOUND))
+def test_texts_of_results_are_the_targets_own(name):
+    result = FOUND[name]
+    found = result.get("found")
+    rows = [point["row"] for point in result.get("points", ())]
+    rows += found["rows"] if isinstance(found, dict) and "rows" in found else []
+    rows += found if result["kind"] == "guard" else []
+    assert not any(row["num_different"] for row in rows)
+
+
+def test_pages_are_short():
+    for text in TEXTS:
+        assert len(text.splitlines()) <= 120
+        assert max(map(len, text.splitlines())) <= 160
