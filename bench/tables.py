@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -255,7 +256,7 @@ def write_pages() -> None:
     results = read_results(FOLDER)
     for page in PAGES:
         text = fill(page.read_text(encoding="utf-8"), results)
-        write_atomically(page, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        write_atomically(page, partial(Path.write_text, data=text, encoding="utf-8"))
 
 
 if __name__ == "__main__":

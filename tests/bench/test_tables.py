@@ -31,7 +31,7 @@ def test_a_result_that_changes_changes_its_row():
 
 
 def test_a_table_that_there_is_not_is_named():
-    with pytest.raises(CheckpointError, match="found 'speeed'"):
+    with pytest.raises(CheckpointError, match="found 'sped'"):
         fill("<!-- table: sped -->\n<!-- end -->", {})
 
 

@@ -38,7 +38,7 @@ def _commands(page: Path) -> list[str]:
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     typed += [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", prose)]
     typed = [re.sub(r"[\[\]]", "", one) for one in typed]  # around options that may be left out
-    return [one for one in typed if one.startswith(f"{PROGRAM} ") and "COMMAND" not in one]
+    return [one for one in typed if re.match(f"{PROGRAM} (?!.*(COMMAND|bench NAME))", one)]
 
 
 def _parse(words: list[str]) -> None:
