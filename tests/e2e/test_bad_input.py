@@ -450,10 +450,10 @@ def test_a_result_that_cannot_be_written_is_one_line(
     [
         (OSError("no connection to the hub"), "no connection to the hub"),
         (OSError(), "OSError"),
-        (OSError(errno.EIO, "Input/output error"), "output: Input/output error"),
+        (OSError(errno.ENODEV, "No such device"), "output: No such device"),
         (
-            OSError(errno.EIO, "Input/output error", "a.json"),
-            "a.json: Input/output error; choose another path",
+            OSError(errno.ENODEV, "No such device", "a.json"),
+            "a.json: No such device; choose another path",
         ),
     ],
 )
