@@ -2,11 +2,11 @@
 
 Axes: N nodes of the tree, W tokens of the window, a token itself among them.
 
-A ring has overwritten what a rejected draft's parent still sees. So the first tree moves its rows
-into a buffer in the order of the text, which takes the rows of trees as that of a layer that
-attends to all tokens does. When the buffer is full, rows that no window reaches any more are
-dropped. `SlidingCache.settle` moves the rows back. Until the first tree the ring decodes alone, as
-in mlx-lm.
+Drafts would overwrite rows of a ring that are still needed where they are rejected. So the first
+tree moves its rows into a buffer in the order of the text, which takes the rows of trees as that of
+a layer that attends to all tokens does. When the buffer is full, rows that no window reaches any
+more are dropped. `SlidingCache.settle` moves the rows back. Until the first tree the ring decodes
+alone, as in mlx-lm.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SlidingCache:
         self._rows.commit(path)
 
     def settle(self, length: int) -> None:
-        """See `LayerCache.settle`; rows that were dropped are zeros, W tokens after the end."""
+        """See `LayerCache.settle`; rows that are not there any more become zeros."""
         if self._rows is not None:
             self._rows.settle(length)
             _fill(self.stock, self._rows.stock, length)

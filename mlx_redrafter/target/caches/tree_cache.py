@@ -22,7 +22,7 @@ class ForwardPass:
     def __init__(self, length: int, tree: TokenTree | None = None):
         self.length = length
         self.tree = tree
-        self._chunk_mask: mx.array | None = None
+        self._chunk_masks: dict[tuple[int, int], mx.array] = {}
 
     @cached_property
     def tree_mask(self) -> mx.array:
@@ -58,13 +58,13 @@ class ForwardPass:
         Returns:
             Bool, shape (N, length - first + N).
         """
-        if self._chunk_mask is None:
+        if (chunk, first) not in self._chunk_masks:
             assert self.tree is not None
             own = (self.length + self.tree.depths) // chunk
-            is_seen = mx.arange(first, self.length) // chunk == own[:, None]
+            is_near = mx.arange(first, self.length) // chunk == own[:, None]
             ancestors = self.tree.ancestors & (own == own[:, None])
-            self._chunk_mask = mx.concatenate([is_seen, ancestors], axis=1)
-        return self._chunk_mask
+            self._chunk_masks[chunk, first] = mx.concatenate([is_near, ancestors], axis=1)
+        return self._chunk_masks[chunk, first]
 
 
 class LayerCache(Protocol):
