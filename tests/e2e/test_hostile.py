@@ -43,6 +43,8 @@ PROMPTS = "Once upon a time\n\nThe old man"
 # Arguments with which each command would do its work.
 COMMANDS: dict[str, list[str]] = {
     "generate": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
+    "chat": ["--model", "model", "--drafter", "drafter"],
+    "advise": ["model"],
     "check": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
     "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
     "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
@@ -53,6 +55,7 @@ COMMANDS: dict[str, list[str]] = {
     "bench regret": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench simulate": [],
     "bench profile": ["--model", "model", "--drafter", "drafter"],
+    "bench training": [],
     "bench predict": ["--model", "model", "--drafter", "drafter"],
     "bench overhead": ["--model", "model", "--drafter", "drafter"],
     "bench memory": ["--model", "model", "--drafter", "drafter"],
