@@ -109,6 +109,13 @@ class Window:
         """The plan of most steps."""
         return max(self.steps, key=lambda name: len(self.steps[name].seconds))
 
+    @property
+    def seconds_per_token(self) -> float:
+        """Time of a token, of the median steps of all plans."""
+        counts = [(len(one.seconds), one.median) for one in self.steps.values()]
+        step = sum(count * seconds for count, seconds in counts) / sum(count for count, _ in counts)
+        return step / self.tokens_per_step
+
     def ratio(self, name: str | None) -> float:
         """Time of a step relative to its forward pass alone; None takes the steps of all plans."""
         chosen = self.steps.values() if name is None else [self.steps[name]]

@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.bench.endurance import Window
+import mlx.nn as nn
+from mlx_lm.utils import get_total_parameters
+
+from mlx_redrafter.bench.endurance import TIME_RATIO, Window
 from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.regret import Regret
-from mlx_redrafter.bench.runs import AUTO
-from mlx_redrafter.bench.sweep import Point, group_name
+from mlx_redrafter.bench.runs import AUTO, STOCK
+from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import RedrafterError
 
 NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"
+SIZE = (7.5, 5.0)
+SPEED = f"times as fast as {STOCK}"
+SELECTIONS = {"top_n": "best nodes", "beam": "merged beams"}
+# Lowest speed that has a colour of its own.
+SLOWEST = 0.5
+# What keeps a name legible above points.
+BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
+# Speed by that of a point to the left from which a point is named.
+NAMED = 1.01
 
 
 class PlotError(RedrafterError):
     """A plot cannot be drawn here."""
 
 
-def plot_sweep(folder: Path, points: Sequence[Point], title: str) -> list[Path]:
-    """Draw a heat map of the speedup for every group, and speed against acceptance.
+def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
+    """What was measured, for the top of a plot: model, size, machine and texts.
+
+    Args:
+        result: The result, with its configuration and machine.
+        model: The target.
+        texts: What was decoded, if anything was.
+    """
+    machine, size = result["machine"], get_total_parameters(model)
+    short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
+    chip = f"{machine['processor']}, {machine['cores']} cores"
+    line = f"{result['configuration']['model']}, {short} parameters, on {chip}"
+    return f"{line}\n{texts}" if texts else line
+
+
+def count_texts(configuration: Mapping[str, Any]) -> str:
+    """The texts of a benchmark with prompts, for its title."""
+    repeats = f"{configuration['repeats']} x {configuration['max_tokens']} tokens each"
+    temp = configuration.get("temp")  # a sweep has several
+    return f"{len(configuration['prompts'])} prompts, {repeats}" + (
+        "" if temp is None else f", {_way(temp)}"
+    )
+
+
+def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
+    """Draw a map of the speed for every group, and speed against acceptance.
 
     Args:
         folder: Folder for the PNG files.
         points: Results of a sweep.
-        title: Title with the names of model and machine.
+        heading: Title, of `title`.
 
     Returns:
         The files.
@@ -37,138 +73,230 @@ def plot_sweep(folder: Path, points: Sequence[Point], title: str) -> list[Path]:
     Raises:
         PlotError: matplotlib is not installed.
     """
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        nodes = (
-            ""
-            if point.plan.shape.select == "beam" or _has_default_nodes(point)
-            else (f" n{point.plan.num_nodes}")
-        )
-        name = f"{point.plan.shape.select}{nodes}, {group_name(point.dtype, point.temp)}"
-        groups.setdefault(name, []).append(point)
+    groups = _groups(points)
     files = []
     for name, group in groups.items():
         path = folder / f"speedup {name}.png".replace(", ", " ").replace(" ", "-")
-        with _figure(path, (6.5, 4.5)) as axes:
-            _heat_map(axes, group)
-            axes.set_title(f"{title}\n{name}: speedup over mlx-lm", fontsize=9)
+        with _figure(path, heading) as axes:
+            _map(axes, group)
+            axes.set_title(name, fontsize=10)
         files.append(path)
     path = folder / "speed-and-acceptance.png"
-    with _figure(path, (6.5, 4.5)) as axes:
-        for name, group in groups.items():
-            pairs = [
-                (point.row.tokens_per_step, point.row.speedup.median)
-                for point in group
-                if point.row.tokens_per_step is not None and point.row.speedup is not None
-            ]
-            axes.scatter([x for x, _ in pairs], [y for _, y in pairs], s=14, label=name)
+    with _figure(path, heading) as axes:
+        for colour, (name, group) in enumerate(groups.items()):
+            known = [point for point in group if point.row.tokens_per_step and point.row.speedup]
+            places = [_place(point) for point in known]
+            axes.scatter(*zip(*places, strict=True), s=22, label=name, color=f"C{colour}")
+            for point in _frontier(known):
+                offset, side = ((4, -10), "left") if colour % 2 else ((-3, 4), "right")
+                axes.annotate(
+                    _shape(point.plan), _place(point), xytext=offset, ha=side, fontsize=8,
+                    textcoords="offset points", color=f"C{colour}", bbox=BEHIND,
+                )  # fmt: skip
         axes.axhline(1, color="grey", linewidth=0.8)
         axes.set_xlabel("tokens per step")
-        axes.set_ylabel("speedup over mlx-lm")
-        axes.set_title(title, fontsize=9)
-        axes.legend(fontsize=7)
+        axes.set_ylabel(SPEED)
+        axes.margins(x=0.12)
+        axes.legend(title="named: faster than all to their left")
     return [*files, path]
 
 
-def plot_profile(folder: Path, found: Profile, title: str) -> list[Path]:
+def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:
     """Draw the cost of verifying, of drafting, and the parts of a step; see `plot_sweep`."""
     verify = folder / "verify.png"
-    with _figure(verify, (6.5, 4.5)) as axes:
+    with _figure(verify, heading) as axes:
         for context in dict.fromkeys(cost.context for cost in found.verify):
             costs = [cost for cost in found.verify if cost.context == context]
             sizes = [cost.tokens for cost in costs]
-            axes.plot(sizes, [cost.ratio for cost in costs], marker="o", label=f"{context} tokens")
+            axes.plot(sizes, [cost.ratio for cost in costs], marker="o", label=f"{context:,}")
         axes.set_xlabel("tokens per forward pass, T")
-        axes.set_ylabel("verify(T) / verify(1)")
-        axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize=9)
-        axes.legend(title="context", fontsize=7)
+        axes.set_ylabel("time by that of one token")
+        _from_zero(axes)
+        axes.legend(title="tokens before them")
     draft = folder / "draft.png"
-    with _figure(draft, (6.5, 4.5)) as axes:
+    with _figure(draft, heading) as axes:
         for width in dict.fromkeys(cost.width for cost in found.draft):
             drafts = [cost for cost in found.draft if cost.width == width]
             levels = [cost.length - 1 for cost in drafts]
             times = [1e3 * cost.seconds.median for cost in drafts]
-            axes.plot(levels, times, marker="o", label=f"{width}")
-        axes.set_xlabel("levels, L - 1")
-        axes.set_ylabel("drafting, ms")
-        axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize=9)
-        axes.legend(title="beam width", fontsize=7)
+            axes.plot([0, *levels], [0, *times], marker="o", label=f"{width}")
+        axes.set_xticks(range(max(cost.length for cost in found.draft)))
+        axes.set_xlabel("levels drafted, L - 1")
+        axes.set_ylabel("ms")
+        _from_zero(axes)
+        axes.legend(title="beam width, W")
     step = folder / "step.png"
-    with _figure(step, (6.5, 2.5)) as axes:
-        names = ["stock step", "step", "verify", "draft", "accept", "commit"]
-        parts = [found.step.parts[name] for name in names]
-        axes.barh(names[::-1], [1e3 * part.median for part in parts][::-1])
+    with _figure(step, heading, (7.5, 3.0)) as axes:
+        parts = {name: 1e3 * part.median for name, part in found.step.parts.items()}
+        _stack(axes, "a step of mlx-lm", {"mlx-lm": parts["stock step"]})
+        named = {name: parts[name] for name in ("verify", "draft", "accept")}
+        rest = max(0.0, parts["step"] - sum(named.values()))
+        _stack(axes, "a drafted step", {**named, "commit, host": rest})
+        axes.invert_yaxis()
         axes.set_xlabel("ms")
-        axes.set_title(title, fontsize=9)
+        axes.figure.legend(loc="outside lower center", ncols=3)
+        axes.margins(x=0.12)
     return [verify, draft, step]
 
 
-def plot_regret(path: Path, found: Regret) -> Path:
+def plot_regret(path: Path, found: Regret, heading: str) -> Path:
     """Draw the speed of every way of decoding with its interval; see `plot_sweep`."""
-    with _figure(path, (6.5, 4.5)) as axes:
-        rows = [row for row in found.rows if row.speedup is not None]
-        for place, row in enumerate(rows[::-1]):
-            assert row.speedup is not None
-            speed = row.speedup
-            axes.plot([speed.low, speed.high], [place, place], color="grey")
-            axes.plot([speed.median], [place], "o", color="C1" if row.arm == AUTO else "C0")
-        axes.set_yticks(range(len(rows)), [row.arm for row in rows[::-1]])
+    speeds = {row.arm: row.speedup for row in found.rows if row.speedup is not None}
+    colours = {AUTO: "C1", found.best: "C2"}
+    with _figure(path, heading) as axes:
+        for place, (arm, speed) in enumerate(speeds.items()):
+            colour = colours.get(arm, "C0")
+            axes.plot([speed.low, speed.high], [place, place], color=colour, alpha=0.5)
+            axes.plot([speed.median], [place], "o", color=colour)
+            axes.annotate(
+                f"{speed.median:.2f}", (speed.median, place), xytext=(0, 5), ha="center",
+                textcoords="offset points", fontsize=8, color=colour,
+            )  # fmt: skip
+        names = {AUTO: "default", found.best: f"best fixed, {_arm(found.best)}"}
+        axes.set_yticks(range(len(speeds)), [names.get(arm, _arm(arm)) for arm in speeds])
+        axes.invert_yaxis()
+        axes.margins(y=0.07)
         axes.axvline(1, color="grey", linewidth=0.8)
-        axes.set_xlabel("speedup over mlx-lm")
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"{SPEED}; lines: {_spread(found.ratio.kind)}")
     return path
 
 
-def plot_endurance(path: Path, windows: Sequence[Window], title: str) -> Path:
-    """Draw step times and memory against the length of the text; see `plot_sweep`."""
-    with _figure(path, (6.5, 4.5)) as axes:
-        for name in dict.fromkeys(name for window in windows for name in window.steps):
-            own = [window for window in windows if name in window.steps]
-            times = [1e3 * window.steps[name].median for window in own]
-            axes.plot([window.length for window in own], times, marker=".", label=f"step, {name}")
-        lengths = [window.length for window in windows]
-        for name in windows[0].forwards:
-            times = [1e3 * window.forwards[name] for window in windows]
-            axes.plot(lengths, times, linestyle=":", label=f"{name} alone")
-        axes.set_xlabel("tokens of the text")
-        axes.set_ylabel("ms")
-        axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize=9)
-        memory = axes.twinx()
-        used = [window.memory / 1e6 for window in windows]
-        memory.plot(lengths, used, color="black", linestyle="--", label="memory")
-        memory.set_ylabel("MB beyond weights and K/V rows")
-        memory.set_ylim(bottom=0)
-        axes.figure.legend(fontsize=7, loc="outside lower center", ncols=3)
+def plot_endurance(path: Path, windows: Sequence[Window], heading: str) -> Path:
+    """Draw times and memory against the length of the text; see `plot_sweep`."""
+    lengths = [window.length for window in windows]
+    with _figure(path, heading, (7.5, 8.0), rows=3) as (speed, ratio, memory):
+        ours = [1e3 * window.seconds_per_token for window in windows]
+        stock = [1e3 * window.forwards[STOCK] for window in windows]
+        speed.plot(lengths, stock, marker=".", label=STOCK)
+        speed.plot(lengths, ours, marker=".", label="drafted")
+        speed.set_ylabel("ms per token")
+        ratios = [window.ratio(None) for window in windows]
+        ratio.plot(lengths, ratios, marker=".", label="all steps by their verify alone")
+        ratio.set_ylabel(f"ratio (may grow by {TIME_RATIO - 1:.0%})")
+        for name, sizes in (
+            ("beyond weights and K/V rows", [window.memory for window in windows]),
+            ("its peak", [window.peak for window in windows]),
+        ):
+            memory.plot(lengths, [size / 1e6 for size in sizes], marker=".", label=name)
+        memory.set_ylabel("MB")
+        memory.set_xlabel("tokens of the text")
+        for axes in (speed, ratio, memory):
+            _from_zero(axes)
+            axes.legend()
     return path
 
 
-def _has_default_nodes(point: Point) -> bool:
-    return point.plan == DraftPlan.of(point.plan.shape.width, point.plan.shape.length)
+def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Points that differ in width and length only, by what they share in plain words."""
+    shapes: dict[tuple[Any, ...], set[int]] = {}
+    for point in points:
+        shape = point.plan.shape
+        shapes.setdefault((point.dtype, point.temp, shape), set()).add(point.plan.num_nodes)
+    has_nodes = any(len(counts) > 1 for counts in shapes.values())
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        name = SELECTIONS[point.plan.shape.select]
+        if has_nodes and point.plan.shape.select == "top_n":
+            name += f", {point.plan.num_nodes} nodes"
+        groups.setdefault(f"{name}, {point.dtype}, {_way(point.temp)}", []).append(point)
+    return groups
 
 
-def _heat_map(axes: Any, points: Sequence[Point]) -> None:
+def _spread(kind: str) -> str:
+    return "95% interval of the median" if kind == "95%" else kind or "one text"
+
+
+def _way(temp: float) -> str:
+    return f"temperature {temp:g}" if temp else "greedy"
+
+
+def _place(point: Point) -> tuple[float, float]:
+    """Where a point with both numbers is drawn: tokens per step and speed."""
+    assert point.row.tokens_per_step is not None
+    assert point.row.speedup is not None
+    return point.row.tokens_per_step, point.row.speedup.median
+
+
+def _frontier(points: Sequence[Point]) -> Iterator[Point]:
+    """Points that are faster, by a name's height, than all that have no more tokens per step."""
+    fastest = 0.0
+    for point in sorted(points, key=lambda one: (_place(one)[0], -_place(one)[1])):
+        if _place(point)[1] > NAMED * fastest:
+            fastest = _place(point)[1]
+            yield point
+
+
+def _shape(plan: DraftPlan) -> str:
+    return f"W{plan.shape.width} L{plan.shape.length}"
+
+
+def _arm(name: str) -> str:
+    """A way of decoding in plain words; shapes as letters and numbers."""
+    select, *sizes = name.split()
+    if select not in SELECTIONS:
+        return name
+    merged = f"{SELECTIONS[select]}, " if select == "beam" else ""
+    return merged + " ".join(sizes).upper()
+
+
+def _map(axes: Any, points: Sequence[Point]) -> None:
+    """Speeds by width and length, in colours that part at that of mlx-lm; the best is framed."""
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.patches import Rectangle
+
     widths = sorted({point.plan.shape.width for point in points})
     lengths = sorted({point.plan.shape.length for point in points})
-    cells = [[float("nan")] * len(widths) for _ in lengths]
-    for point in points:
-        row, column = lengths.index(point.plan.shape.length), widths.index(point.plan.shape.width)
-        if point.row.speedup is not None:
-            cells[row][column] = point.row.speedup.median
-            text = f"{point.row.speedup.median:.2f}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=8)
-    image = axes.imshow(cells, cmap="RdYlGn", origin="lower", vmin=0.5, vmax=1.5, aspect="auto")
-    axes.figure.colorbar(image, ax=axes)
+    speeds = {
+        (widths.index(point.plan.shape.width), lengths.index(point.plan.shape.length)): (
+            point.row.speedup.median
+        )
+        for point in points
+        if point.row.speedup is not None
+    }
+    cells = [
+        [speeds.get((column, row), float("nan")) for column in range(len(widths))]
+        for row in range(len(lengths))
+    ]
+    slowest, fastest = min(speeds.values(), default=1.0), max(speeds.values(), default=1.0)
+    norm = TwoSlopeNorm(1.0, min(SLOWEST, slowest), max(1.01, fastest))
+    image = axes.imshow(cells, cmap="RdBu", norm=norm, origin="lower", aspect="auto")
+    best = max(speeds, key=speeds.__getitem__, default=None)
+    for place, speed in speeds.items():
+        is_dark = abs(norm(speed) - 0.5) > 0.3
+        axes.text(
+            *place, f"{speed:.2f}", ha="center", va="center", fontsize=11,
+            color="white" if is_dark else "black", weight="bold" if place == best else "normal",
+        )  # fmt: skip
+    if best is not None:
+        corner = (best[0] - 0.47, best[1] - 0.46)
+        axes.add_patch(Rectangle(corner, 0.94, 0.92, fill=False, edgecolor="black", linewidth=3))
+    axes.figure.colorbar(image, ax=axes, label=SPEED)
     axes.set_xticks(range(len(widths)), widths)
     axes.set_yticks(range(len(lengths)), lengths)
-    axes.set_xlabel("beam width")
-    axes.set_ylabel("beam length")
+    axes.set_xlabel("beam width, W")
+    axes.set_ylabel("beam length, L")
+
+
+def _stack(axes: Any, name: str, parts: Mapping[str, float]) -> None:
+    """One bar of parts in ms, one after the other."""
+    left = 0.0
+    for part, size in parts.items():
+        axes.barh(name, size, left=left, label=f"{part}, {size:.1f}")
+        left += size
+    axes.text(left, name, f" {left:.1f}", va="center")
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 @contextmanager
-def _figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes to draw on; the file is written afterwards, whole or not at all."""
+def _figure(
+    path: Path, heading: str, size: tuple[float, float] = SIZE, rows: int = 1
+) -> Iterator[Any]:
+    """Axes to draw on, ``rows`` above each other; the file is written afterwards, whole or not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -176,7 +304,8 @@ def _figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
         raise PlotError(NO_MATPLOTLIB) from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    yield figure.add_subplot()
+    figure.suptitle(heading, fontsize=11)
+    yield figure.subplots(rows, sharex=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     save: Callable[[Path], object] = lambda temporary: figure.savefig(temporary, dpi=120)  # noqa: E731
     write_atomically(path, save)

@@ -45,10 +45,14 @@ class Estimate:
         Args:
             form: Format of a number.
         """
+        return f"{self.low:{form}} to {self.high:{form}} ({self.kind})" if self.kind else ""
+
+    @property
+    def kind(self) -> str:
+        """What lies between ``low`` and ``high``; empty for one sample."""
         if self.count < 2:
             return ""
-        kind = "95%" if self.count >= LEAST_SAMPLES else f"range of {self.count}"
-        return f"{self.low:{form}} to {self.high:{form}} ({kind})"
+        return "95%" if self.count >= LEAST_SAMPLES else f"range of {self.count}"
 
     def scaled(self, factor: float) -> Estimate:
         """The estimate in another unit; ``factor`` is positive."""

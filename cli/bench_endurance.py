@@ -34,7 +34,7 @@ def endurance(
     target, tokenizer, loaded = pair.load()
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.endurance import endure, judge
-    from mlx_redrafter.bench.plots import plot_endurance
+    from mlx_redrafter.bench.plots import plot_endurance, title
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
     from mlx_redrafter.chat import encode_question
 
@@ -64,8 +64,8 @@ def endurance(
     warn(disturbances := find_disturbances(watch.others()))
     if out is not None:
         write_result(out, {**result, "findings": findings, "disturbances": disturbances})
-        title = f"{configuration['model']} on {result['machine']['processor']}"
-        draw(lambda: [plot_endurance(out.with_suffix(".png"), windows, title)])
+        heading = title(result, target, f"one greedy text of {tokens:,} tokens")
+        draw(lambda: [plot_endurance(out.with_suffix(".png"), windows, heading)])
     if not all(finding.holds for finding in findings):
         raise typer.Exit(1)
 

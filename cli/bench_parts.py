@@ -159,7 +159,7 @@ def profile(
     lengths, sizes, beam_widths = (parse_ints(text) for text in (contexts, tokens, widths))
     target, _, drafter = pair.load()
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
-    from mlx_redrafter.bench.plots import plot_profile
+    from mlx_redrafter.bench.plots import plot_profile, title
     from mlx_redrafter.bench.profile import profile as measure
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
 
@@ -173,8 +173,7 @@ def profile(
         configuration = {**names, **plan.options, "rounds": rounds}
         result = new_result("profile", configuration, found=found, disturbances=disturbances)
         write_result(out / "profile.json", result)
-        title = f"{names['model']} on {result['machine']['processor']}"
-        draw(lambda: plot_profile(out, found, title))
+        draw(lambda: plot_profile(out, found, title(result, target)))
 
 
 def _overhead_table(found: Overhead) -> Table:

@@ -32,7 +32,7 @@ def regret(
     """
     SamplingParams(temp, seed=seed)
     target, tokenizer, drafter = pair.load()
-    from mlx_redrafter.bench.plots import plot_regret
+    from mlx_redrafter.bench.plots import count_texts, plot_regret, title
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.regret import measure_regret
     from mlx_redrafter.bench.report import num_different
@@ -58,7 +58,8 @@ def regret(
     ratio = found.ratio
     show(f"auto / {found.best}: {ratio.median:.3f}, {ratio.span('.3f') or 'one text'}")
     if out is not None:
-        draw(lambda: [plot_regret(out.with_suffix(".png"), found)])
+        heading = title(recording.result, target, count_texts(configuration))
+        draw(lambda: [plot_regret(out.with_suffix(".png"), found, heading)])
     warn(recording.result["disturbances"])
     refuse_texts(num_different(found.rows))
 

@@ -161,7 +161,7 @@ def sweep(
     """
     check_int("shapes_per_block", shapes_per_block, 1)
     SamplingParams(seed=seed)
-    from mlx_redrafter.bench.plots import plot_sweep
+    from mlx_redrafter.bench.plots import count_texts, plot_sweep, title
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import pair_names
@@ -189,11 +189,11 @@ def sweep(
             rounds.max_repeated, on_progress,
         )  # fmt: skip
     write_tables(out, recording.runs, points, rounds.max_tokens)
-    title = f"{configuration['model']} on {recording.result['machine']['processor']}"
     for group in dict.fromkeys((point.dtype, point.temp) for point in points):
         rows = [point.row for point in points if (point.dtype, point.temp) == group]
         show(speed_table(rows, f"{group[0]}, temperature {group[1]:g}"))
-    draw(lambda: plot_sweep(out, points, title))
+    heading = title(recording.result, target, count_texts(configuration))
+    draw(lambda: plot_sweep(out, points, heading))
     warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))
 

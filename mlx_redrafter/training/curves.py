@@ -31,7 +31,7 @@ def write_csv(folder: Path, curve: Sequence[CurvePoint]) -> None:
 
 
 def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:
-    """Draw loss and tokens per step over the steps.
+    """Draw tokens per step and loss over the steps, above each other.
 
     Returns:
         True if the picture was written, False if matplotlib is not installed.
@@ -40,14 +40,22 @@ def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure: Any = Figure(figsize=(8, 4.5), layout="constrained")
-    left = figure.add_subplot()
-    right = left.twinx()
+    figure: Any = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    upper.plot([p.step for p in curve], [p.tokens_per_step for p in curve], marker=".")
+    best = max(curve, key=lambda point: point.tokens_per_step)
+    upper.plot(best.step, best.tokens_per_step, "o", color="tab:red")
+    figure.suptitle(
+        f"{folder.name}, best: {best.tokens_per_step:.2f} tokens/step after {best.step:,} steps, "
+        f"{best.seconds / 60:.0f} minutes"
+    )
+    upper.set_ylim(1, 1 + 1.1 * (best.tokens_per_step - 1))  # from what plain decoding has
+    upper.set_ylabel("tokens/step, held-out texts")
     trained = [point for point in curve if point.step > 0]
-    left.plot([p.step for p in trained], [p.loss for p in trained], color="tab:orange")
-    right.plot([p.step for p in curve], [p.tokens_per_step for p in curve], color="tab:blue")
-    left.set_xlabel("step")
-    left.set_ylabel("training loss (nats)", color="tab:orange")
-    right.set_ylabel("tokens/step on held-out text (simulated)", color="tab:blue")
+    lower.plot([p.step for p in trained], [p.loss for p in trained], marker=".", color="tab:orange")
+    lower.set_ylim(0, 1.1 * max((p.loss for p in trained), default=1))
+    lower.set_ylabel("training loss, nats")
+    lower.set_xlabel("steps of training")
+    lower.set_xlim(left=0)
     write_atomically(folder / PNG_FILE, lambda path: figure.savefig(path, dpi=120))
     return True

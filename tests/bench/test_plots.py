@@ -1,0 +1,47 @@
+"""What plots show is chosen from the results; that they are drawn is tested with their commands."""
+
+from mlx_redrafter.bench.plots import _arm, _frontier, _groups, _shape
+from mlx_redrafter.bench.report import Row
+from mlx_redrafter.bench.sweep import Point
+from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.config import DraftPlan
+
+
+def point(width, length, nodes=None, select="top_n", speed=1.0, tokens=1.0, temp=0.0):
+    row = Row("", estimate([speed]), None, None, tokens, [], None, 0, 0, 1)
+    return Point("float32", temp, DraftPlan.of(width, length, nodes, select), row)
+
+
+def test_one_map_has_all_widths_and_lengths():
+    points = [point(w, n, min(w * n, 9)) for w in (1, 2, 3) for n in (2, 3)]
+    points += [point(2, 3, select="beam"), point(2, 3, 6, temp=0.5)]
+    assert {name: len(group) for name, group in _groups(points).items()} == {
+        "best nodes, float32, greedy": 6,
+        "merged beams, float32, greedy": 1,
+        "best nodes, float32, temperature 0.5": 1,
+    }
+
+
+def test_numbers_of_nodes_have_maps_of_their_own():
+    points = [point(4, 5, 8), point(4, 5, 16), point(4, 4, 8)]
+    assert {name: len(group) for name, group in _groups(points).items()} == {
+        "best nodes, 8 nodes, float32, greedy": 2,
+        "best nodes, 16 nodes, float32, greedy": 1,
+    }
+
+
+def test_named_points_are_faster_than_all_to_their_left():
+    points = [
+        point(1, 2, speed=1.5, tokens=2.0),
+        point(2, 2, speed=1.2, tokens=2.5),
+        point(1, 4, speed=1.8, tokens=3.0),
+        point(4, 4, speed=1.6, tokens=3.0),
+        point(4, 5, speed=1.805, tokens=3.5),
+    ]
+    assert [_shape(one.plan) for one in _frontier(points)] == ["W1 L2", "W1 L4"]
+
+
+def test_shapes_in_plain_words():
+    assert [_arm(name) for name in ("top_n w1 l5 n5", "beam w4 l5", "mlx-lm", "plain")] == [
+        "W1 L5 N5", "merged beams, W4 L5", "mlx-lm", "plain",
+    ]  # fmt: skip
