@@ -41,7 +41,7 @@ def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
     Args:
         result: The result, with its configuration and machine.
         model: The target.
-        texts: What was decoded, if anything was.
+        texts: Description of the texts, where any were decoded.
     """
     machine, size = result["machine"], get_total_parameters(model)
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"

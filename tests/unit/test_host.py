@@ -200,6 +200,7 @@ ALLOWED = {
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
     ],
     "target/caches/full": ["mx.eval(cache.keys, cache.values)"],
+    "target/hooks": ["int(layer.floor_scale)"],  # a number of the config
     "target/target": [
         "mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)",
         "mx.eval([layer.state for layer in cache.stock])",
