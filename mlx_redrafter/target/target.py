@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
 
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES
-from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
+from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
 from mlx_redrafter.target.inspection import find_parts
@@ -71,7 +71,7 @@ class Target:
             UnsupportedTargetError: A layer's cache is not of the model's own kind.
         """
         layers = self.stock_cache(prompt_cache)
-        length = max(layer.offset for layer in layers)
+        length = num_tokens(layers) or 0
         return TreeCache([LAYER_CACHES[type(layer)](layer) for layer in layers], length)
 
     def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[Any]:
@@ -87,12 +87,13 @@ class Target:
     def blank_cache(self, length: int) -> TreeCache:
         """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
 
-        `TreeCache.settle` makes it shorter. Waits for the device.
+        `TreeCache.settle` makes it shorter. A state is that after one token, whatever the length.
+        Waits for the device.
         """
         cache = self.new_cache()
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
         reserve_rows(
-            [layer for layer in cache.stock if not isinstance(layer, RotatingKVCache)], length
+            [layer for layer in cache.stock if isinstance(layer, KVCache | ChunkedKVCache)], length
         )
         cache.settle(length)
         return cache
@@ -125,6 +126,7 @@ class Target:
         on_progress(0, total)
         while total - done > 1:
             size = min(step_size, total - done - 1)
+            cache.expect(None)
             self.model(prompt[None, done : done + size], cache=cache.stock)
             mx.eval([layer.state for layer in cache.stock])
             done += size

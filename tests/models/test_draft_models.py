@@ -15,6 +15,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import (
+    WITH_STATES,
     WITH_WINDOWS,
     build,
     main_rope,
@@ -29,7 +30,9 @@ TOLERANCE = 2e-3
 
 # Several tokens at once have one base of the "dynamic" rope, in mlx-lm's own forward passes too.
 EXACT = [
-    name for name in SUPPORTED if main_rope(name) != "dynamic" and WITH_WINDOWS.get(name) != {}
+    name
+    for name in SUPPORTED
+    if main_rope(name) != "dynamic" and WITH_WINDOWS.get(name) != {} and name not in WITH_STATES
 ]
 
 
@@ -67,3 +70,9 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
 def test_windows_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(UnsupportedTargetError, match=r"with caches \w+KVCache\(\w+=8"):
         DraftModel(build(windowed_config(model_type)), None)
+
+
+@pytest.mark.parametrize("model_type", WITH_STATES)
+def test_states_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"with caches ArraysCache"):
+        DraftModel(build(tiny_config(model_type)), None)

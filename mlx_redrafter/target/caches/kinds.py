@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache
 
@@ -16,6 +17,7 @@ LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
     KVCache: FullCache,
     RotatingKVCache: SlidingCache,
     ChunkedKVCache: ChunkCache,
+    ArraysCache: RecurrentCache,
 }
 
 
