@@ -82,7 +82,7 @@ class Conversation:
                     yield response
         finally:
             # Less than all where the prompt was interrupted.
-            length = num_tokens(self._cache)
+            length = num_tokens(self._cache[: self._engine.target.num_layers])
             if length is None:  # such caches are not taken again
                 self._cache, length = self._engine.new_prompt_cache(), 0
             self._tokens = tokens[:length]

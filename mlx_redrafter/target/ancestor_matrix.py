@@ -1,6 +1,6 @@
 """Linear recurrences along all branches of a tree at once, without a loop over its nodes.
 
-Axes: N nodes of the tree, H heads, K size of a key, V size of a value.
+Axes: N nodes of the tree, H heads, K size of a key, V size of a value. All arrays are float32.
 
 A layer's state S, shape (V, K) per head, goes from a node's parent p to the node n with a gate g, a
 key k and an update u:
@@ -19,12 +19,13 @@ al., 2024, "Gated Delta Networks", section 3.3). Ancestors in place of the token
 that a tree changes. Quotients are differences of logarithms, as the gates themselves underflow.
 
 A number in a draft that is not finite spoils the nodes below it, and only them: 0 times infinity
-is not 0, so matrix products get finite numbers alone.
+is not 0, so matrix products get finite numbers alone, and what is spoiled is known by its gates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -35,44 +36,21 @@ LEAST_LOG_GATE = -40.0
 LARGEST = 1e30
 
 
-class Branches:
+class Branches(NamedTuple):
     """The states of one layer along the branches of a tree.
 
-    Args:
+    Attributes:
         state: State before the root, shape (H, V, K).
         keys: Shape (H, N, K).
-        log_gates: Natural logarithm of every gate, NaN in nodes with numbers that are not finite,
+        updates: Shape (H, N, V).
+        log_decays: Natural logarithm of the product of the gates of a node and of those above it,
             shape (H, N).
-        ancestors: As in `TokenTree`, shape (N, N).
-
-    All arrays but the last are float32.
-
-    Attributes:
-        updates: What every node adds to the state, shape (H, N, V).
     """
 
+    state: mx.array
+    keys: mx.array
     updates: mx.array
-
-    def __init__(self, state: mx.array, keys: mx.array, log_gates: mx.array, ancestors: mx.array):
-        self.state = state
-        self.keys = finite(keys)
-        gates = mx.maximum(log_gates, LEAST_LOG_GATE)[:, None]
-        # No matrix product: it would be rounded to fewer digits on some devices.
-        self.log_decays = mx.where(ancestors, gates, 0.0).sum(axis=-1)
-        quotients = mx.exp(self.log_decays[..., None] - self.log_decays[:, None])
-        self._weights = finite(mx.where(ancestors, quotients, 0.0))
-
-    def recall(self, keys: mx.array) -> mx.array:
-        """What keys of the nodes, shape (H, N, K), read from the state before the root."""
-        return mx.exp(self.log_decays)[..., None] * (keys @ self.state.swapaxes(1, 2))
-
-    def weigh(self, queries: mx.array) -> mx.array:
-        """Weights of the updates in what queries, shape (H, N, K), read; shape (H, N, N)."""
-        return mx.where(self._weights > 0, self._weights * (queries @ self.keys.swapaxes(1, 2)), 0)
-
-    def read(self, queries: mx.array) -> mx.array:
-        """What queries, shape (H, N, K), read from the states of their nodes, shape (H, N, V)."""
-        return self.recall(queries) + self.weigh(queries) @ self.updates
+    log_decays: mx.array
 
     def state_after(self, path: Sequence[int]) -> mx.array:
         """The state after the nodes of a path, indices from the root on, shape (H, V, K)."""
@@ -83,33 +61,107 @@ class Branches:
         return decayed + updates.swapaxes(1, 2) @ self.keys[:, nodes]
 
 
-def solve_delta_rule(
-    branches: Branches, values: mx.array, strengths: mx.array, max_depth: int
-) -> mx.array:
-    """The updates of the gated delta rule.
+@mx.compile
+def follow_updates(
+    queries: mx.array,
+    keys: mx.array,
+    updates: mx.array,
+    log_gates: mx.array,
+    state: mx.array,
+    ancestors: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """What nodes read, where updates do not depend on the state.
+
+    Args:
+        queries: Shape (H, N, K).
+        keys: Shape (H, N, K).
+        updates: Shape (H, N, V).
+        log_gates: Natural logarithm of the gates, shape (H, N).
+        state: State before the root, shape (H, V, K).
+        ancestors: As in `TokenTree`, bool, shape (N, N).
+
+    Returns:
+        What the queries read, shape (H, N, V), and `Branches.log_decays`.
+    """
+    log_decays, quotients = _decays(log_gates, ancestors, keys, updates)
+    read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ _finite(updates)
+    return read, log_decays
+
+
+@mx.compile
+def follow_delta_rule(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    strengths: mx.array,
+    log_gates: mx.array,
+    state: mx.array,
+    ancestors: mx.array,
+    max_depth: int,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What nodes read under the gated delta rule.
 
     The system is solved level by level, as substitution does: after i rounds, nodes of depth i are
     exact and stay so. To square its matrix instead takes fewer rounds, but keys that are alike make
     the powers large, and differences of them wrong.
 
     Args:
-        branches: The states, whose updates are not known yet.
+        queries: As in `follow_updates`, like all that is not named here.
+        keys: Keys.
         values: Shape (H, N, V).
         strengths: Share of a value that is replaced, b, shape (H, N, 1).
+        log_gates: Gates.
+        state: State.
+        ancestors: Mask.
         max_depth: Bound on the depth of every node.
 
     Returns:
-        Shape (H, N, V).
+        What the queries read, shape (H, N, V), the updates, likewise, and `Branches.log_decays`.
     """
+    log_decays, quotients = _decays(log_gates, ancestors, keys, values, strengths)
     # Nodes come after their parents, so all others but a node itself are left of the diagonal.
-    weights = -finite(strengths) * mx.tril(branches.weigh(branches.keys), -1)
-    alone = finite(strengths * (values - branches.recall(branches.keys)))
+    weights = -_finite(strengths) * mx.tril(_weigh(_finite(keys), keys, quotients), -1)
+    alone = _finite(strengths * (values - _recall(keys, state, log_decays)))
     updates = alone
     for _ in range(max_depth):
         updates = mx.addmm(alone, weights, updates)
-    return updates
+    read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ updates
+    return read, updates, log_decays
 
 
-def finite(x: mx.array) -> mx.array:
+def _decays(
+    log_gates: mx.array, ancestors: mx.array, *inputs: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Logarithms of the products of gates, and the quotients of these products.
+
+    Args:
+        log_gates: Shape (H, N).
+        ancestors: Shape (N, N).
+        inputs: What must be finite, shape (H, N, any).
+
+    Returns:
+        Shape (H, N), NaN below inputs that are not finite, and shape (H, N, N), 0 there and for
+        nodes that are not ancestors.
+    """
+    for x in inputs:
+        log_gates = log_gates + 0.0 * x.sum(axis=-1)
+    log_gates = mx.maximum(log_gates, LEAST_LOG_GATE)
+    # No matrix product: it would be rounded to fewer digits on some devices.
+    log_decays = mx.where(ancestors, log_gates[:, None], 0.0).sum(axis=-1)
+    quotients = mx.exp(log_decays[..., None] - log_decays[:, None])
+    return log_decays, _finite(mx.where(ancestors, quotients, 0.0))
+
+
+def _recall(queries: mx.array, state: mx.array, log_decays: mx.array) -> mx.array:
+    """What queries read from the state before the root, as it has decayed at their nodes."""
+    return mx.exp(log_decays)[..., None] * (queries @ state.swapaxes(1, 2))
+
+
+def _weigh(queries: mx.array, keys: mx.array, quotients: mx.array) -> mx.array:
+    """Weights of the updates in what queries read, shape (H, N, N)."""
+    return mx.where(quotients > 0, quotients * (queries @ _finite(keys).swapaxes(1, 2)), 0.0)
+
+
+def _finite(x: mx.array) -> mx.array:
     """Zeros in place of NaN, and bounded numbers."""
     return mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST, LARGEST)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from mlx_redrafter.target.ancestor_matrix import Branches, finite, solve_delta_rule
+from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.hooks import Call
@@ -107,11 +107,20 @@ def _follow_delta_rule(
     strengths = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
     strengths = _by_head(strengths[..., None], num_heads)
     log_gates = -mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias)
-    log_gates = _spoiled(log_gates[0].T, keys, values, strengths)
-    branches = Branches(_state(state, values, keys), keys, log_gates, layer.tree.ancestors)
-    branches.updates = solve_delta_rule(branches, values, strengths, layer.tree.max_depth)
+    before = _state(state, values, keys)
+    y, updates, log_decays = follow_delta_rule(
+        _by_head(q, num_heads),
+        keys,
+        values,
+        strengths,
+        log_gates[0].T,
+        before,
+        layer.tree.ancestors,
+        layer.tree.max_depth,
+    )
+    branches = Branches(before, keys, updates, log_decays)
     layer.arrays_after.append(lambda path: branches.state_after(path)[None])
-    return _by_node(branches.read(_by_head(q, num_heads))).astype(q.dtype), state
+    return _by_node(y).astype(q.dtype), state
 
 
 def _follow_state_space(
@@ -132,12 +141,18 @@ def _follow_state_space(
     num_heads = x.shape[2]
     dt = compute_dt(dt, dt_bias, time_step_limit)[0].T
     inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
-    log_gates = _spoiled(-_rates(A_log)[:, None] * dt, keys, inputs, dt[..., None])
-    branches = Branches(_state(state, inputs, keys), keys, log_gates, layer.tree.ancestors)
-    branches.updates = finite(dt[..., None] * inputs)
+    updates, before = dt[..., None] * inputs, _state(state, inputs, keys)
+    y, log_decays = follow_updates(
+        _by_head(C, num_heads),
+        keys,
+        updates,
+        -_rates(A_log)[:, None] * dt,
+        before,
+        layer.tree.ancestors,
+    )
+    branches = Branches(before, keys, updates, log_decays)
     layer.arrays_after.append(lambda path: branches.state_after(path)[None])
-    y = branches.read(_by_head(C, num_heads)) + D.astype(mx.float32)[:, None, None] * inputs
-    return _by_node(y).astype(x.dtype), state
+    return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
 
 
 def _by_head(x: mx.array, num_heads: int) -> mx.array:
@@ -156,11 +171,6 @@ def _state(state: mx.array | None, values: mx.array, keys: mx.array) -> mx.array
     if state is None:
         return mx.zeros((values.shape[0], values.shape[2], keys.shape[2]))
     return state[0].astype(mx.float32)
-
-
-def _spoiled(log_gates: mx.array, *inputs: mx.array) -> mx.array:
-    """Gates, shape (H, N), made NaN in nodes where inputs, shape (H, N, D), are not finite."""
-    return log_gates + 0.0 * sum(x.sum(axis=-1) for x in inputs)
 
 
 def _rates(A_log: mx.array) -> mx.array:

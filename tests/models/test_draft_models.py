@@ -15,13 +15,13 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import (
-    WITH_STATES,
     WITH_WINDOWS,
     build,
     main_rope,
     tiny_config,
     windowed_config,
 )
+from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT
 
 # Far above rounding (float32), far below any wrong position or mask.

@@ -35,13 +35,13 @@ from tests.models.test_architectures import (
 from tests.models.test_windows import assert_continues_alike, prompt_of, read_by_stock
 from tests.models.tiny_models import (
     VOCAB_SIZE,
-    WITH_STATES,
     Config,
     build,
     flat_parameters,
     tiny_config,
     wrapper_config,
 )
+from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import (
     PROMPT,
     branching_tree,

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
+from tests.models.tiny_recurrent import DELTA_NET, RECURRENT, WRAPPER_OVERRIDES
 
 Config = dict[str, Any]
 
@@ -78,25 +79,7 @@ COMMON: Config = {
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "loop_window_size": WINDOW,
-    # Gated delta nets.
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 2,
-}
-
-# Mamba-2; two groups of heads share keys and queries.
-MAMBA_2: Config = {
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "state_size": 16,
-    "ssm_state_size": 16,
-    "time_step_limit": [0.001, 100.0],
-    "time_step_rank": "auto",
-    "use_bias": False,
-    "use_conv_bias": True,
+    **DELTA_NET,
 }
 
 # A layer with a window and one without; without this key most families have full layers only.
@@ -114,6 +97,7 @@ SHARED_ROWS: Config = {
 GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
 
 OVERRIDES: dict[str, Config] = {
+    **RECURRENT,
     "afm7": {
         "hidden_dim": 64,
         "num_layers": 3,
@@ -183,18 +167,6 @@ OVERRIDES: dict[str, Config] = {
     "gpt_oss": WINDOWED,
     "gptj": {**GPT, "rotary_dim": 8},
     "granite": {"tie_word_embeddings": True},
-    "granitemoehybrid": {
-        "num_hidden_layers": 3,
-        "layer_types": ["mamba", "attention", "mamba"],
-        "shared_intermediate_size": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_n_groups": 2,
-        "mamba_proj_bias": False,
-        "mamba_conv_bias": True,
-    },
     "hunyuan": {
         "moe_topk": 2,
         "num_shared_expert": 1,
@@ -245,7 +217,6 @@ OVERRIDES: dict[str, Config] = {
         "swa_v_head_dim": 8,
         "attention_value_scale": 0.7,
     },
-    "mamba2": {**MAMBA_2, "num_heads": 4},
     "minimax": {"shared_intermediate_size": 32, "rotary_dim": 8},
     "minicpm": {"tie_word_embeddings": False},
     "muse_glimmer": {
@@ -264,19 +235,7 @@ OVERRIDES: dict[str, Config] = {
             {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
         ],
     },
-    "nemotron_h": {
-        **MAMBA_2,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "mamba_proj_bias": False,
-        "hybrid_override_pattern": ["M", "*", "-", "M", "E"],
-        "moe_shared_expert_intermediate_size": 32,
-    },
     "olmo3": WINDOWED,
-    "olmo_hybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_allow_neg_eigval": True,
-    },
     "openelm": {
         "num_transformer_layers": 2,
         "model_dim": 64,
@@ -295,15 +254,8 @@ OVERRIDES: dict[str, Config] = {
         "rotary_dim": 8,
     },
     "plamo": {"n_shared_head": 2},
-    "plamo2": {
-        "hidden_size_per_head": 16,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_num_heads": 4,
-    },
     "plamo3": {"sliding_window_pattern": 2},
     "qwen": {"kv_channels": 16},
-    "qwen3_5": {"num_experts": 0},
     "seed_oss": {"attention_bias": True},
     "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
     "solar_open": {"use_qk_norm": False},
@@ -351,38 +303,10 @@ WITH_WINDOWS: dict[str, Config] = {
     "smollm3": {**WINDOWED, "num_hidden_layers": 2, "no_rope_layers": [1, 0]},
 }
 
-# Families with layers that have a state instead of rows.
-WITH_STATES = (
-    "granitemoehybrid",
-    "mamba2",
-    "nemotron_h",
-    "olmo_hybrid",
-    "plamo2",
-    "prism_hadamard_qwen35",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-)
-
-# Families without positions: the order of their tokens is in states and masks alone.
-WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
-
 # These read rope scaling, and the period of an attention scale, from ``rope_parameters``.
 ROPE_PARAMETERS = ("ministral3", "mistral4", "qwen3_5")
 # These have them for each type of layer.
 NESTED_ROPE_PARAMETERS = ("gemma4_text", "laguna", "mellum", "spark2_5")
-
-# What models with a vision tower need beside a language model's config.
-PACKED = {"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16"}
-WRAPPER_OVERRIDES: dict[str, Config] = {
-    "prism_hadamard_qwen35": {
-        "tensor_namespace": "mlx-vlm-qwen3_5",
-        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-        "modules": [{**PACKED, "block": 512}],
-        "text_config": {"intermediate_size": 512},
-    },
-    "qwen3_5_moe": {"text_config": {"num_experts": 8}},
-}
 
 _RESCALED: Config = {
     "factor": SCALING_FACTOR,

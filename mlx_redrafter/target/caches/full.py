@@ -112,7 +112,7 @@ class FullCache:
         return [keys[..., run, :] for run in aside], [values[..., run, :] for run in aside]
 
 
-def reserve_rows(caches: Sequence[KVCache], rows: int) -> None:
+def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache], rows: int) -> None:
     """Give caches that hold something buffers of at least ``rows`` rows. Waits for the device."""
     for cache in caches:
         assert cache.keys is not None

@@ -55,17 +55,21 @@ class RecurrentCache:
         """See `LayerCache.commit`."""
         newest = self._passes[-1]
         newest.path = path
-        self.stock.cache = newest.state(len(path))
+        self._store(newest.state(len(path)))
 
     def settle(self, length: int) -> None:
         """See `LayerCache.settle`; where no pass kept here knows ``length``, the state stays."""
         for one in reversed(self._passes):
             count = length - one.length
             if count == 0 or (one.state_after is not None and 0 < count <= len(one.path)):
-                self.stock.cache = one.state(count)
+                self._store(one.state(count))
                 break
         self._passes = []
         self.step = ForwardPass(length)
+
+    def _store(self, state: State) -> None:
+        for index, array in enumerate(state):
+            self.stock[index] = array
 
     def __getitem__(self, index: int) -> mx.array | None:
         """An array of the state before the pass, or after it where its tokens are committed."""
