@@ -81,7 +81,7 @@ def follow_updates(
         ancestors: As in `TokenTree`, bool, shape (N, N).
 
     Returns:
-        What the queries read, shape (H, N, V), and `Branches.log_decays`.
+        Results of the queries, shape (H, N, V), and `Branches.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, updates)
     read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ _finite(updates)
@@ -106,17 +106,17 @@ def follow_delta_rule(
     the powers large, and differences of them wrong.
 
     Args:
-        queries: As in `follow_updates`, like all that is not named here.
-        keys: Keys.
+        queries: Shape (H, N, K).
+        keys: Shape (H, N, K).
         values: Shape (H, N, V).
         strengths: Share of a value that is replaced, b, shape (H, N, 1).
-        log_gates: Gates.
-        state: State.
-        ancestors: Mask.
+        log_gates: Natural logarithm of the gates, shape (H, N).
+        state: State before the root, shape (H, V, K).
+        ancestors: As in `TokenTree`, bool, shape (N, N).
         max_depth: Bound on the depth of every node.
 
     Returns:
-        What the queries read, shape (H, N, V), the updates, likewise, and `Branches.log_decays`.
+        Results of the queries, shape (H, N, V), the updates, likewise, and `Branches.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, values, strengths)
     # Nodes come after their parents, so all others but a node itself are left of the diagonal.
@@ -137,7 +137,7 @@ def _decays(
     Args:
         log_gates: Shape (H, N).
         ancestors: Shape (N, N).
-        inputs: What must be finite, shape (H, N, any).
+        inputs: Arrays that have to be finite, shape (H, N, any).
 
     Returns:
         Shape (H, N), NaN below inputs that are not finite, and shape (H, N, N), 0 there and for
