@@ -225,7 +225,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = dict(
 )
 """Kinds of rope scaling by model type: what `check_config` lets pass."""
 
-RECURRENT = "layers with a recurrent or convolutional state cannot follow several branches"
+RECURRENT = "its kind of recurrent or convolutional layers cannot follow several branches here"
 SPARSE = "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree"
 
 REFUSED: Mapping[str, str] = {

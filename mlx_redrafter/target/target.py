@@ -46,7 +46,8 @@ class Target:
         num_layers: Number of its caches.
         hidden_size: Size of a hidden state, H.
         vocab_size: Number of rows of the input embedding, V.
-        context_length: Positions the model was made for, or None where its config does not say.
+        context_length: Positions the model was made for, or None where its config does not say or
+            no layer counts them.
 
     Raises:
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.

@@ -34,6 +34,7 @@ from tests.models.test_architectures import (
 )
 from tests.models.test_windows import assert_continues_alike, prompt_of, read_by_stock
 from tests.models.tiny_models import (
+    COMMON,
     VOCAB_SIZE,
     Config,
     build,
@@ -69,6 +70,11 @@ def test_the_families_with_states_are_known() -> None:
         if ArraysCache in map(type, make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0]))))
     }
     assert found == set(WITH_STATES)
+
+
+def test_a_text_without_positions_has_no_limit() -> None:
+    limits = {name: Target(build(tiny_config(name))).context_length for name in KINDS}
+    assert limits == {**dict.fromkeys(WITH_ROWS, COMMON["max_position_embeddings"]), "mamba2": None}
 
 
 # Prompts that are shorter than the kernel of the convolution, and as long.
