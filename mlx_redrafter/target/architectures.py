@@ -21,6 +21,8 @@ from mlx_redrafter.target.hooks import (
 )
 from mlx_redrafter.target.recurrent_hooks import (
     convolve_branches,
+    convolve_pairs,
+    convolve_short,
     follow_branches,
     update_delta_rule,
     update_state_space,
@@ -75,6 +77,11 @@ PLAIN = Architecture()
 LLAMA_4_SCALE = {"_get_llama_4_attn_scale": scale_at_tree_positions}
 LEARNED_POSITIONS = {("wpe", "__call__"): embed_tree_positions}
 DELTA_RULE = {"gated_delta_update": update_delta_rule}
+SHORT_CONVOLUTION = {("conv", "__call__"): convolve_short}
+PAIRS = {
+    ("self_attn", "__call__"): follow_branches,
+    ("self_attn", "_custom_convolution"): convolve_pairs,
+}
 STATE_SPACE = {"ssm_update": update_state_space}
 
 
@@ -89,6 +96,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "afm7": Architecture(embedding="model.embedding"),
     "afmoe": PLAIN,
     "apertus": PLAIN,
+    "baichuan_m1": Architecture(methods=PAIRS),
     "bailing_moe": Architecture(embedding="model.word_embeddings"),
     "cohere": PLAIN,
     "cohere2": PLAIN,
@@ -102,6 +110,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "exaone": Architecture(hidden="transformer", embedding="transformer.wte"),
     "exaone4": PLAIN,
     "exaone_moe": PLAIN,
+    "falcon_h1": Architecture(methods=recurrent("mamba"), functions=STATE_SPACE),
     "gemma": PLAIN,
     "gemma2": PLAIN,
     "gemma3_text": PLAIN,
@@ -130,10 +139,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "internlm3": Architecture(ropes=(*LINEAR, "dynamic")),
     "iquestloopcoder": PLAIN,
     "laguna": PLAIN,
+    "lfm2": Architecture(methods=SHORT_CONVOLUTION),
+    "lfm2_moe": Architecture(methods=SHORT_CONVOLUTION),
     "lille-130m": Architecture(hidden="transformer.norm", embedding="transformer.tok_embeddings"),
     "llama": PLAIN,
     "llama4": Architecture(methods={("self_attn", "__call__"): attend_in_chunks}),
     "llama4_text": PLAIN,
+    "longcat_flash": PLAIN,
     "mamba2": Architecture(
         hidden="backbone",
         embedding="backbone.embeddings",
@@ -206,6 +218,7 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma4": ("gemma4_text",),
     "kimi_k25": ("deepseek_v3",),
     "kimi_vl": ("deepseek_v3",),
+    "lfm2-vl": ("lfm2",),
     "llama4": ("llama4",),
     "mistral3": ("llama", "ministral3", "mistral4"),
     "pixtral": ("llama",),
@@ -231,18 +244,13 @@ SPARSE = "layers that pick the tokens they attend to keep a second cache, which 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "baichuan_m1",
             "bailing_hybrid",
             "bailing_moe_linear",
             "bailing_moe_v3",
-            "falcon_h1",
             "gear",
             "jamba",
             "kimi_k3",
             "kimi_linear",
-            "lfm2",
-            "lfm2-vl",
-            "lfm2_moe",
             "mamba",
             "recurrent_gemma",
             "rwkv7",
@@ -253,10 +261,7 @@ REFUSED: Mapping[str, str] = {
         ("deepseek_v32", "deepseek_v41", "glm_moe_dsa", "minimax_m3_vl"),
         SPARSE,
     ),
-    **dict.fromkeys(
-        ("longcat_flash", "longcat_flash_ngram"),
-        "layers with two attention blocks keep two caches, which cannot hold a tree",
-    ),
+    "longcat_flash_ngram": "its embedding of the tokens before goes by their order in a pass",
     **dict.fromkeys(
         ("bitnet", "muse_spark"),
         "its kernels run on Metal only and were never compared with token-by-token decoding",

@@ -43,7 +43,8 @@ _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
 
 def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Hook for a layer with a state; its convolutions and its recurrence are hooked too."""
-    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, RecurrentCache)]
+    given = [x for arg in (*args, *kwargs.values()) for x in getattr(arg, "parts", [arg])]
+    caches = [x for x in given if isinstance(x, RecurrentCache)]
     if not caches or caches[0].tree is None:
         return call(*args, **kwargs)
     arrays_after: list[Callable[[Sequence[int]], mx.array]] = []
@@ -72,6 +73,38 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
     rows = layer.step.window_rows(x.shape[1] - layer.tree.size + 1)
     layer.arrays_after.append(lambda path: x[:, rows[path[-1], 1:]])
     return call(x[0][rows]).swapaxes(0, 1)
+
+
+def convolve_short(call: Call, x: mx.array, **kwargs: Any) -> Any:
+    """Hook for LFM2's short convolution: both the layer and the convolution in it are ``conv``.
+
+    Only the layer gets keywords.
+    """
+    return follow_branches(call, x, **kwargs) if kwargs else convolve_branches(call, x)
+
+
+def convolve_pairs(
+    call: Call, x: mx.array, weights: mx.array, state: mx.array | None = None
+) -> mx.array:
+    """Hook for Baichuan's convolution of keys or values: every node sees its parent's.
+
+    Args:
+        call: The convolution.
+        x: Rows of the nodes, shape (1, H, N, size of a head).
+        weights: Those of the convolution.
+        state: The row before the root, shape (1, H, 1, size of a head).
+
+    Returns:
+        The shape of ``x``.
+    """
+    layer = _layer.get()
+    if layer is None:
+        return call(x, weights, state=state)
+    before = mx.zeros_like(x[:, :, :1]) if state is None else state
+    above = mx.concatenate([before, x], axis=2)[:, :, layer.step.window_rows(2)[:, 0]]
+    layer.arrays_after.append(lambda path: x[:, :, path[-1] : path[-1] + 1])
+    convolved = call(x.swapaxes(0, 2), weights, state=above.swapaxes(0, 2))
+    return convolved.swapaxes(0, 2)
 
 
 def update_delta_rule(call: Call, *args: Any, **kwargs: Any) -> Any:

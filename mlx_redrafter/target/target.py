@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
 
 from mlx_redrafter.target.caches.full import reserve_rows
-from mlx_redrafter.target.caches.kinds import LAYER_CACHES
+from mlx_redrafter.target.caches.kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
@@ -94,7 +94,8 @@ class Target:
         cache = self.new_cache()
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
         reserve_rows(
-            [layer for layer in cache.stock if isinstance(layer, KVCache | ChunkedKVCache)], length
+            [part for part in parts_of(cache.stock) if isinstance(part, KVCache | ChunkedKVCache)],
+            length,
         )
         cache.settle(length)
         return cache

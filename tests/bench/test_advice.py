@@ -84,8 +84,8 @@ def test_families_have_names_sizes_and_bits() -> None:
         shape_of_family("llama 9B")
     with pytest.raises(ConfigError, match="or a family with a size like 'llama 8B 4bit'"):
         shape_of_family("llama")
-    with pytest.raises(UnsupportedTargetError, match=r"lfm2.*recurrent"):
-        shape_of_family("lfm2 1B")
+    with pytest.raises(UnsupportedTargetError, match=r"rwkv7.*recurrent"):
+        shape_of_family("rwkv7 1B")
     with pytest.raises(ConfigError, match="expected a family out of llama"):
         shape_of_family("olmo2 7B")
 
@@ -149,9 +149,9 @@ def test_answers_without_a_machine(capsys: pytest.CaptureFixture[str], tmp_path:
     result = run(capsys, "advise", "llama 8B 4bit", "--chip", "m2 pro")
     assert result.code == 0
     assert "What drafting gives on M2 Pro" in result.out
-    refused = run(capsys, "advise", "lfm2 1B", "--chip", "M2")
+    refused = run(capsys, "advise", "rwkv7 1B", "--chip", "M2")
     assert refused.code == 1
-    assert refused.out.startswith("Not supported: model_type 'lfm2'")
+    assert refused.out.startswith("Not supported: model_type 'rwkv7'")
     config = {**read_config(find_bundled("target")), "model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "Not supported: model_type 'mamba'" in run(capsys, "advise", tmp_path).out

@@ -184,6 +184,17 @@ OVERRIDES: dict[str, Config] = {
         "n_layer": 2,
     },
     "llama": {"rope_traditional": True},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "zero_expert_num": 2,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "num_layers": 2,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "llama4": {
         "num_hidden_layers": 5,
         "attention_chunk_size": WINDOW,

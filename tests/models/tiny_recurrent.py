@@ -28,7 +28,25 @@ MAMBA_2: Config = {
     "use_conv_bias": True,
 }
 
+# Short convolutions between layers with rows.
+SHORT_CONVOLUTIONS: Config = {
+    "num_hidden_layers": 3,
+    "full_attn_idxs": [1],
+    "conv_bias": True,
+    "conv_L_cache": 3,
+    "norm_eps": 1e-5,
+}
+
 RECURRENT: dict[str, Config] = {
+    "baichuan_m1": {"sliding_window_layers": [1], "conv_window": 2},
+    "falcon_h1": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": True,
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 3,
         "layer_types": ["mamba", "attention", "mamba"],
@@ -41,6 +59,14 @@ RECURRENT: dict[str, Config] = {
         "mamba_proj_bias": False,
         "mamba_conv_bias": True,
     },
+    "lfm2": {
+        **SHORT_CONVOLUTIONS,
+        "block_dim": 64,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+    "lfm2_moe": {**SHORT_CONVOLUTIONS, "num_dense_layers": 1, "use_expert_bias": True},
     "mamba2": {**MAMBA_2, "num_heads": 4},
     "nemotron_h": {
         **MAMBA_2,
@@ -65,7 +91,12 @@ RECURRENT: dict[str, Config] = {
 
 # Families with layers that have a state instead of rows.
 WITH_STATES = (
+    "baichuan_m1",
+    "falcon_h1",
     "granitemoehybrid",
+    "lfm2",
+    "lfm2-vl",
+    "lfm2_moe",
     "mamba2",
     "nemotron_h",
     "olmo_hybrid",

@@ -7,7 +7,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.records import InFlight
@@ -82,8 +88,10 @@ def stock_tokens(model: nn.Module, num_tokens: int, cache: list[Any]) -> list[in
 def rows_of(cache: Any) -> tuple[mx.array, ...]:
     """The keys and values of the tokens that a stock cache holds, in the order of the text.
 
-    Of a cache with a state, its arrays.
+    Of a cache with a state, its arrays; of one made of several, those of each.
     """
+    if isinstance(cache, CacheList):
+        return tuple(rows for part in cache.caches for rows in rows_of(part))
     if isinstance(cache, ArraysCache):
         return tuple(cache.cache)
     keys, values = cache.keys, cache.values

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.kinds import describe
+from mlx_redrafter.target.caches.kinds import describe, parts_of
 
 ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"
 
@@ -37,11 +37,15 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
                 f"makes it, found {describe(layer)}, in which a tree would not be decoded "
                 "exactly; use mlx-lm itself for it"
             )
-    if all(map(_is_empty, layers)):
+    if all(map(_is_empty, parts_of(layers))):
         return
-    for number, (layer, example) in enumerate(zip(layers, own, strict=True)):
-        (_check_state if isinstance(example, ArraysCache) else _check_rows)(number, layer, example)
-    used = [layer for layer, example in zip(layers, own, strict=True) if not _is_empty(example)]
+    used = []
+    for number, pair in enumerate(zip(layers, own, strict=True)):
+        for part, example in zip(*(parts_of([one]) for one in pair), strict=True):
+            check = _check_state if isinstance(example, ArraysCache) else _check_rows
+            check(number, part, example)
+            if not _is_empty(example):
+                used.append(part)
     states = [layer for layer in used if isinstance(layer, ArraysCache)]
     lengths = sorted({layer.offset for layer in used if layer not in states})
     if not lengths:
@@ -63,7 +67,7 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
 
 def num_tokens(layers: Sequence[Any]) -> int | None:
     """Tokens that caches hold, or None where no layer counts them."""
-    counts = [layer.offset for layer in layers if not isinstance(layer, ArraysCache)]
+    counts = [layer.offset for layer in parts_of(layers) if not isinstance(layer, ArraysCache)]
     return max(counts) if counts else None
 
 
