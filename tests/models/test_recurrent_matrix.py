@@ -53,8 +53,9 @@ from tests.models.trees import (
 )
 
 NUM_TOKENS = 60
-# One of each kind: three convolutions, one, groups of heads, and no layer with rows.
-KINDS = ["olmo_hybrid", "qwen3_5", "granitemoehybrid", "mamba2"]
+# One of each kind: three convolutions, one, groups of heads, no layer with rows, convolutions
+# alone, and layers with a state and rows, of all tokens and of a window.
+KINDS = ["olmo_hybrid", "qwen3_5", "granitemoehybrid", "mamba2", "lfm2", "falcon_h1", "baichuan_m1"]
 WITH_ROWS = [name for name in KINDS if name != "mamba2"]
 
 
@@ -76,7 +77,9 @@ def test_the_families_with_states_are_known() -> None:
 
 def test_a_text_without_positions_has_no_limit() -> None:
     limits = {name: Target(build(tiny_config(name))).context_length for name in KINDS}
-    assert limits == {**dict.fromkeys(WITH_ROWS, COMMON["max_position_embeddings"]), "mamba2": None}
+    # Baichuan's config has no limit.
+    none = {"mamba2": None, "baichuan_m1": None}
+    assert limits == {**dict.fromkeys(KINDS, COMMON["max_position_embeddings"]), **none}
 
 
 # Prompts that are shorter than the kernel of the convolution, and as long.
@@ -234,7 +237,7 @@ def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> No
 
 # In the prompt's token, inside a path, behind one, and with a token or a root after them.
 @pytest.mark.parametrize("count", range(1, 14))
-@pytest.mark.parametrize("model_type", ["olmo_hybrid", "mamba2"])
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "mamba2", *KINDS[-3:]])
 @pytest.mark.parametrize("policy", ["trees", "plain", "both"])
 def test_a_text_that_is_closed_in_the_middle(
     monkeypatch: pytest.MonkeyPatch, model_type: str, count: int, policy: str
@@ -333,7 +336,9 @@ def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
     cache = target.blank_cache(length)
     for shorter in (length, length - 1):
         cache.settle(shorter)
-        assert {layer.offset for layer in cache.stock if type(layer) is KVCache} <= {shorter}
+        assert {layer.offset for layer in parts_of(cache.stock) if type(layer) is KVCache} <= {
+            shorter
+        }
         outputs = target.verify(branching_tree(), cache)
         assert mx.all(mx.isfinite(outputs.logits)).item()
 

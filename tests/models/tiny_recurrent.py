@@ -62,7 +62,7 @@ RECURRENT: dict[str, Config] = {
     "lfm2": {
         **SHORT_CONVOLUTIONS,
         "block_dim": 64,
-        "block_multiple_of": 8,
+        "block_multiple_of": 32,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
     },
