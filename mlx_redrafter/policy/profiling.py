@@ -37,16 +37,19 @@ class Kind(NamedTuple):
     Attributes:
         plan: Plan of its drafts; None for plain decoding.
         waits: Whether the drafts are looked at before they are verified.
+        verifies: Whether any are verified.
     """
 
     plan: DraftPlan | None
     waits: bool = False
+    verifies: bool = True
 
     def __str__(self) -> str:
         if self.plan is None:
             return "plain"
         shape = self.plan.shape
-        return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{' read' if self.waits else ''}"
+        read, only = " read" * self.waits, " drafted only" * (not self.verifies)
+        return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{read}{only}"
 
     def does_as_much(self, other: Kind) -> bool:
         """Whether no part of a step of this kind is less than in the other's."""
@@ -58,11 +61,12 @@ class Kind(NamedTuple):
             and mine.length >= its.length
             and self.plan.num_nodes >= other.plan.num_nodes
             and self.waits >= other.waits
+            and self.verifies >= other.verifies
         )
 
 
-# Searches timed for a network: one with trees of all sizes, and of every width a long and a short
-# one, from which the time of a level follows.
+# Searches timed for a network: one with trees of all sizes, and without any, from which the time
+# of the search follows; and of every width a long and a short one, for that of a level.
 WIDTH, FEW = 2, 3
 BASE = DraftShape(WIDTH, 6)
 SHORT, LONG = 3, 9
@@ -75,7 +79,8 @@ SEARCH = {
     for length in (SHORT, LONG)
 }
 READ = Kind(DraftPlan(BASE, FEW), waits=True)
-TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ)
+DRAFT = Kind(DraftPlan(BASE, FEW), verifies=False)
+TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT)
 # Steps timed where drafts come out of the text.
 LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
 TIMED_LOOKUPS = (PLAIN, *LOOKUPS.values())
@@ -187,7 +192,7 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
         width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]]) / (LONG - SHORT)
         for width in TIMED_WIDTHS
     }
-    drafting = BASE.levels * level[WIDTH]
+    drafting = max(0.0, short[DRAFT] - short[PLAIN])
     few = short[VERIFY[FEW]] - drafting
     return StepCosts(
         plain=seconds[PLAIN],
@@ -196,10 +201,7 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
             for size, kind in VERIFY.items()
         },
         first={
-            # Relative to the width with which verifying was timed; noise may leave less than that.
-            width: max(
-                -level[width], short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width]
-            )
+            width: max(0.0, short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width])
             for width in TIMED_WIDTHS
         },
         level=level,
@@ -266,9 +268,10 @@ class _Schedule:
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts as decoding does."""
-        if self._chosen[0].waits:
+        kind = self._chosen[0]
+        if kind.waits:
             tree.read()
-        return tree
+        return tree if kind.verifies else tree.first(1)
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`."""
