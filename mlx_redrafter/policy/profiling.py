@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftPlan, DraftShape, SamplingParams
+from mlx_redrafter.config import DraftPlan, DraftShape, Quantisation, SamplingParams
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import InFlight, Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
@@ -102,8 +102,8 @@ MOST_ROUNDS = 4
 LEAST_VERIFY = 0.8
 
 Seconds = dict[Kind, float]
-# Times by whether a network drafts, and by context in tokens.
-Known = dict[tuple[bool, int], Seconds]
+# Times by whether a network drafts, context in tokens, and how rows are quantised.
+Known = dict[tuple[bool, int, Quantisation | None], Seconds]
 
 
 def step_costs(
@@ -111,6 +111,7 @@ def step_costs(
     proposer: Proposer | None,
     length: int = CONTEXT,
     known: Known | None = None,
+    quantisation: Quantisation | None = None,
 ) -> StepCosts:
     """What steps take, by their parts; timed unless a file knows it.
 
@@ -123,12 +124,13 @@ def step_costs(
         proposer: A network that drafts for it; None where drafts come out of the text.
         length: Tokens that the text begins with.
         known: Times of the model and this network, for those that are asked for again.
+        quantisation: How the rows of all the text are quantised; None where they are not.
     """
     known = {} if known is None else known
-    keys = [(proposer is not None, context) for context in contexts(target, length)]
+    keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:
-            known[key] = _known_seconds(target, proposer, key[1])
+            known[key] = _known_seconds(target, proposer, key[1], quantisation)
     short, *long = [known[key] for key in keys]
     seconds = short
     if long:
@@ -149,7 +151,12 @@ def contexts(target: Target, length: int) -> list[int]:
     return [CONTEXT, LONG_CONTEXT] if length >= LEAST_LONG and knows_long else [CONTEXT]
 
 
-def time_steps(target: Target, proposer: Proposer | None, context: int = CONTEXT) -> Seconds:
+def time_steps(
+    target: Target,
+    proposer: Proposer | None,
+    context: int = CONTEXT,
+    quantisation: Quantisation | None = None,
+) -> Seconds:
     """Time steps of the kinds `TIMED` in a text of no meaning. Waits for the device.
 
     Args:
@@ -157,18 +164,22 @@ def time_steps(target: Target, proposer: Proposer | None, context: int = CONTEXT
         proposer: A network that drafts for it; None where drafts come out of the text, for steps
             of the kinds `TIMED_LOOKUPS`.
         context: Tokens before the steps.
+        quantisation: How the rows of all of them are quantised; None where they are not.
     """
     schedule = _Schedule(TIMED_LOOKUPS if proposer is None else TIMED)
     chooser = _Contrary(SamplingParams(), target.vocab_size)
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
-    text = Text(target, target.blank_cache(context), chooser, Request([0]), drafting, schedule)
+    cache = target.blank_cache(context, quantisation)
+    text = Text(target, cache, chooser, Request([0]), drafting, schedule)
     with closing(decode(text)) as tokens:  # type: ignore[type-var]
         while not schedule.is_done:
             next(tokens)
     return schedule.seconds
 
 
-def _known_seconds(target: Target, proposer: Proposer | None, context: int) -> Seconds:
+def _known_seconds(
+    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
+) -> Seconds:
     timed = TIMED_LOOKUPS if proposer is None else TIMED
     kinds = {str(kind): kind for kind in timed}
     modules = () if proposer is None else proposer.modules
@@ -179,10 +190,11 @@ def _known_seconds(target: Target, proposer: Proposer | None, context: int) -> S
             context,
             "drafts out of the text" if proposer is None else "drafter",
         )
-        seconds = time_steps(target, proposer, context)
+        seconds = time_steps(target, proposer, context, quantisation)
         return {name: seconds[kind] for name, kind in kinds.items()}
 
-    seconds = load_or_measure((timed, context), (target.model, *modules), kinds, measure)
+    what = timed, context, quantisation
+    seconds = load_or_measure(what, (target.model, *modules), kinds, measure)
     return {kind: seconds[name] for name, kind in kinds.items()}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache
 
@@ -16,6 +17,7 @@ LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
     KVCache: FullCache,
     RotatingKVCache: SlidingCache,
     ChunkedKVCache: ChunkCache,
+    QuantizedKVCache: QuantisedCache,
 }
 
 
@@ -26,6 +28,6 @@ def holds_trees(cache: Any) -> bool:
 
 def describe(cache: Any) -> str:
     """The kind of a cache and its sizes, as in ``RotatingKVCache(max_size=512, keep=0)``."""
-    names = [name for name in ("max_size", "keep", "chunk_size") if hasattr(cache, name)]
-    sizes = ", ".join(f"{name}={getattr(cache, name)}" for name in names)
+    names = "max_size", "keep", "chunk_size", "group_size", "bits"
+    sizes = ", ".join(f"{name}={getattr(cache, name)}" for name in names if hasattr(cache, name))
     return f"{type(cache).__name__}({sizes})"

@@ -116,7 +116,15 @@ class TreeCache:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
         for layer in self.layers:
             layer.commit(path)
-        self.length += len(path)
+        self.grow(len(path))
+
+    def grow(self, num_tokens: int) -> None:
+        """Count tokens whose rows are there now."""
+        self.length += num_tokens
+
+    def takes(self, tree: TokenTree) -> bool:
+        """Whether every node of a tree would see what it sees where tokens come one by one."""
+        return True
 
     def settle(self, length: int) -> None:
         """Leave the stock caches holding exactly the first ``length`` tokens.
