@@ -267,9 +267,9 @@ class GenerationOptions:
     @property
     def quantisation(self) -> Quantisation | None:
         """How the rows of K/V caches are quantised, None where they are not."""
-        if self.kv_bits is None:
-            return None
-        return Quantisation(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+        bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # the others are checked, too
+        found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
+        return None if self.kv_bits is None else found
 
     def sampling(self, fresh_seed: int) -> SamplingParams:
         """How tokens are chosen, with ``fresh_seed`` where no seed is given."""

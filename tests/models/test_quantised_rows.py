@@ -352,7 +352,7 @@ def test_models_that_mlx_lm_cannot_quantise(config: dict[str, Any], reason: str)
         ({"kv_bits": 7}, "kv_bits must be 1, 2, 3, 4, 5, 6 or 8, got 7"),
         ({"kv_bits": 8.0}, "kv_bits must be .*, got 8.0"),
         ({"kv_bits": True}, "kv_bits must be .*, got True"),
-        ({"kv_bits": 8, "kv_group_size": 16}, "kv_group_size must be 32, 64 or 128, got 16"),
+        ({"kv_group_size": 16}, "kv_group_size must be 32, 64 or 128, got 16"),
         ({"kv_bits": 8, "quantized_kv_start": -1}, "quantized_kv_start must be .* at least 0"),
     ],
     ids=str,
@@ -391,3 +391,18 @@ def test_damaged_quantised_caches(model: nn.Module, damage: str) -> None:
     spoil(cache[0])
     with pytest.raises((ConfigError, UnsupportedTargetError), match=message):
         write(model, None, prompt_cache=cache)
+
+
+def test_layers_of_a_draft_model_stay_as_they_are(model: nn.Module) -> None:
+    options = options_of(8, len(PROMPT) + 3)
+    draft = build(tiny_config("llama"))
+    stock_cache, target_layers = make_prompt_cache(model), make_prompt_cache(model)
+    cache = [*target_layers, *make_prompt_cache(draft)]
+    for question in (PROMPT, [9]):
+        stock = stock_tokens(model, question, 9, prompt_cache=stock_cache, **options)
+        drafter = DraftModel(draft, TOKENIZER)
+        found = write(model, drafter, question, prompt_cache=cache, max_tokens=9, **options)
+        assert_same_tokens(stock, found)
+    kinds = [QuantizedKVCache] * len(target_layers) + [KVCache] * (len(cache) - len(target_layers))
+    assert [type(layer) for layer in cache] == kinds
+    assert {layer.offset for layer in cache} == {stock_cache[0].offset}

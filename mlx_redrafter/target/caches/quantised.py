@@ -79,18 +79,25 @@ class QuantisingCache(TreeCache):
             self._given[: len(self.layers)] = self.stock
 
     def _quantise(self) -> None:
-        super().settle(self.length)
-        stock, how = self.stock, self._quantisation
-        maybe_quantize_kv_cache(stock, how.start, how.group_size, how.bits)
-        for number, (layer, cache) in enumerate(zip(self.layers, stock, strict=True)):
-            if cache is not layer.stock:
-                self.layers[number] = QuantisedCache(cache)
+        how = self._quantisation
+        for number, layer in enumerate(self.layers):
+            if not hasattr(layer.stock, "to_quantized"):  # of another kind, as mlx-lm leaves it
+                continue
+            layer.settle(self.length)
+            if layer.stock.offset >= how.start:  # unlike that of a layer without rows
+                quantised = layer.stock.to_quantized(how.group_size, how.bits)
+                self.layers[number] = QuantisedCache(quantised)
                 layer.stock.state = None, None, 0  # the caller may hold it as long as the text
         self._is_due = False
 
 
 def check_quantisation(model: nn.Module, quantisation: Quantisation, layers: Sequence[Any]) -> None:
-    """Check that mlx-lm can quantise the rows of a model, and those of caches from outside.
+    """Check that mlx-lm can quantise the rows of a model.
+
+    Args:
+        model: The model.
+        quantisation: How.
+        layers: mlx-lm caches to go on with.
 
     Raises:
         ConfigError: Caches are quantised in another way already.
@@ -98,13 +105,11 @@ def check_quantisation(model: nn.Module, quantisation: Quantisation, layers: Seq
     """
     bits, group_size = quantisation.bits, quantisation.group_size
     for layer in layers:
-        if isinstance(layer, QuantizedKVCache) and (layer.bits, layer.group_size) != (
-            bits,
-            group_size,
-        ):
+        found = getattr(layer, "bits", bits), getattr(layer, "group_size", group_size)
+        if found != (bits, group_size):
             raise ConfigError(
-                f"prompt_cache has rows of {layer.bits} bits in groups of {layer.group_size}; give "
-                f"the same kv_bits and kv_group_size, not {bits} and {group_size}, or neither"
+                f"prompt_cache has rows of {found[0]} bits in groups of {found[1]}; give the same "
+                f"kv_bits and kv_group_size, not {bits} and {group_size}, or neither"
             )
     own: list[Any] = make_prompt_cache(model)
     try:

@@ -89,7 +89,9 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
     long[profiling.VERIFY[2]] = 0.1  # noise
     timed = {profiling.CONTEXT: short, profiling.LONG_CONTEXT: long}
-    monkeypatch.setattr(profiling, "time_steps", lambda target, proposer, context: timed[context])
+    monkeypatch.setattr(
+        profiling, "time_steps", lambda target, proposer, context, how: timed[context]
+    )
     costs = profiling.step_costs(target, proposer)
     assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
@@ -158,7 +160,7 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
     monkeypatch.setattr(
         profiling,
         "time_steps",
-        lambda target, proposer, context: {profiling.CONTEXT: _timed()}[context],
+        lambda target, proposer, context, quantisation: {profiling.CONTEXT: _timed()}[context],
     )
     assert profiling.step_costs(target, proposer, 4000).plain == 1
 
@@ -171,7 +173,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     target, caches = Target(model), []
     blank_cache = target.blank_cache
 
-    def remembered(length: int) -> TreeCache:
+    def remembered(length: int, quantisation: None) -> TreeCache:
         caches.append(blank_cache(length))
         return caches[-1]
 
