@@ -59,6 +59,7 @@ COMMANDS: dict[str, list[str]] = {
     "bench predict": ["--model", "model", "--drafter", "drafter"],
     "bench overhead": ["--model", "model", "--drafter", "drafter"],
     "bench memory": ["--model", "model", "--drafter", "drafter"],
+    "bench caches": ["--model", "model"],
     "bench endurance": ["--model", "model", "--drafter", "drafter"],
     "bench request": ["--model", "model", "--drafter", "drafter"],
     "bench copy": ["--model", "model", "--drafter", "drafter"],
