@@ -56,7 +56,7 @@ class CacheCost:
     """Costs of steps after a context.
 
     Attributes:
-        model: What the model's layers keep.
+        model: Name of the model, by what its layers keep.
         context: Tokens before the steps.
         seconds: Time of one token, and of N: in mlx-lm's own call, as a chain and as a tree.
         ratios: Median times relative to one token's.

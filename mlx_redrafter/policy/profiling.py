@@ -124,7 +124,7 @@ def step_costs(
         proposer: A network that drafts for it; None where drafts come out of the text.
         length: Tokens that the text begins with.
         known: Times of the model and this network, for those that are asked for again.
-        quantisation: How the rows of all the text are quantised; None where they are not.
+        quantisation: Quantisation of all rows of the text; None for none.
     """
     known = {} if known is None else known
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
@@ -164,7 +164,7 @@ def time_steps(
         proposer: A network that drafts for it; None where drafts come out of the text, for steps
             of the kinds `TIMED_LOOKUPS`.
         context: Tokens before the steps.
-        quantisation: How the rows of all of them are quantised; None where they are not.
+        quantisation: Quantisation of the rows of all of them; None for none.
     """
     schedule = _Schedule(TIMED_LOOKUPS if proposer is None else TIMED)
     chooser = _Contrary(SamplingParams(), target.vocab_size)

@@ -75,7 +75,7 @@ class Target:
 
         Args:
             prompt_cache: mlx-lm caches of the layers to go on with; new ones by default.
-            quantisation: How rows are quantised; None where they are not.
+            quantisation: Quantisation of the rows; None for none.
             given: The caller's list, which begins with those caches: `TreeCache.settle` puts
                 quantised ones in their place, as mlx-lm does.
 

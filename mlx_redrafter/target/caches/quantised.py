@@ -14,9 +14,8 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.checkpoint import first_line
 from mlx_redrafter.config import Quantisation
-from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache
 from mlx_redrafter.tree import TokenTree
@@ -44,7 +43,7 @@ class QuantisingCache(TreeCache):
     Args:
         layers: See `TreeCache`.
         length: See `TreeCache`.
-        quantisation: How and when.
+        quantisation: Quantisation of the rows.
         given: The caller's list of caches, None for none.
     """
 
@@ -96,7 +95,7 @@ def check_quantisation(model: nn.Module, quantisation: Quantisation, layers: Seq
 
     Args:
         model: The model.
-        quantisation: How.
+        quantisation: Quantisation of the rows.
         layers: mlx-lm caches to go on with.
 
     Raises:
