@@ -17,12 +17,13 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.bench.contexts import bushy_tree
 from mlx_redrafter.bench.model_shape import make_model
 from mlx_redrafter.bench.timing import Estimate, Job, OnProgress, estimate, take_turns, timed
+from mlx_redrafter.bench.turns import part_of
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
 WARM_UP = 2
 WINDOW = 512
-ONE, STOCK, CHAIN, TREE = "one token", "mlx-lm's call", "chain", "tree"
+KINDS = ONE, STOCK, CHAIN, TREE = "one token", "mlx-lm's call", "chain", "tree"
 
 COMMON: Mapping[str, Any] = {
     "vocab_size": 4096,
@@ -77,46 +78,41 @@ def measure_caches(
     rounds: int,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[CacheCost]:
-    """Measure steps of random models.
+    """Measure steps of random models, in turns those of a model.
 
     Args:
         configs: Configs of the models, by what their layers keep.
         contexts: Tokens before the steps.
         num_tokens: Tokens of a forward pass, N, at least 2.
         rounds: Samples of each number.
-        on_progress: Callback for the costs found and their number.
+        on_progress: Callback for the rounds done and their number.
 
     Raises:
         CheckpointError: mlx-lm cannot make a model.
         UnsupportedTargetError: A model cannot be decoded exactly.
     """
+    chain = TokenTree.of(range(num_tokens), [max(node - 1, 0) for node in range(num_tokens)])
+    trees = {ONE: bushy_tree(1), CHAIN: chain, TREE: bushy_tree(num_tokens)}
     found: list[CacheCost] = []
-    for name, config in configs.items():
+    turns = WARM_UP + rounds
+    for number, (name, config) in enumerate(configs.items()):
         model = make_model(name, config)
         model.eval()
         mx.eval(model.parameters())
         target = Target(model)
+        jobs: dict[str, Job] = {}
         for context in contexts:
-            on_progress(len(found), len(configs) * len(contexts))
-            found.append(_measure(name, target, context, num_tokens, rounds))
-    on_progress(len(found), len(found))
+            jobs |= {f"{kind} {context}": _job(target, context, trees[kind]) for kind in trees}
+            jobs[f"{STOCK} {context}"] = _stock_job(target, context, trees[TREE].tokens)
+        part = part_of(on_progress, number * turns, len(configs) * turns)
+        samples = take_turns(jobs, rounds, WARM_UP, on_progress=part)
+        jobs.clear()  # and with them their caches
+        for context in contexts:
+            seconds = {kind: estimate(samples[f"{kind} {context}"]) for kind in KINDS}
+            ratios = {kind: value.median / seconds[ONE].median for kind, value in seconds.items()}
+            peak = _peak(target, context, trees[TREE])
+            found.append(CacheCost(name, context, seconds, ratios, peak))
     return found
-
-
-def _measure(name: str, target: Target, context: int, num_tokens: int, rounds: int) -> CacheCost:
-    chain = TokenTree.of(range(num_tokens), [max(node - 1, 0) for node in range(num_tokens)])
-    tree = bushy_tree(num_tokens)
-    jobs = {
-        ONE: _job(target, context, bushy_tree(1)),
-        STOCK: _stock_job(target, context, tree.tokens),
-        CHAIN: _job(target, context, chain),
-        TREE: _job(target, context, tree),
-    }
-    samples = take_turns(jobs, rounds, WARM_UP)
-    seconds = {job: estimate(values) for job, values in samples.items()}
-    ratios = {job: value.median / seconds[ONE].median for job, value in seconds.items()}
-    jobs.clear()  # and with them their caches
-    return CacheCost(name, context, seconds, ratios, _peak(target, context, tree))
 
 
 def _job(target: Target, context: int, tree: TokenTree) -> Job:

@@ -47,7 +47,7 @@ def caches(
     if model is not None:
         configs = {checkpoint_name(model): read_config(find_checkpoint(model, CONFIG_ONLY))}
     watch = LoadWatch()
-    with progress("Lengths") as on_progress:
+    with progress("Rounds") as on_progress:
         found = measure_caches(configs, lengths, tree_nodes, rounds, on_progress)
     show(_table(found))
     warn(disturbances := find_disturbances(watch.others()))
