@@ -193,8 +193,9 @@ def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> 
 
 
 def allocated_rows(caches: Sequence[KVCache]) -> int:
-    """K/V rows of each layer's buffers; the caches hold at least one token."""
-    return max(cache.keys.shape[2] for cache in caches if cache.keys is not None)
+    """K/V rows of each layer's buffers, of the layers that have some."""
+    buffers = [getattr(cache, "keys", None) for cache in caches]
+    return max((keys.shape[2] for keys in buffers if keys is not None), default=0)
 
 
 def _stock_tokens(

@@ -18,6 +18,7 @@ from mlx_redrafter.chat import Message, encode_chat
 from mlx_redrafter.engine import Engine
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.responses import GenerationResponse
+from mlx_redrafter.target.caches.prompt_cache import num_tokens
 
 
 class Conversation:
@@ -81,14 +82,18 @@ class Conversation:
                     yield response
         finally:
             # Less than all where the prompt was interrupted.
-            self._tokens = tokens[: self._cache[0].offset]
+            length = num_tokens(self._cache[: self._engine.target.num_layers])
+            if length is None:  # such caches are not taken again
+                self._cache, length = self._engine.new_prompt_cache(), 0
+            self._tokens = tokens[:length]
 
     def _keep(self, tokens: list[int]) -> list[int]:
         """Leave in the cache what it has of a text's beginning, and return that."""
         num_same = sum(takewhile(bool, map(eq, self._tokens, tokens)))
         num_kept = min(num_same, len(tokens) - 1)
         num_gone = len(self._tokens) - num_kept
-        if num_gone and not can_trim_prompt_cache(self._cache):  # a window has forgotten too much
+        # A window has forgotten too much, and a state knows no earlier one.
+        if num_gone and not can_trim_prompt_cache(self._cache):
             self._cache, num_kept = self._engine.new_prompt_cache(), 0
         else:
             trim_prompt_cache(self._cache, num_gone)

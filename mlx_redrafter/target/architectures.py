@@ -19,6 +19,12 @@ from mlx_redrafter.target.hooks import (
     rotate_with_dynamic_base,
     scale_at_tree_positions,
 )
+from mlx_redrafter.target.recurrent_hooks import (
+    convolve_branches,
+    follow_branches,
+    update_delta_rule,
+    update_state_space,
+)
 
 Config = Mapping[str, Any]
 
@@ -68,6 +74,15 @@ class Architecture:
 PLAIN = Architecture()
 LLAMA_4_SCALE = {"_get_llama_4_attn_scale": scale_at_tree_positions}
 LEARNED_POSITIONS = {("wpe", "__call__"): embed_tree_positions}
+DELTA_RULE = {"gated_delta_update": update_delta_rule}
+STATE_SPACE = {"ssm_update": update_state_space}
+
+
+def recurrent(layer: str, *convolutions: str) -> Mapping[tuple[str, str], Hook]:
+    """Hooks of a layer with a state and of its convolutions, by their names."""
+    hooks = {(name, "__call__"): convolve_branches for name in convolutions or ("conv1d",)}
+    return {(layer, "__call__"): follow_branches, **hooks}
+
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Klear": PLAIN,
@@ -107,6 +122,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gptj": Architecture(embedding="model.wte"),
     "granite": PLAIN,
     "granitemoe": PLAIN,
+    "granitemoehybrid": Architecture(methods=recurrent("mamba"), functions=STATE_SPACE),
     "helium": PLAIN,
     "hunyuan": Architecture(ropes=("dynamic",)),
     "hunyuan_v1_dense": Architecture(ropes=("default", "dynamic")),
@@ -118,6 +134,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": PLAIN,
     "llama4": Architecture(methods={("self_attn", "__call__"): attend_in_chunks}),
     "llama4_text": PLAIN,
+    "mamba2": Architecture(
+        hidden="backbone",
+        embedding="backbone.embeddings",
+        methods=recurrent("mixer"),
+        functions=STATE_SPACE,
+    ),
     "mellum": PLAIN,
     "mimo": PLAIN,
     "mimo_v2_flash": PLAIN,
@@ -136,8 +158,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "nemotron": Architecture(ropes=LINEAR),
     "nemotron-nas": PLAIN,
+    "nemotron_h": Architecture(
+        hidden="backbone",
+        embedding="backbone.embeddings",
+        methods=recurrent("mixer"),
+        functions=STATE_SPACE,
+    ),
     "olmo2": PLAIN,
     "olmo3": PLAIN,
+    "olmo_hybrid": Architecture(
+        methods=recurrent("linear_attn", "q_conv1d", "k_conv1d", "v_conv1d"), functions=DELTA_RULE
+    ),
     "olmoe": PLAIN,
     "openelm": Architecture(hidden="transformer", embedding="transformer.token_embeddings"),
     "phi": PLAIN,
@@ -145,12 +176,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phimoe": Architecture(ropes=("default", "longrope")),
     "phixtral": Architecture(hidden="lm_head.ln", embedding="transformer.embd.wte"),
     "plamo": PLAIN,
+    "plamo2": Architecture(methods=recurrent("mixer"), functions=STATE_SPACE),
     "plamo3": PLAIN,
     "qwen": Architecture(hidden="transformer", embedding="transformer.wte"),
     "qwen2": PLAIN,
     "qwen2_moe": Architecture(ropes=LINEAR),
     "qwen3": PLAIN,
+    "qwen3_5": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
     "qwen3_moe": PLAIN,
+    "qwen3_next": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
     "seed_oss": PLAIN,
     "smollm3": PLAIN,
     "solar_open": PLAIN,
@@ -175,7 +209,10 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "llama4": ("llama4",),
     "mistral3": ("llama", "ministral3", "mistral4"),
     "pixtral": ("llama",),
+    "prism_hadamard_qwen35": ("qwen3_5",),
     "qwen2_vl": ("qwen2",),
+    "qwen3_5": ("qwen3_5",),
+    "qwen3_5_moe": ("qwen3_5",),
     "qwen3_vl": ("qwen3",),
     "qwen3_vl_moe": ("qwen3_moe",),
 }
@@ -188,7 +225,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = dict(
 )
 """Kinds of rope scaling by model type: what `check_config` lets pass."""
 
-RECURRENT = "layers with a recurrent or convolutional state cannot follow several branches"
+RECURRENT = "its kind of recurrent or convolutional layers cannot follow several branches here"
 SPARSE = "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree"
 
 REFUSED: Mapping[str, str] = {
@@ -200,7 +237,6 @@ REFUSED: Mapping[str, str] = {
             "bailing_moe_v3",
             "falcon_h1",
             "gear",
-            "granitemoehybrid",
             "jamba",
             "kimi_k3",
             "kimi_linear",
@@ -208,14 +244,6 @@ REFUSED: Mapping[str, str] = {
             "lfm2-vl",
             "lfm2_moe",
             "mamba",
-            "mamba2",
-            "nemotron_h",
-            "olmo_hybrid",
-            "plamo2",
-            "prism_hadamard_qwen35",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_next",
             "recurrent_gemma",
             "rwkv7",
         ),

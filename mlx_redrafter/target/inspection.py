@@ -25,6 +25,7 @@ from mlx_redrafter.target.architectures import (
     Config,
 )
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, holds_trees
+from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.hooks import Hook, HookPoint, capture
 
 MLX_LM_MODELS = "mlx_lm.models."
@@ -45,7 +46,8 @@ class Parts(NamedTuple):
         num_layers: Number of caches.
         hidden_size: H.
         vocab_size: Rows of the embedding.
-        context_length: Positions the model was made for, None where the config does not say.
+        context_length: Positions the model was made for, None where the config does not say or no
+            layer counts them.
     """
 
     hooks: list[HookPoint]
@@ -127,13 +129,14 @@ def find_parts(model: nn.Module) -> Parts:
     positions = list(_find_position_hooks(name, text_name, text_model))
     if not positions:
         raise _refusal(f"model_type {name!r} without positions", "its tokens cannot be placed")
+    lengths = () if num_tokens(caches) is None else map(args.get, CONTEXT_LENGTH_KEYS)
     return Parts(
         hooks=[HookPoint(hidden, "__call__", capture), *positions],
         embedding=embedding,
         num_layers=len(caches),
         hidden_size=getattr(table, "dims", table.weight.shape[-1]),  # quantised weights are packed
         vocab_size=table.weight.shape[0],
-        context_length=next((args[key] for key in CONTEXT_LENGTH_KEYS if args.get(key)), None),
+        context_length=next(filter(None, lengths), None),
     )
 
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_redrafter.config import Quantisation
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES
-from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
+from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
@@ -48,7 +48,8 @@ class Target:
         num_layers: Number of its caches.
         hidden_size: Size of a hidden state, H.
         vocab_size: Number of rows of the input embedding, V.
-        context_length: Positions the model was made for, or None where its config does not say.
+        context_length: Positions the model was made for, or None where its config does not say or
+            no layer counts them.
 
     Raises:
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
@@ -86,7 +87,7 @@ class Target:
         """
         stock = self.stock_cache(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
-        length = max(layer.offset for layer in stock)
+        length = num_tokens(stock) or 0
         if quantisation is None:
             return TreeCache(layers, length)
         check_quantisation(self.model, quantisation, stock)
@@ -105,12 +106,18 @@ class Target:
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
 
-        `TreeCache.settle` makes it shorter. Waits for the device.
+        `TreeCache.settle` makes it shorter. A state is that after one token, whatever the length.
+        Waits for the device.
         """
         cache = self.new_cache(quantisation=quantisation)
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
         reserve_rows(
-            [layer for layer in cache.stock if not isinstance(layer, RotatingKVCache)], length
+            [
+                one
+                for one in cache.stock
+                if isinstance(one, KVCache | ChunkedKVCache | QuantizedKVCache)
+            ],
+            length,
         )
         cache.settle(length)
         return cache
@@ -143,6 +150,7 @@ class Target:
         on_progress(0, total)
         while total - done > 1:
             size = min(step_size, total - done - 1)
+            cache.expect(None)
             self.model(prompt[None, done : done + size], cache=cache.stock)
             cache.grow(size)
             mx.eval([layer.state for layer in cache.stock])

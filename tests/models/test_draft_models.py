@@ -21,6 +21,7 @@ from tests.models.tiny_models import (
     tiny_config,
     windowed_config,
 )
+from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT
 
 # Far above rounding (float32), far below any wrong position or mask.
@@ -29,7 +30,9 @@ TOLERANCE = 2e-3
 
 # Several tokens at once have one base of the "dynamic" rope, in mlx-lm's own forward passes too.
 EXACT = [
-    name for name in SUPPORTED if main_rope(name) != "dynamic" and WITH_WINDOWS.get(name) != {}
+    name
+    for name in SUPPORTED
+    if main_rope(name) != "dynamic" and WITH_WINDOWS.get(name) != {} and name not in WITH_STATES
 ]
 
 
@@ -67,3 +70,9 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
 def test_windows_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(UnsupportedTargetError, match=r"with caches \w+KVCache\(\w+=8"):
         DraftModel(build(windowed_config(model_type)), None)
+
+
+@pytest.mark.parametrize("model_type", WITH_STATES)
+def test_states_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"with caches ArraysCache"):
+        DraftModel(build(tiny_config(model_type)), None)

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
+from tests.models.tiny_recurrent import DELTA_NET, RECURRENT, WRAPPER_OVERRIDES
 
 Config = dict[str, Any]
 
@@ -78,6 +79,7 @@ COMMON: Config = {
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "loop_window_size": WINDOW,
+    **DELTA_NET,
 }
 
 # A layer with a window and one without; without this key most families have full layers only.
@@ -95,6 +97,7 @@ SHARED_ROWS: Config = {
 GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
 
 OVERRIDES: dict[str, Config] = {
+    **RECURRENT,
     "afm7": {
         "hidden_dim": 64,
         "num_layers": 3,
@@ -301,7 +304,7 @@ WITH_WINDOWS: dict[str, Config] = {
 }
 
 # These read rope scaling, and the period of an attention scale, from ``rope_parameters``.
-ROPE_PARAMETERS = ("ministral3", "mistral4")
+ROPE_PARAMETERS = ("ministral3", "mistral4", "qwen3_5")
 # These have them for each type of layer.
 NESTED_ROPE_PARAMETERS = ("gemma4_text", "laguna", "mellum", "spark2_5")
 
@@ -359,8 +362,9 @@ def text_config(model_type: str, rope: str = "default") -> Config:
 
 def wrapper_config(model_type: str, text_type: str, rope: str = "default") -> Config:
     """The config of a model with a vision tower."""
-    inner = text_config(text_type, rope)
-    return {"model_type": model_type, "text_config": inner, "vocab_size": VOCAB_SIZE}
+    extra = WRAPPER_OVERRIDES.get(model_type, {})
+    inner = {**text_config(text_type, rope), **extra.get("text_config", {})}
+    return {"vocab_size": VOCAB_SIZE, **extra, "model_type": model_type, "text_config": inner}
 
 
 def windowed_config(model_type: str, window: int = WINDOW) -> Config:
@@ -400,8 +404,11 @@ def _random_weights(model: nn.Module, key: mx.array) -> list[tuple[str, mx.array
     for name, value in flat_parameters(model):
         key, here = mx.random.split(key)
         noise = mx.random.normal(value.shape, key=here)
-        if value.ndim < 2:
-            centre = 0.0 if name.endswith("bias") else 1.0
+        if value.dtype == mx.uint32:
+            weights.append((name, mx.random.randint(0, 2**32, value.shape, mx.uint32, key=here)))
+        elif value.ndim < 2:
+            # Gates of recurrences lie between 0 and 1, near neither.
+            centre = {"bias": 0.0, "_log": -1.0}.get(name[-4:], 1.0)
             weights.append((name, centre + 0.2 * noise))
         elif value.shape[0] in (VOCAB_SIZE, COMMON["max_position_embeddings"]):
             weights.append((name, noise))

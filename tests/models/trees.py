@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.config import DraftPlan, Quantisation
 from mlx_redrafter.decoding.records import InFlight
@@ -94,8 +94,13 @@ def stock_tokens(model: nn.Module, num_tokens: int, cache: list[Any]) -> list[in
     return [int(token) for token, _ in steps]
 
 
-def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
-    """The keys and values of the tokens that a stock cache holds, in the order of the text."""
+def rows_of(cache: Any) -> tuple[mx.array, ...]:
+    """The keys and values of the tokens that a stock cache holds, in the order of the text.
+
+    Of a cache with a state, its arrays.
+    """
+    if isinstance(cache, ArraysCache):
+        return tuple(cache.cache)
     keys, values = cache.keys, cache.values
     if isinstance(cache, RotatingKVCache):
         keys, values = cache._temporal_order(keys), cache._temporal_order(values)

@@ -20,7 +20,7 @@ from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import tiny_llama, tiny_qwen3
-from tests.models.tiny_models import build, windowed_config
+from tests.models.tiny_models import build, tiny_config, windowed_config
 
 K = 8
 
@@ -36,6 +36,7 @@ def _sequences(lengths: list[int], vocab_size: int = 64) -> list[TokenSequence]:
 MODELS = {
     "full": tiny_qwen3,
     **{name: partial(build, windowed_config(name)) for name in ("gemma3_text", "llama4")},
+    **{name: partial(build, tiny_config(name)) for name in ("mamba2", "qwen3_5")},
 }
 
 

@@ -15,6 +15,7 @@ from mlx_redrafter.conversation import Conversation
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
+from tests.models.tiny_models import build, tiny_config
 
 VOCAB_SIZE = 64
 ASKED = ["HOW ARE YOU", "AND YOU", "HOW ARE YOU"]
@@ -63,8 +64,25 @@ def test_answers_are_those_of_plain_decoding(
     kept: int | None,
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)
+    _assert_plain_answers(model, DRAFTERS[drafter](model), kept, sampling)
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "mamba2"])
+def test_answers_of_models_with_states(model_type: str, kept: int | None) -> None:
+    """A state cannot be cut where a template shortens, and the tokens in it may be unknown."""
+    config, sizes = tiny_config(model_type), {"vocab_size": VOCAB_SIZE}
+    sizes["max_position_embeddings"] = 512
+    inner = {**config.get("text_config", {}), **sizes}
+    model = build({**config, **sizes, "text_config": inner})
+    _assert_plain_answers(model, "lookup", kept, {"temp": 0.9, "seed": 3})
+
+
+def _assert_plain_answers(
+    model: nn.Module, drafter: Any, kept: int | None, sampling: dict[str, Any]
+) -> None:
     tokenizer = _tokenizer(kept)
-    conversation = Conversation(Engine(model, tokenizer, DRAFTERS[drafter](model)), "BE GOOD")
+    conversation = Conversation(Engine(model, tokenizer, drafter), "BE GOOD")
     for text in ASKED:
         asked = [*conversation.messages, {"role": "user", "content": text}]
         found = list(conversation.ask(text, max_tokens=24, **sampling))

@@ -118,7 +118,7 @@ class FullCache:
         return [keys[..., run, :] for run in aside], [values[..., run, :] for run in aside]
 
 
-def reserve_rows(caches: Sequence[KVCache | QuantizedKVCache], rows: int) -> None:
+def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], rows: int) -> None:
     """Give caches that hold something buffers of at least ``rows`` rows. Waits for the device."""
 
     def lengthen(part: mx.array) -> mx.array:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.quantised import QuantisedCache
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache
 
@@ -18,6 +25,7 @@ LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
     RotatingKVCache: SlidingCache,
     ChunkedKVCache: ChunkCache,
     QuantizedKVCache: QuantisedCache,
+    ArraysCache: RecurrentCache,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.caches.kinds import describe
@@ -21,10 +21,12 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
 
     Args:
         layers: Caches from outside, one per layer.
-        own: The model's caches after a pass over any token; those of layers without rows are empty.
+        own: The model's caches after a pass over any token; those of layers that it never uses
+            are empty.
 
     Raises:
-        ConfigError: They are another model's, or hold several texts, or parts of one.
+        ConfigError: They are another model's, or hold several texts, or parts of one, or do not
+            say how long their text is.
         UnsupportedTargetError: One is not of the model's own kind.
     """
     if len(layers) != len(own):
@@ -39,15 +41,54 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
                 f"makes it, found {describe(layer)}, in which a tree would not be decoded "
                 "exactly; use mlx-lm itself for it"
             )
-    if all(layer.keys is None and layer.offset == 0 for layer in layers):
+    if all(map(_is_empty, layers)):
         return
     for number, (layer, example) in enumerate(zip(layers, own, strict=True)):
-        _check_rows(number, layer, example)
-    lengths = sorted({layer.offset for layer, one in zip(layers, own, strict=True) if one.offset})
+        (_check_state if isinstance(example, ArraysCache) else _check_rows)(number, layer, example)
+    used = [layer for layer, example in zip(layers, own, strict=True) if not _is_empty(example)]
+    states = [layer for layer in used if isinstance(layer, ArraysCache)]
+    lengths = sorted({layer.offset for layer in used if layer not in states})
+    if not lengths:
+        raise ConfigError(
+            "prompt_cache does not say how many tokens it holds, as no layer of the model counts "
+            "them; give the whole text as the prompt, and no prompt_cache or an empty one"
+        )
     if len(lengths) > 1:
         raise ConfigError(
             f"prompt_cache has layers of {lengths[0]} to {lengths[-1]} tokens, but they must hold "
             f"the same text; {ADVICE} and process the text again"
+        )
+    if any(_is_empty(state) != (lengths[0] == 0) for state in states):
+        raise ConfigError(
+            f"prompt_cache has layers of {lengths[0]} tokens and others whose state is that of "
+            f"another number; {ADVICE} and process the text again"
+        )
+
+
+def num_tokens(layers: Sequence[Any]) -> int | None:
+    """Tokens that caches hold, or None where no layer counts them."""
+    counts = [layer.offset for layer in layers if not isinstance(layer, ArraysCache)]
+    return max(counts) if counts else None
+
+
+def _is_empty(layer: Any) -> bool:
+    if isinstance(layer, ArraysCache):
+        return all(array is None for array in layer.cache)
+    return layer.keys is None and layer.offset == 0
+
+
+def _check_state(number: int, layer: ArraysCache, example: ArraysCache) -> None:
+    if layer.lengths is not None or layer.left_padding is not None or layer.batch_size > 1:
+        raise ConfigError(
+            f"prompt_cache holds a batch of {layer.batch_size} texts; give the cache of one of them"
+        )
+    found, expected = (
+        [getattr(array, "shape", None) for array in one.cache] for one in (layer, example)
+    )
+    if found != expected and not _is_empty(layer):
+        raise ConfigError(
+            f"prompt_cache has a state of the shapes {found} in layer {number}, the model's has "
+            f"{expected}; {ADVICE}"
         )
 
 

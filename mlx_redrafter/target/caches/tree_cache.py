@@ -23,6 +23,7 @@ class ForwardPass:
         self.length = length
         self.tree = tree
         self._chunk_masks: dict[tuple[int, int], mx.array] = {}
+        self._window_rows: dict[int, mx.array] = {}
 
     @cached_property
     def tree_mask(self) -> mx.array:
@@ -65,6 +66,23 @@ class ForwardPass:
             ancestors = self.tree.ancestors & (own == own[:, None])
             self._chunk_masks[chunk, first] = mx.concatenate([is_near, ancestors], axis=1)
         return self._chunk_masks[chunk, first]
+
+    def window_rows(self, size: int) -> mx.array:
+        """What a convolution sees of the ``size`` - 1 rows before the root and those of the nodes.
+
+        Returns:
+            For each node, the last ``size`` rows of its branch, int32, shape (N, size).
+        """
+        if size not in self._window_rows:
+            assert self.tree is not None
+            root = size - 1
+            # The row before each row of a branch; no window reaches behind the first one.
+            above = mx.concatenate([mx.arange(-1, root), self.tree.parents[1:] + root])
+            rows = [mx.arange(root, root + self.tree.size)]
+            for _ in range(root):
+                rows.append(above[rows[-1]])
+            self._window_rows[size] = mx.stack(rows[::-1], axis=1)
+        return self._window_rows[size]
 
 
 class LayerCache(Protocol):

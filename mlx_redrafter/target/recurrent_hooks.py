@@ -1,0 +1,180 @@
+"""Hooks that take recurrent layers of mlx-lm's models along the branches of a tree.
+
+Axes: N nodes of the tree, H heads, S kernel size of a convolution, C its channels.
+
+A layer with a state runs its projections over all nodes as over a text. Its convolutions and its
+recurrence are hooked, one after the other in the order in which the layer's cache has their arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.ssm import compute_dt
+
+from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.hooks import Call
+from mlx_redrafter.tree import TokenTree
+
+
+class _Layer(NamedTuple):
+    """The layer that is computed.
+
+    Attributes:
+        step: The forward pass.
+        tree: Its tree.
+        arrays_after: For each array of the layer's cache so far, the function of a path that
+            returns it.
+    """
+
+    step: ForwardPass
+    tree: TokenTree
+    arrays_after: list[Callable[[Sequence[int]], mx.array]]
+
+
+_layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
+
+
+def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Hook for a layer with a state; its convolutions and its recurrence are hooked too."""
+    caches = [x for x in (*args, *kwargs.values()) if isinstance(x, RecurrentCache)]
+    if not caches or caches[0].tree is None:
+        return call(*args, **kwargs)
+    arrays_after: list[Callable[[Sequence[int]], mx.array]] = []
+    token = _layer.set(_Layer(caches[0].step, caches[0].tree, arrays_after))
+    try:
+        result = call(*args, **kwargs)
+    finally:
+        _layer.reset(token)
+    caches[0].branch(lambda path: [array_after(path) for array_after in arrays_after])
+    return result
+
+
+def convolve_branches(call: Call, x: mx.array) -> mx.array:
+    """Hook for a causal convolution: every node sees the S - 1 tokens before it on its branch.
+
+    Args:
+        call: The convolution.
+        x: The S - 1 rows before the root and those of the nodes, shape (1, S - 1 + N, C).
+
+    Returns:
+        Shape (1, N, C).
+    """
+    layer = _layer.get()
+    if layer is None:
+        return call(x)
+    rows = layer.step.window_rows(x.shape[1] - layer.tree.size + 1)
+    layer.arrays_after.append(lambda path: x[:, rows[path[-1], 1:]])
+    return call(x[0][rows]).swapaxes(0, 1)
+
+
+def update_delta_rule(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Hook for mlx-lm's ``gated_delta_update`` with one gate per head."""
+    layer = _layer.get()
+    return call(*args, **kwargs) if layer is None else _follow_delta_rule(layer, *args, **kwargs)
+
+
+def update_state_space(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Hook for mlx-lm's ``ssm_update``, the recurrence of Mamba-2."""
+    layer = _layer.get()
+    return call(*args, **kwargs) if layer is None else _follow_state_space(layer, *args, **kwargs)
+
+
+def _follow_delta_rule(
+    layer: _Layer,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    use_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+) -> tuple[mx.array, mx.array | None]:
+    """The same for a tree; the arguments are mlx-lm's, and the state is not used."""
+    num_heads = v.shape[2]
+    keys, values = _by_head(k, num_heads), _by_head(v, num_heads)
+    strengths = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
+    strengths = _by_head(strengths[..., None], num_heads)
+    log_gates = -mx.exp(A_log.astype(mx.float32)) * nn.softplus(a + dt_bias)
+    before = _state(state, values, keys)
+    y, updates, log_decays = follow_delta_rule(
+        _by_head(q, num_heads),
+        keys,
+        values,
+        strengths,
+        log_gates[0].T,
+        before,
+        layer.tree.ancestors,
+        layer.tree.max_depth,
+    )
+    branches = Branches(before, keys, updates, log_decays)
+    layer.arrays_after.append(lambda path: branches.state_after(path)[None])
+    return _by_node(y).astype(q.dtype), state
+
+
+def _follow_state_space(
+    layer: _Layer,
+    x: mx.array,
+    A_log: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """The same for a tree; the arguments are mlx-lm's, and the state is not used."""
+    num_heads = x.shape[2]
+    dt = compute_dt(dt, dt_bias, time_step_limit)[0].T
+    inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
+    updates, before = dt[..., None] * inputs, _state(state, inputs, keys)
+    y, log_decays = follow_updates(
+        _by_head(C, num_heads),
+        keys,
+        updates,
+        -_rates(A_log)[:, None] * dt,
+        before,
+        layer.tree.ancestors,
+    )
+    branches = Branches(before, keys, updates, log_decays)
+    layer.arrays_after.append(lambda path: branches.state_after(path)[None])
+    return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
+
+
+def _by_head(x: mx.array, num_heads: int) -> mx.array:
+    """Rows of nodes, shape (1, N, groups, D), for each head, float32, shape (H, N, D)."""
+    rows = x[0].swapaxes(0, 1).astype(mx.float32)
+    return mx.repeat(rows, num_heads // rows.shape[0], axis=0)
+
+
+def _by_node(x: mx.array) -> mx.array:
+    """(H, N, D) to (1, N, H, D)."""
+    return x.swapaxes(0, 1)[None]
+
+
+def _state(state: mx.array | None, values: mx.array, keys: mx.array) -> mx.array:
+    """A layer's state without the batch; zeros at the beginning of a text."""
+    if state is None:
+        return mx.zeros((values.shape[0], values.shape[2], keys.shape[2]))
+    return state[0].astype(mx.float32)
+
+
+def _rates(A_log: mx.array) -> mx.array:
+    """exp(A_log), float32, rounded as in mlx-lm: its kernel for single tokens does it exactly."""
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        A_log = A_log.astype(mx.float32)
+    return mx.exp(A_log).astype(mx.float32)

@@ -1,0 +1,401 @@
+"""Gated delta nets and Mamba-2: trees, texts and prompt caches against stock mlx-lm.
+
+Their layers follow trees by the matrix of ancestors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import random_drafter, wrapped_tokenizer
+from tests.models import trees
+from tests.models.test_architectures import (
+    TOLERANCE,
+    VISIBLE,
+    assert_agree,
+    assert_tree_agrees,
+    disagreement,
+)
+from tests.models.test_windows import assert_continues_alike, prompt_of, read_by_stock
+from tests.models.tiny_models import (
+    COMMON,
+    VOCAB_SIZE,
+    Config,
+    build,
+    flat_parameters,
+    tiny_config,
+    wrapper_config,
+)
+from tests.models.tiny_recurrent import WITH_STATES
+from tests.models.trees import (
+    PROMPT,
+    branching_tree,
+    decode_paths,
+    verify_after_prompt,
+    wide_tree,
+)
+
+NUM_TOKENS = 60
+# One of each kind: three convolutions, one, groups of heads, and no layer with rows.
+KINDS = ["olmo_hybrid", "qwen3_5", "granitemoehybrid", "mamba2"]
+WITH_ROWS = [name for name in KINDS if name != "mamba2"]
+
+
+def long_config(model_type: str) -> Config:
+    """The config of a model that has no limit to speak of."""
+    config, sizes = tiny_config(model_type), {"max_position_embeddings": 4096}
+    return {**config, **sizes, "text_config": {**config.get("text_config", {}), **sizes}}
+
+
+def test_the_families_with_states_are_known() -> None:
+    found = {
+        name
+        for name in SUPPORTED
+        if ArraysCache in map(type, make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0]))))
+    }
+    assert found == set(WITH_STATES)
+
+
+def test_a_text_without_positions_has_no_limit() -> None:
+    limits = {name: Target(build(tiny_config(name))).context_length for name in KINDS}
+    assert limits == {**dict.fromkeys(WITH_ROWS, COMMON["max_position_embeddings"]), "mamba2": None}
+
+
+# Prompts that are shorter than the kernel of the convolution, and as long.
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+@pytest.mark.parametrize("model_type", WITH_STATES)
+def test_tree_logits_after_short_prompts(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, length: int
+) -> None:
+    monkeypatch.setattr(trees, "PROMPT", PROMPT[:length])
+    assert_tree_agrees(build(tiny_config(model_type)))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_chains_and_wide_trees(model_type: str) -> None:
+    model = build(tiny_config(model_type))
+    chain = TokenTree.of(
+        [5 * n % VOCAB_SIZE for n in range(16)], [max(n - 1, 0) for n in range(16)]
+    )
+    for tree in (chain, wide_tree(40), branching_tree().padded(16)):
+        expected = decode_paths(model, tree)
+        found = verify_after_prompt(Target(model), tree)
+        nodes = mx.arange(tree.num_nodes)
+        assert_agree(found.logits[nodes], expected.logits[nodes])
+
+
+@pytest.mark.parametrize("wrong", ["ancestors", "parents"])
+@pytest.mark.parametrize("model_type", WITH_STATES)
+def test_a_wrong_ancestor_is_noticed(model_type: str, wrong: str) -> None:
+    """One node sees another's branch: in the recurrence, or in the convolution."""
+    model, tree = build(tiny_config(model_type)), branching_tree()
+    other = TokenTree.of([0] * 11, [*trees.PARENTS[:-1], 4])
+    wrong_tree = replace(tree, **{wrong: getattr(other, wrong)})
+    expected = decode_paths(model, tree).logits
+    found = verify_after_prompt(Target(model), wrong_tree).logits
+    assert disagreement(found[-1], expected[-1]) > VISIBLE
+    assert disagreement(found[:-1], expected[:-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_quantised(model_type: str) -> None:
+    model = build(tiny_config(model_type))
+    nn.quantize(model, group_size=32, bits=4)
+    assert_tree_agrees(model)
+
+
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "qwen3_5", "mamba2"])
+def test_half_precision(model_type: str) -> None:
+    """A tree is as far from token by token as one chunk of mlx-lm's own is."""
+    model = build(tiny_config(model_type))
+    model.set_dtype(mx.bfloat16)
+    chain = TokenTree.of([5 * n % VOCAB_SIZE for n in range(8)], [max(n - 1, 0) for n in range(8)])
+    expected = decode_paths(model, chain).logits.astype(mx.float32)
+    cache = make_prompt_cache(model)
+    model(mx.array([PROMPT]), cache=cache)
+    chunk = model(chain.tokens[None], cache=cache)[0].astype(mx.float32)
+    found = verify_after_prompt(Target(model), chain).logits.astype(mx.float32)
+    assert disagreement(found, expected) <= 1.5 * disagreement(chunk, expected)
+
+
+def test_a_draft_that_is_not_a_number_spoils_its_branch_alone() -> None:
+    model = build(tiny_config("mamba2"))  # attention to rows of NaN spoils all nodes
+    tree = branching_tree()
+    expected = decode_paths(model, tree).logits
+    table = dict(flat_parameters(model))["backbone.embeddings.weight"]
+    table[41] = mx.nan  # node 2
+    found = verify_after_prompt(Target(model), tree).logits
+    below = mx.array([2, 5, 10])
+    assert mx.all(mx.isnan(found[below])).item()
+    others = mx.array([n for n in range(11) if n not in (2, 5, 10)])
+    assert_agree(found[others], expected[others])
+
+
+@pytest.mark.parametrize("length", [1, 2, 17])
+@pytest.mark.parametrize("model_type", WITH_STATES)
+def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
+    """Trees of all sizes with plain steps between, and the cache after them."""
+    model, prompt = build(tiny_config(model_type)), prompt_of(length)
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
+    use_policy(monkeypatch, RandomShapes(length))
+    found = list(
+        stream_generate(
+            model,
+            wrapped_tokenizer(VOCAB_SIZE),
+            prompt,
+            drafter=Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8),
+            max_tokens=NUM_TOKENS,
+            prompt_cache=cache,
+        )
+    )
+    assert_same_tokens(stock, [response.token for response in found], model_type)
+    for response, (_, log_probs) in zip(found, stock, strict=True):
+        assert disagreement(response.logprobs, log_probs) <= TOLERANCE
+    assert_continues_alike(model, cache, stock_cache)
+
+
+SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
+) -> None:
+    model, tokenizer = build(tiny_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
+
+    def write(drafter: Any, **options: Any) -> list[int]:
+        responses = stream_generate(
+            model, tokenizer, PROMPT, drafter=drafter, max_tokens=40, **options
+        )
+        return [response.token for response in responses]
+
+    plain = write(None, seed=5, **options)
+    mx.random.seed(5)
+    stock = stock_tokens(model, PROMPT, 40, sampler=make_sampler(**options))
+    use_policy(monkeypatch, RandomShapes(3))
+    assert write(Scripted(plain, VOCAB_SIZE, accuracy=0.8), seed=5, **options) == plain
+    mx.random.seed(5)
+    drafted = write(Scripted(ids(stock), VOCAB_SIZE, 0.8), sampler=make_sampler(**options))
+    assert_same_tokens(stock, drafted)
+
+
+def test_a_recurrent_drafter_and_lookup() -> None:
+    model = build(tiny_config("qwen3_5"))
+    stock = stock_tokens(model, PROMPT, 50)
+    for drafter in (random_drafter(VOCAB_SIZE, 64), "lookup"):
+        found = stream_generate(
+            model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=50
+        )
+        assert_same_tokens(stock, [response.token for response in found])
+
+
+@pytest.mark.parametrize("model_type", WITH_ROWS)
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
+    model, tokenizer = build(long_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
+    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
+    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
+        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock)
+        drafter: Any = Scripted(ids(expected), VOCAB_SIZE) if has_drafts else None
+        found = stream_generate(
+            model,
+            tokenizer,
+            question,
+            drafter=drafter,
+            max_tokens=5 + turn,
+            prompt_cache=ours,
+            beam_width=4,
+            beam_length=5,
+            tree_nodes=9,
+        )
+        assert_same_tokens(expected, [response.token for response in found], turn)
+    assert_continues_alike(model, ours, stock)
+
+
+# In the prompt's token, inside a path, behind one, and with a token or a root after them.
+@pytest.mark.parametrize("count", range(1, 14))
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "mamba2"])
+@pytest.mark.parametrize("policy", ["trees", "plain", "both"])
+def test_a_text_that_is_closed_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, count: int, policy: str
+) -> None:
+    model = build(tiny_config(model_type))
+    text = ids(stock_tokens(model, PROMPT, 40))
+    cache = make_prompt_cache(model)
+    if policy == "both":
+        use_policy(monkeypatch, RandomShapes(count))
+    responses = stream_generate(
+        model,
+        wrapped_tokenizer(VOCAB_SIZE),
+        PROMPT,
+        drafter=None if policy == "plain" else Scripted(text, VOCAB_SIZE, accuracy=0.95),
+        prompt_cache=cache,
+        **({"beam_width": 4, "beam_length": 6, "tree_nodes": 16} if policy == "trees" else {}),
+    )
+    assert [next(responses).token for _ in range(count)] == text[:count]
+    responses.close()
+    assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text[:count]]))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "number"), [*(("token", n) for n in range(1, 7)), *(("tree", n) for n in range(4))]
+)
+def test_an_interruption_between_two_layers(
+    monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int
+) -> None:
+    """In the prompt, in plain steps, and inside trees: the cache holds tokens that were taken."""
+    config = {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4}
+    model = build({**config, "layer_types": ["mamba", "mamba", "attention", "mamba"]})
+    text = ids(stock_tokens(model, PROMPT, 40))
+    responses = stream_generate(
+        model,
+        wrapped_tokenizer(VOCAB_SIZE),
+        PROMPT,
+        drafter=Scripted(text, VOCAB_SIZE, accuracy=0.95) if kind == "tree" else None,
+        prompt_cache=(cache := make_prompt_cache(model)),
+        max_tokens=30,
+        prefill_step_size=4,
+    )
+    owner, name, per_layer = (
+        (RecurrentCache, "branch", 1) if kind == "tree" else (ArraysCache, "__setitem__", 2)
+    )
+    interrupt(monkeypatch, owner, name, per_layer * (3 * number + layer))
+    taken: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        taken.extend(response.token for response in responses)
+    monkeypatch.undo()
+    held = cache[2].offset
+    if kind == "token" and number < 4:  # a chunk of the prompt, or its last token
+        assert held == min(4 * number, len(PROMPT) - 1)
+    else:
+        assert len(PROMPT) + len(taken) - 1 <= held <= len(PROMPT) + len(taken)
+    assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text][:held]))
+
+
+def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
+    """Interrupt after ``number`` calls of a method."""
+    calls, method = itertools.count(), getattr(owner, name)
+
+    def call(self: Any, *args: Any) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return method(self, *args)
+
+    patch.setattr(owner, name, call)
+
+
+def test_memory_does_not_hold_a_state_per_node() -> None:
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 8}
+    config = tiny_config("qwen3_5")
+    model = build({**config, "text_config": {**config["text_config"], **sizes}})
+    target, state = Target(model), 8 * 128 * 128 * 4
+
+    def memory(num_nodes: int) -> tuple[int, int]:
+        """Bytes at the peak of a tree, and after it."""
+        cache, tree = target.blank_cache(100), wide_tree(num_nodes)
+        mx.eval(tree.arrays)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(target.verify(tree, cache).logits)
+        return int(mx.get_peak_memory()) - before, int(mx.get_active_memory()) - before
+
+    (peak, held), (peak_of_few, held_by_few) = memory(64), memory(4)
+    assert peak - peak_of_few < 16 * state  # the activations of 60 nodes, not 60 states
+    # A key, an update and the inputs of the convolution.
+    assert held - held_by_few < 60 * 8 * (128 + 128 + 3 * 128) * 4
+
+
+@pytest.mark.parametrize("length", [3, 600])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
+    target = Target(build(tiny_config(model_type)))
+    cache = target.blank_cache(length)
+    for shorter in (length, length - 1):
+        cache.settle(shorter)
+        assert {layer.offset for layer in cache.stock if type(layer) is KVCache} <= {shorter}
+        outputs = target.verify(branching_tree(), cache)
+        assert mx.all(mx.isfinite(outputs.logits)).item()
+
+
+def cache_after(model: nn.Module, num_texts: int = 1) -> list[Any]:
+    """A stock cache after a few tokens."""
+    cache = make_prompt_cache(model)
+    model(mx.array([PROMPT] * num_texts), cache=cache)
+    return cache
+
+
+def other_state(cache: list[Any]) -> None:
+    cache[0][1] = cache[0][1][:, :1]
+
+
+def no_state(cache: list[Any]) -> None:
+    cache[0].cache = [None, None]
+
+
+def half_a_state(cache: list[Any]) -> None:
+    cache[0][1] = None
+
+
+def no_rows(cache: list[Any]) -> None:
+    cache[1] = KVCache()
+
+
+def padded(cache: list[Any]) -> None:
+    cache[0].left_padding = mx.array([1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (other_state, "state of the shapes .* in layer 0, the model's has"),
+        (half_a_state, "state of the shapes .* in layer 0, the model's has"),
+        (no_state, "layers of 12 tokens and others whose state"),
+        (no_rows, "layers of 0 tokens and others whose state"),
+        (padded, "a batch of 1 texts"),
+    ],
+)
+def test_damaged_prompt_caches_are_refused(damage: Any, words: str) -> None:
+    model = build(tiny_config("qwen3_5"))
+    cache = cache_after(model)
+    Target(model).new_cache(cache)
+    damage(cache)
+    with pytest.raises(ConfigError, match=words):
+        Target(model).new_cache(cache)
+
+
+def test_prompt_caches_of_others_are_refused() -> None:
+    model = build(tiny_config("qwen3_5"))
+    with pytest.raises(ConfigError, match="batch of 2 texts"):
+        Target(model).new_cache(cache_after(model, num_texts=2))
+    with pytest.raises(UnsupportedTargetError, match=r"expected ArraysCache\(\) .*found KVCache"):
+        Target(model).new_cache([KVCache(), KVCache()])
+    mamba = build(tiny_config("mamba2"))
+    Target(mamba).new_cache(make_prompt_cache(mamba))
+    with pytest.raises(ConfigError, match="does not say how many tokens it holds"):
+        Target(mamba).new_cache(cache_after(mamba))
+
+
+@pytest.mark.parametrize("num_experts", [0, 8])
+def test_the_whole_config_of_a_text_model(num_experts: int) -> None:
+    """Files without ``text_config`` have its values at the top."""
+    inner: Config = wrapper_config("qwen3_5", "qwen3_5")["text_config"]
+    assert_tree_agrees(build({**inner, "model_type": "qwen3_5", "num_experts": num_experts}))

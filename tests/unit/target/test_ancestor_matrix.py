@@ -1,0 +1,153 @@
+"""Recurrences along the branches of a tree, against their definition node by node."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
+from mlx_redrafter.tree import TokenTree
+
+Array = NDArray[np.float64]
+
+HEADS, KEY, VALUE = 2, 8, 4
+PARENTS = [0, 0, 0, 1, 1, 2, 3, 3, 6, 8, 5]
+SEEDS = range(4)
+# Most of it from logarithms of products of many small gates.
+TOLERANCE = 1e-4
+
+
+class Inputs(NamedTuple):
+    """Random inputs: a state, and for each head and node a key, a query, a value, a strength and
+    the logarithm of a gate."""
+
+    state: Array
+    keys: Array
+    queries: Array
+    values: Array
+    strengths: Array
+    log_gates: Array
+
+
+def random_inputs(seed: int, parents: list[int], alike: float = 0.0) -> Inputs:
+    """Inputs with keys of length 1, the more alike the greater ``alike``."""
+    rng = np.random.default_rng(seed)
+    size = len(parents)
+    keys, queries = rng.normal(size=(2, HEADS, size, KEY))
+    keys[..., 0] += alike
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    gates = -np.exp(rng.normal(size=(HEADS, size), scale=2.0))
+    gates[:, 1] = -300.0  # underflows
+    return Inputs(
+        rng.normal(size=(HEADS, VALUE, KEY)),
+        keys,
+        queries,
+        rng.normal(size=(HEADS, size, VALUE)),
+        rng.uniform(0, 2, (HEADS, size, 1)),
+        gates,
+    )
+
+
+def by_definition(inputs: Inputs, parents: list[int], is_delta: bool) -> tuple[Array, list[Array]]:
+    """What the nodes read, and their states, in float64."""
+    states: list[Array] = []
+    read = np.zeros_like(inputs.values)
+    for node, parent in enumerate(parents):
+        above = inputs.state if node == 0 else states[parent]
+        state = np.exp(inputs.log_gates[:, node])[:, None, None] * above
+        key, update = inputs.keys[:, node], inputs.values[:, node]
+        if is_delta:
+            known = np.einsum("hvk,hk->hv", state, key)
+            update = inputs.strengths[:, node] * (update - known)
+        states.append(state + update[..., None] * key[:, None])
+        read[:, node] = np.einsum("hvk,hk->hv", states[-1], inputs.queries[:, node])
+    return read, states
+
+
+def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array, Branches]:
+    """The same by `Branches`."""
+    state, keys, queries, values, strengths, log_gates = (
+        mx.array(x, dtype=mx.float32) for x in inputs
+    )
+    given = log_gates, state, tree.ancestors
+    if is_delta:
+        read, updates, log_decays = follow_delta_rule(
+            queries, keys, values, strengths, *given, tree.max_depth
+        )
+    else:
+        updates = values
+        read, log_decays = follow_updates(queries, keys, updates, *given)
+    return read, Branches(state, keys, updates, log_decays)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    path = [node]
+    while path[0]:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize(
+    "parents", [PARENTS, [0, 0], [max(n - 1, 0) for n in range(17)], [0] * 9], ids=len
+)
+def test_what_nodes_read_and_their_states(seed: int, is_delta: bool, parents: list[int]) -> None:
+    inputs = random_inputs(seed, parents)
+    expected, states = by_definition(inputs, parents, is_delta)
+    tree = TokenTree.of(range(len(parents)), parents)
+    read, branches = by_matrix(inputs, tree, is_delta)
+    np.testing.assert_allclose(np.array(read), expected, atol=TOLERANCE)
+    for node, state in enumerate(states):
+        found = branches.state_after(path_to(node, parents))
+        np.testing.assert_allclose(np.array(found), state, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [16, 52])
+def test_keys_that_are_alike(length: int) -> None:
+    """The powers of the system's matrix are large then, its inverse is not."""
+    parents = [max(node - 1, 0) for node in range(length)]
+    inputs = random_inputs(0, parents, alike=100.0)
+    inputs = inputs._replace(
+        log_gates=np.full_like(inputs.log_gates, -1e-3), strengths=np.ones_like(inputs.strengths)
+    )
+    expected, _ = by_definition(inputs, parents, True)
+    read, _ = by_matrix(inputs, TokenTree.of(range(length), parents), True)
+    np.testing.assert_allclose(np.array(read), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_delta"),
+    [
+        *((name, True) for name in ("keys", "values", "strengths", "log_gates", "queries")),
+        *((name, False) for name in ("keys", "values", "log_gates", "queries")),
+    ],
+)
+def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(name: str, is_delta: bool) -> None:
+    inputs = random_inputs(1, PARENTS)
+    tree = TokenTree.of(range(len(PARENTS)), PARENTS)
+    read = np.array(by_matrix(inputs, tree, is_delta)[0])
+    getattr(inputs, name)[:, 3] = np.nan
+    nodes = range(len(PARENTS))
+    below = [3] if name == "queries" else [n for n in nodes if 3 in path_to(n, PARENTS)]
+    others = [n for n in nodes if n not in below]
+    spoiled, branches = by_matrix(inputs, tree, is_delta)
+    assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()
+    assert np.array_equal(np.array(spoiled)[:, others], read[:, others])
+    assert mx.all(mx.isfinite(branches.state_after([0, 1, 4]))).item()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_a_draft_that_overflows(value: float, is_delta: bool) -> None:
+    inputs = random_inputs(1, PARENTS)
+    tree = TokenTree.of(range(len(PARENTS)), PARENTS)
+    read = np.array(by_matrix(inputs, tree, is_delta)[0])
+    inputs.values[:, 3] = value
+    found = np.array(by_matrix(inputs, tree, is_delta)[0])
+    others = [n for n in range(len(PARENTS)) if 3 not in path_to(n, PARENTS)]
+    assert np.array_equal(found[:, others], read[:, others])
