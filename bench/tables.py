@@ -164,6 +164,7 @@ def _caches(results: Results) -> Lines:
             yield (
                 name, _code(result), found["model"], f"{found['context']:,}",
                 f"{1e3 * found['seconds'][one]['median']:.1f}",
+                str(result["configuration"]["tree_nodes"]),
                 *(f"{found['ratios'][other]:.2f}" for other in others),
                 f"{found['peak'] / 1e6:.1f}", _quiet(result),
             )  # fmt: skip
@@ -209,8 +210,8 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
     ),
     "bounds": (("file", "code", "what", "found", "bound"), _bounds),
     "caches": (
-        ("file", "code", "layers keep", "tokens before", "one token, ms", "mlx-lm's call of 8",
-         "chain of 8", "tree of 8", "peak, MB", "quiet"), _caches,
+        ("file", "code", "layers keep", "tokens before", "one token, ms", "N", "mlx-lm's call",
+         "chain", "tree", "peak, MB", "quiet"), _caches,
     ),
     "prediction": (
         ("left out", "steps", "median error", "signed", "largest", "its best shape has"),
