@@ -49,6 +49,31 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **COMMON,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "states": {  # Mamba-2
+        **COMMON,
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "state_size": 64,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "time_step_limit": [0.001, 100.0],
+        "time_step_rank": "auto",
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+    "states and all tokens": {  # gated delta nets
+        **COMMON,
+        "model_type": "olmo_hybrid",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+        "attention_bias": False,
+    },
 }
 
 
