@@ -32,7 +32,7 @@ def caches(
     rounds: Annotated[int, typer.Option(help="Samples of each number.")] = 20,
     out: Out = None,
 ) -> None:
-    """Measure steps of random models whose layers keep all tokens, windows or states, or of yours."""
+    """Measure steps of random models whose layers keep all tokens, windows, states; or of yours."""
     lengths = parse_ints(contexts)
     check_int("tree_nodes", tree_nodes, 2)
     check_int("rounds", rounds, 2)
