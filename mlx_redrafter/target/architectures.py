@@ -19,9 +19,11 @@ from mlx_redrafter.target.hooks import (
     rotate_with_dynamic_base,
     scale_at_tree_positions,
 )
+from mlx_redrafter.target.level_hooks import follow_levels
 from mlx_redrafter.target.recurrent_hooks import (
     convolve_branches,
     follow_branches,
+    follow_short_convolution,
     update_delta_rule,
     update_state_space,
 )
@@ -76,6 +78,7 @@ LLAMA_4_SCALE = {"_get_llama_4_attn_scale": scale_at_tree_positions}
 LEARNED_POSITIONS = {("wpe", "__call__"): embed_tree_positions}
 DELTA_RULE = {"gated_delta_update": update_delta_rule}
 STATE_SPACE = {"ssm_update": update_state_space}
+SHORT_CONVOLUTION = {("conv", "__call__"): follow_short_convolution}
 
 
 def recurrent(layer: str, *convolutions: str) -> Mapping[tuple[str, str], Hook]:
@@ -102,6 +105,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "exaone": Architecture(hidden="transformer", embedding="transformer.wte"),
     "exaone4": PLAIN,
     "exaone_moe": PLAIN,
+    "gear": Architecture(methods=recurrent("local_mixer", "key_conv", "value_conv")),
     "gemma": PLAIN,
     "gemma2": PLAIN,
     "gemma3_text": PLAIN,
@@ -129,11 +133,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "internlm2": Architecture(ropes=(*LINEAR, "dynamic"), embedding="model.tok_embeddings"),
     "internlm3": Architecture(ropes=(*LINEAR, "dynamic")),
     "iquestloopcoder": PLAIN,
+    "jamba": Architecture(methods={("mamba", "__call__"): follow_levels}),
+    "kimi_linear": Architecture(methods={("self_attn", "__call__"): follow_levels}),
     "laguna": PLAIN,
+    "lfm2": Architecture(methods=SHORT_CONVOLUTION),
+    "lfm2_moe": Architecture(methods=SHORT_CONVOLUTION),
     "lille-130m": Architecture(hidden="transformer.norm", embedding="transformer.tok_embeddings"),
     "llama": PLAIN,
     "llama4": Architecture(methods={("self_attn", "__call__"): attend_in_chunks}),
     "llama4_text": PLAIN,
+    "mamba": Architecture(
+        hidden="backbone",
+        embedding="backbone.embeddings",
+        methods={("mixer", "__call__"): follow_levels},
+    ),
     "mamba2": Architecture(
         hidden="backbone",
         embedding="backbone.embeddings",
@@ -206,6 +219,7 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "gemma4": ("gemma4_text",),
     "kimi_k25": ("deepseek_v3",),
     "kimi_vl": ("deepseek_v3",),
+    "lfm2-vl": ("lfm2",),
     "llama4": ("llama4",),
     "mistral3": ("llama", "ministral3", "mistral4"),
     "pixtral": ("llama",),
@@ -236,14 +250,7 @@ REFUSED: Mapping[str, str] = {
             "bailing_moe_linear",
             "bailing_moe_v3",
             "falcon_h1",
-            "gear",
-            "jamba",
             "kimi_k3",
-            "kimi_linear",
-            "lfm2",
-            "lfm2-vl",
-            "lfm2_moe",
-            "mamba",
             "recurrent_gemma",
             "rwkv7",
         ),

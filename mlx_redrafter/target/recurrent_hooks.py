@@ -74,6 +74,12 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
     return call(x[0][rows]).swapaxes(0, 1)
 
 
+def follow_short_convolution(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Hook for both where a layer with a state and its convolution have one name."""
+    hook = follow_branches if len(args) + len(kwargs) > 1 else convolve_branches
+    return hook(call, *args, **kwargs)
+
+
 def update_delta_rule(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Hook for mlx-lm's ``gated_delta_update`` with one gate per head."""
     layer = _layer.get()

@@ -28,7 +28,58 @@ MAMBA_2: Config = {
     "use_conv_bias": True,
 }
 
+SHORT_CONVOLUTION: Config = {
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 64,
+    "block_ff_dim": 64,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [1, 3],
+    "num_dense_layers": 1,
+    "use_expert_bias": True,
+}
+
 RECURRENT: dict[str, Config] = {
+    "gear": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 3,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 56,
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "topk_group": 1,
+    },
+    "lfm2": SHORT_CONVOLUTION,
+    "lfm2_moe": SHORT_CONVOLUTION,
+    "mamba": {
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 3,
         "layer_types": ["mamba", "attention", "mamba"],
@@ -65,7 +116,14 @@ RECURRENT: dict[str, Config] = {
 
 # Families with layers that have a state instead of rows.
 WITH_STATES = (
+    "gear",
     "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2-vl",
+    "lfm2_moe",
+    "mamba",
     "mamba2",
     "nemotron_h",
     "olmo_hybrid",
@@ -77,7 +135,7 @@ WITH_STATES = (
 )
 
 # Families without positions: the order of their tokens is in states and masks alone.
-WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
+WITHOUT_POSITIONS = ("jamba", "mamba", "mamba2", "nemotron_h")
 
 # What models with a vision tower need beside a language model's config.
 PACKED = {"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16"}
