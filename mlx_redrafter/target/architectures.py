@@ -93,6 +93,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "afmoe": PLAIN,
     "apertus": PLAIN,
     "bailing_moe": Architecture(embedding="model.word_embeddings"),
+    "bailing_moe_v3": Architecture(
+        embedding="model.word_embeddings", methods={("attention", "__call__"): follow_levels}
+    ),
     "cohere": PLAIN,
     "cohere2": PLAIN,
     "dbrx": Architecture(hidden="transformer", embedding="transformer.wte"),
@@ -198,6 +201,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_5": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
     "qwen3_moe": PLAIN,
     "qwen3_next": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
+    "recurrent_gemma": Architecture(methods={("temporal_block", "__call__"): follow_levels}),
     "seed_oss": PLAIN,
     "smollm3": PLAIN,
     "solar_open": PLAIN,
@@ -239,31 +243,21 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = dict(
 )
 """Kinds of rope scaling by model type: what `check_config` lets pass."""
 
-RECURRENT = "its kind of recurrent or convolutional layers cannot follow several branches here"
-SPARSE = "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree"
-
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        (
-            "baichuan_m1",
-            "bailing_hybrid",
-            "bailing_moe_linear",
-            "bailing_moe_v3",
-            "falcon_h1",
-            "kimi_k3",
-            "recurrent_gemma",
-            "rwkv7",
-        ),
-        RECURRENT,
+        ("baichuan_m1", "falcon_h1", "longcat_flash", "longcat_flash_ngram"),
+        "its layers keep two caches each, which cannot hold a tree yet",
+    ),
+    **dict.fromkeys(
+        ("bailing_hybrid", "bailing_moe_linear"),
+        "its linear attention rotates the tokens of a pass as if each followed the one before it",
     ),
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v41", "glm_moe_dsa", "minimax_m3_vl"),
-        SPARSE,
+        "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree",
     ),
-    **dict.fromkeys(
-        ("longcat_flash", "longcat_flash_ngram"),
-        "layers with two attention blocks keep two caches, which cannot hold a tree",
-    ),
+    "kimi_k3": "its residuals across layers were never compared with token-by-token decoding",
+    "rwkv7": "its layers take rows from the first one, which do not follow the branches of a tree",
     **dict.fromkeys(
         ("bitnet", "muse_spark"),
         "its kernels run on Metal only and were never compared with token-by-token decoding",

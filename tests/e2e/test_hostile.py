@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
+import numpy.ma  # noqa: F401  (numpy imports it late, when a test may have no right to)
 import pytest
 import typer.main
 from huggingface_hub.errors import (

@@ -44,6 +44,17 @@ SHORT_CONVOLUTION: Config = {
 }
 
 RECURRENT: dict[str, Config] = {
+    "bailing_moe_v3": {
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "layer_group_size": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "gear": {
         "num_hidden_layers": 4,
         "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
@@ -79,6 +90,14 @@ RECURRENT: dict[str, Config] = {
         "use_bias": False,
         "use_conv_bias": True,
         "time_step_rank": 4,
+    },
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
     },
     "granitemoehybrid": {
         "num_hidden_layers": 3,
@@ -116,6 +135,7 @@ RECURRENT: dict[str, Config] = {
 
 # Families with layers that have a state instead of rows.
 WITH_STATES = (
+    "bailing_moe_v3",
     "gear",
     "granitemoehybrid",
     "jamba",
@@ -132,6 +152,7 @@ WITH_STATES = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "recurrent_gemma",
 )
 
 # Families without positions: the order of their tokens is in states and masks alone.
