@@ -199,18 +199,18 @@ def plot_caches(path: Path, found: Sequence[CacheCost], heading: str) -> Path:
         for colour, name in enumerate(dict.fromkeys(cost.model for cost in found)):
             costs = [cost for cost in found if cost.model == name]
             contexts = [cost.context for cost in costs]
-            for kind, line in ((TREE, "-"), (ONE, ":")):
+            for kind, line, label in ((TREE, "-", name), (ONE, ":", None)):
                 medians = [1e3 * cost.seconds[kind].median for cost in costs]
                 style = {"color": f"C{colour}", "linestyle": line, "marker": "."}
-                times.plot(contexts, medians, label=f"{name}: {kind}", **style)
+                times.plot(contexts, medians, label=label, **style)
             peaks = [cost.peak / 1e6 for cost in costs]
-            memory.plot(contexts, peaks, marker=".", color=f"C{colour}", label=name)
+            memory.plot(contexts, peaks, marker=".", color=f"C{colour}")
         times.set_ylabel("ms per forward pass")
         memory.set_ylabel("peak of a tree beyond the weights, MB")
         memory.set_xlabel("tokens before the pass")
         for axes in (times, memory):
             _from_zero(axes)
-            axes.legend()
+        times.legend(title="a tree; dotted: one token")
     return path
 
 

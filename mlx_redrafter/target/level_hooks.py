@@ -50,9 +50,10 @@ def follow_levels(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
     for depth, level in enumerate(levels):
         above = mx.array([place[parents[node]] if depth else 0 for node in level])
         batch = ArraysCache(len(states[0]))
-        batch.cache = [None if array is None else array[above] for array in states[depth]]
+        for index, array in enumerate(states[depth]):
+            batch[index] = None if array is None else array[above]
         outputs.append(run(x[0][mx.array(level)][:, None], batch))
-        states.append(batch.cache)
+        states.append(list(batch.cache))
 
     def state_after(path: Sequence[int]) -> State:
         index = place[path[-1]]
