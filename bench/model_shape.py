@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.bench.chips import BYTES
@@ -91,8 +92,8 @@ class ModelShape:
         return TargetSize(self.hidden_size, self.vocab_size, weights)
 
 
-def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The sizes of the model that a ``config.json`` describes; no weights are made.
+def make_model(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """The model that a ``config.json`` describes, whose weights are random once looked at.
 
     Raises:
         CheckpointError: mlx-lm cannot make the model.
@@ -102,13 +103,24 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     kind = config["model_type"]
     module = importlib.import_module(MLX_LM_MODELS + MODEL_REMAPPING.get(kind, kind))
     try:
-        # Weights are promises until they are looked at.
-        model = module.Model(module.ModelArgs.from_dict(config))
-        parts = find_parts(model)
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+        find_parts(model)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"mlx-lm cannot make {name} from its config.json ({error}); is it damaged?"
         ) from error
+    return model
+
+
+def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The sizes of the model that a ``config.json`` describes; no weights are made.
+
+    Raises:
+        CheckpointError: mlx-lm cannot make the model.
+        UnsupportedTargetError: The model cannot be decoded exactly.
+    """
+    model = make_model(name, config)
+    parts = find_parts(model)
     weights = named_parameters(model).values()
     parameters = sum(weight.size for weight in weights)
     text_config = config.get("text_config")

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
+from mlx_redrafter.bench.caches import ONE, TREE, CacheCost
 from mlx_redrafter.bench.endurance import TIME_RATIO, Window
 from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.regret import Regret
@@ -43,11 +44,16 @@ def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
         model: The target.
         texts: Description of the texts, where any were decoded.
     """
-    machine, size = result["machine"], get_total_parameters(model)
+    size = get_total_parameters(model)
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
-    chip = f"{machine['processor']}, {machine['cores']} cores"
-    line = f"{result['configuration']['model']}, {short} parameters, on {chip}"
+    line = f"{result['configuration']['model']}, {short} parameters, on {machine_name(result)}"
     return f"{line}\n{texts}" if texts else line
+
+
+def machine_name(result: Mapping[str, Any]) -> str:
+    """The processor of a result's machine."""
+    machine = result["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores"
 
 
 def count_texts(configuration: Mapping[str, Any]) -> str:
@@ -184,6 +190,27 @@ def plot_endurance(path: Path, windows: Sequence[Window], heading: str) -> Path:
         for axes in (speed, ratio, memory):
             _from_zero(axes)
             axes.legend()
+    return path
+
+
+def plot_caches(path: Path, found: Sequence[CacheCost], heading: str) -> Path:
+    """Draw times and memory of steps against the tokens before them; see `plot_sweep`."""
+    with _figure(path, heading, (7.5, 6.5), rows=2) as (times, memory):
+        for colour, name in enumerate(dict.fromkeys(cost.model for cost in found)):
+            costs = [cost for cost in found if cost.model == name]
+            contexts = [cost.context for cost in costs]
+            for kind, line, label in ((TREE, "-", name), (ONE, ":", None)):
+                medians = [1e3 * cost.seconds[kind].median for cost in costs]
+                style = {"color": f"C{colour}", "linestyle": line, "marker": "."}
+                times.plot(contexts, medians, label=label, **style)
+            peaks = [cost.peak / 1e6 for cost in costs]
+            memory.plot(contexts, peaks, marker=".", color=f"C{colour}")
+        times.set_ylabel("ms per forward pass")
+        memory.set_ylabel("peak of a tree beyond the weights, MB")
+        memory.set_xlabel("tokens before the pass")
+        for axes in (times, memory):
+            _from_zero(axes)
+        times.legend(title="a tree; dotted: one token")
     return path
 
 

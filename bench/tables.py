@@ -157,6 +157,19 @@ def _bounds(results: Results) -> Lines:
                 yield name, _code(result), found["name"], f"{number} {found['unit']}", bound
 
 
+def _caches(results: Results) -> Lines:
+    for name, result in _of_kind(results, "caches"):
+        for found in result["found"]:
+            one, *others = found["seconds"]
+            yield (
+                name, _code(result), found["model"], f"{found['context']:,}",
+                f"{1e3 * found['seconds'][one]['median']:.1f}",
+                str(result["configuration"]["tree_nodes"]),
+                *(f"{found['ratios'][other]:.2f}" for other in others),
+                f"{found['peak'] / 1e6:.1f}", _quiet(result),
+            )  # fmt: skip
+
+
 def _prediction(results: Results) -> Lines:
     for _, result in _of_kind(results, "predict validation"):
         for one in result["found"]:
@@ -196,6 +209,10 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
          "overhead", "interval"), _overhead,
     ),
     "bounds": (("file", "code", "what", "found", "bound"), _bounds),
+    "caches": (
+        ("file", "code", "layers keep", "tokens before", "one token, ms", "N", "mlx-lm's call",
+         "chain", "tree", "peak, MB", "quiet"), _caches,
+    ),
     "prediction": (
         ("left out", "steps", "median error", "signed", "largest", "its best shape has"),
         _prediction,

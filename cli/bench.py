@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mlx_redrafter.cli.application import Application
+from mlx_redrafter.cli.bench_caches import caches
 from mlx_redrafter.cli.bench_endurance import endurance
 from mlx_redrafter.cli.bench_guard import guard
 from mlx_redrafter.cli.bench_output import parse_count
@@ -32,6 +33,7 @@ app.command()(predict)
 app.command()(training)
 app.command()(overhead)
 app.command()(memory)
+app.command()(caches)
 app.command()(endurance)
 app.command()(request)
 app.command()(copy)

@@ -10,7 +10,7 @@ import typer
 
 from mlx_redrafter.config import DraftPlan, GenerationOptions, SamplingParams, find_plan
 
-MODEL, DRAFT, SAMPLE, PROMPT = "Model", "Drafting", "Sampling", "Prompt"
+MODEL, DRAFT, SAMPLE, PROMPT, CACHE = "Model", "Drafting", "Sampling", "Prompt", "K/V cache"
 
 DESCRIPTIONS: dict[str, str] = {
     name: hint.__metadata__[0]
@@ -57,6 +57,7 @@ def _size_option(name: str, more: str = "") -> Any:
 MaxTokens = Annotated[int, library_option("max_tokens", "-m")]
 Temp = Annotated[float, library_option("temp", rich_help_panel=SAMPLE)]
 Seed = Annotated[int, library_option("seed", rich_help_panel=SAMPLE)]
+QuantizedKvStart = Annotated[int, library_option("quantized_kv_start", rich_help_panel=CACHE)]
 IgnoreChatTemplate = Annotated[
     bool,
     typer.Option("--ignore-chat-template", help="Use the prompt as it is.", rich_help_panel=PROMPT),
@@ -66,7 +67,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Length of a text, and choice of its tokens."""
+    """Length of a text, choice of its tokens, and how its keys and values are kept."""
 
     max_tokens: MaxTokens = GenerationOptions.max_tokens
     temp: Temp = SamplingParams.temp
@@ -76,6 +77,13 @@ class TextOptions:
     seed: Annotated[
         int | None, library_option("seed", show_default="fresh", rich_help_panel=SAMPLE)
     ] = GenerationOptions.seed
+    kv_bits: Annotated[
+        int | None, library_option("kv_bits", show_default=False, rich_help_panel=CACHE)
+    ] = GenerationOptions.kv_bits
+    kv_group_size: Annotated[int, library_option("kv_group_size", rich_help_panel=CACHE)] = (
+        GenerationOptions.kv_group_size
+    )
+    quantized_kv_start: QuantizedKvStart = GenerationOptions.quantized_kv_start
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, explain
+from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -68,11 +68,6 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
             f"Hugging Face Hub ({first_line(error)}); check the name and the network, or give a "
             "folder"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """First line of an exception's text, or its type where there is none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def shared_name(path_or_repo: str | Path) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from mlx_redrafter.errors import ConfigError
@@ -14,6 +15,10 @@ MAX_BEAM_LENGTH = 16
 SCORED_PER_BEAM = 4
 # Nodes of the tree where only the width or the length of the search is given.
 DEFAULT_NODES = 9
+
+# What MLX quantises to, and the length of a text from which on mlx-lm quantises by default.
+KV_BITS, KV_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+QUANTIZED_KV_START = 5000
 
 Selection = Literal["top_n", "beam"]
 Auto = Literal["auto"]
@@ -176,6 +181,30 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How the rows of K/V caches are quantised, with mlx-lm's meaning of every option.
+
+    Attributes:
+        bits: Bits of a number.
+        group_size: Numbers that share a scale.
+        start: Length of a text from which on all its rows are quantised.
+    """
+
+    bits: int
+    group_size: int = 64
+    start: int = QUANTIZED_KV_START
+
+    def __post_init__(self) -> None:
+        _check_choice("kv_bits", self.bits, KV_BITS)
+        _check_choice("kv_group_size", self.group_size, KV_GROUP_SIZES)
+        check_int("quantized_kv_start", self.start, 0)
+
+    def of_text(self, length: int) -> Quantisation | None:
+        """How rows are quantised in a text that begins with ``length`` tokens, None if not."""
+        return replace(self, start=0) if length >= self.start else None
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """The options of one text that are numbers and words; the same for every way in.
 
@@ -206,9 +235,18 @@ class GenerationOptions:
         True
     )
     prefill_step_size: Annotated[int, "Most prompt tokens per forward pass."] = 2048
+    kv_bits: Annotated[
+        int | None, "Bits of quantised keys and values: 1 to 6 or 8; not quantised without."
+    ] = None
+    kv_group_size: Annotated[
+        int, "Numbers of quantised keys and values that share a scale: 32, 64 or 128."
+    ] = Quantisation.group_size
+    quantized_kv_start: Annotated[
+        int, "Length of the text from which on all its keys and values are quantised."
+    ] = Quantisation.start
 
     def __post_init__(self) -> None:
-        _ = self.plan, self.sampling(0)  # both check what they are made of
+        _ = self.plan, self.sampling(0), self.quantisation  # all check what they are made of
         check_max_tokens(self.max_tokens)
         check_int("prefill_step_size", self.prefill_step_size, 1)
         if not isinstance(self.couple, bool):
@@ -226,9 +264,22 @@ class GenerationOptions:
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the rows of K/V caches are quantised, None where they are not."""
+        bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # the others are checked, too
+        found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
+        return None if self.kv_bits is None else found
+
     def sampling(self, fresh_seed: int) -> SamplingParams:
         """How tokens are chosen, with ``fresh_seed`` where no seed is given."""
         return SamplingParams(**{"seed": fresh_seed, **self.given_sampling})
+
+
+def _check_choice(name: str, value: object, choices: Sequence[int]) -> None:
+    if type(value) is not int or value not in choices:
+        listed = ", ".join(map(str, choices[:-1]))
+        raise ConfigError(f"{name} must be {listed} or {choices[-1]}, got {value!r}")
 
 
 def is_number(value: object) -> bool:

@@ -133,8 +133,10 @@ class Engine:
         _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
         processors = _as_list("logits_processors", logits_processors)
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
-        cached = None if prompt_cache is None else _as_list("prompt_cache", prompt_cache)
-        _claims.check(cached or [])  # first of all, as caches in use hold what they may
+        layers = _as_list("prompt_cache", prompt_cache)
+        if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
+            raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
+        _claims.check(layers)  # first of all, as caches in use hold what they may
         ids = encode_prompt(self.tokenizer, prompt)
         request = Request(
             prompt=ids,
@@ -144,9 +146,9 @@ class Engine:
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
-        text = self._open(request, chosen, history, sampler, processors, cached)
+        text = self._open(request, chosen, history, sampler, processors, prompt_cache)
         stream = ResponseStream(text, self.tokenizer)
-        _claims.claim(cached or [], stream)
+        _claims.claim(layers, stream)
         self._streams.add(stream)
         return stream
 
@@ -173,14 +175,15 @@ class Engine:
         history: Sequence[Sequence[int]],
         sampler: Sampler | None,
         logits_processors: Sequence[LogitsProcessor],
-        cached: list[Any] | None,
+        prompt_cache: Any,
     ) -> Text:
         target, ids = self.target, request.prompt
-        own, num_layers = [], 0 if self.proposer is None else self.proposer.num_layers
+        num_layers = 0 if self.proposer is None else self.proposer.num_layers
+        cached, own = prompt_cache, []
         if cached is not None and len(cached) == target.num_layers + num_layers:
             # mlx-lm's convention: the target's layers, then those of the draft model.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
-        cache = target.new_cache(cached)
+        cache = target.new_cache(cached, options.quantisation, prompt_cache)
         _check_prompt(ids, cache.length, target)
         params = options.sampling(secrets.randbits(32))
         chooser: TokenChooser = (
@@ -205,18 +208,20 @@ class Engine:
         proposer, plan = self.proposer, options.plan
         if proposer is None:
             return None, None
+        length, quantisation = num_cached + len(ids), options.quantisation
+        if quantisation is not None:
+            quantisation = quantisation.of_text(length)
         if isinstance(proposer, Lookup):
             proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
         _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
         policy: DraftPolicy
         if plan is not None:
-            costs = step_costs(self.target, None, CONTEXT, self.memory.timed)
+            costs = step_costs(self.target, None, CONTEXT, self.memory.timed, quantisation)
             policy = FixedPolicy(plan, costs)
         else:
             network = None if isinstance(proposer, Lookup) else proposer
-            length = num_cached + len(ids)
-            costs = step_costs(self.target, network, length, self.memory.timed)
+            costs = step_costs(self.target, network, length, self.memory.timed, quantisation)
             if network is not None:
                 proposer = LookupFirst(self.memory.lookup.after(history), network)
             # Acceptance of uncoupled drafts is not that of coupled ones.

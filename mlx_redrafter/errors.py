@@ -33,6 +33,11 @@ def explain(error: OSError) -> str:
     return "; ".join(filter(None, [error.strerror, advice]))
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an exception's text, or its type where there is none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class RedrafterError(Exception):
     """Base class of every error that this package raises on purpose."""
 

@@ -57,6 +57,9 @@ def stream_generate(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: Sequence[Any] | None = None,
     prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
     prompt_progress_callback: ProgressCallback | None = None,
 ) -> ResponseStream:
     """Yield the target's own text token by token; the drafter only makes it faster.
@@ -91,6 +94,10 @@ def stream_generate(
             as in mlx-lm, those of a draft model; it holds the prompt and the tokens yielded once
             the iterator has ended or was closed.
         prefill_step_size: As in `GenerationOptions`.
+        kv_bits: As in `GenerationOptions`; a ``prompt_cache`` is a list whose layers are replaced
+            by quantised ones, as in mlx-lm.
+        kv_group_size: As in `GenerationOptions`.
+        quantized_kv_start: As in `GenerationOptions`.
         prompt_progress_callback: Callback for the prompt tokens processed and their number.
 
     Raises:
@@ -114,6 +121,9 @@ def stream_generate(
         select=select,
         couple=couple,
         prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
         sampler=sampler,
         logits_processors=logits_processors,
         prompt_cache=prompt_cache,

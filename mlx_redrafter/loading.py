@@ -13,9 +13,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_redrafter.bundled import find_bundled
-from mlx_redrafter.checkpoint import find_checkpoint, first_line, read_config, read_shapes
+from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
 from mlx_redrafter.engine import as_proposer
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.policy.precision import choose_precision
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Lookup

@@ -15,6 +15,9 @@ from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.host import to_floats
 from mlx_redrafter.responses import GenerationResponse
 
+# Options that both decoders have.
+QUANTISATION = "kv_bits", "kv_group_size", "quantized_kv_start"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -86,7 +89,10 @@ def compare_decoding(
     if options.get("temp"):
         plain = [(response.token, response.logprobs) for response in decode(None)]
     else:
-        for token, log_probs in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens):
+        shared = {name: options[name] for name in QUANTISATION if name in options}
+        for token, log_probs in generate_step(
+            mx.array(list(prompt)), model, max_tokens=max_tokens, **shared
+        ):
             on_token()
             plain.append((int(token), log_probs))
             if token in tokenizer.eos_token_ids:

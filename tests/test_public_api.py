@@ -63,6 +63,9 @@ def test_options_of_stream_generate() -> None:
         "logits_processors": None,
         "prompt_cache": None,
         "prefill_step_size": 2048,
+        "kv_bits": None,
+        "kv_group_size": 64,
+        "quantized_kv_start": 5000,
         "prompt_progress_callback": None,
     }
 

@@ -224,7 +224,7 @@ class Text:
         plan, tree = proposal.plan, proposal.tree
         with mx.stream(generation_stream):
             tree = self.policy.keep(plan, tree)
-        if tree.size == 1:
+        if tree.size == 1 or not self.cache.takes(tree):
             return self._advance(flight.root, plan)
         return self._verify_tree(plan, tree, proposal.noise)
 

@@ -45,11 +45,13 @@ Floats = npt.NDArray[np.float64]
 # part of it that is used where drafts seem hopeless, and the credit at first, in plain steps.
 EXPLORE, LEAST_HOPE = 0.02, 0.6
 EXPLORE_AT_FIRST = 0.3
-# Steps with drafts between two that show what longer and wider searches would give.
-SURVEY_EVERY = 8
+# Steps with drafts between two that show what longer and wider searches would give, and steps from
+# one whose drafts are only looked at to the next: plain ones in a row are timed.
+SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
 # Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
-# as long as thought: how many, how often, and at first; not where they seem so much slower.
-TRIAL, TRIAL_EVERY, TRIAL_AT_FIRST = 4, 128, 32
+# as long as thought: how many, after how many at first, and between, fewer where both seem alike.
+TRIAL, TRIAL_AT_FIRST, TRIAL_SOONEST, TRIAL_EVERY = 4, 32, 16, 128
+# How much slower they may seem for a trial.
 CLOSE = 1.5
 # Share of the time for learning from drafts, and seconds for it at first: where steps take little,
 # not every draft is learnt from.
@@ -252,7 +254,8 @@ class AdaptivePolicy:
         self._drafting = np.maximum(0.0, unverified - self._plain - costs.wait)
         self._verify = np.full(len(SIZES), np.inf)
         for size, factor in zip(costs.verify, factors[1:], strict=True):
-            self._verify[SIZES.index(size)] = costs.verify[size] * factor
+            # What took less than a plain step was timed in a quieter moment.
+            self._verify[SIZES.index(size)] = max(self._plain, costs.verify[size] * factor)
         self._seconds = np.where(FITS, self._verify + self._drafting[..., None], np.inf)
 
     def _time(self, done: Finished) -> None:
@@ -274,13 +277,14 @@ class AdaptivePolicy:
         if not self._costs.level:
             return best
         self._until_trial -= 1
+        self._until_survey -= 1
         if self._until_trial <= -TRIAL:
-            self._until_trial = TRIAL_EVERY
+            lead = 1.0 if best.plan is None else (self._rate * self._plain - 1) / (CLOSE - 1)
+            self._until_trial = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
         if best.plan is None:
             return self._explore_drafts()
         if self._until_trial <= 0 and self._rate * self._plain < CLOSE:
             return Choice(None)
-        self._until_survey -= 1
         if self._until_survey <= 0:
             extra = self._drafting[PLACES[LONGEST.shape]] - self._drafting[PLACES[best.plan.shape]]
             extra += self._costs.wait if best.num_nodes is not None else 0.0
@@ -299,8 +303,11 @@ class AdaptivePolicy:
                 self._until_trial = 1  # nothing else is paid for until then
                 return Choice(None)
             return Choice(PLANS[w, length], SIZES[size])
-        is_paid = self._pay(self._drafting[w, length])
-        return Choice(PLANS[w, length], num_nodes=1) if is_paid else Choice(None)
+        if self._until_survey > 0 or not self._pay(self._drafting[w, length]):
+            return Choice(None)
+        if self._until_survey <= 1 - LOOKS:
+            self._until_survey = LOOK_EVERY
+        return Choice(PLANS[w, length], num_nodes=1)
 
     def _pay(self, seconds: float) -> bool:
         """Take seconds from those for exploring, if there are so many."""

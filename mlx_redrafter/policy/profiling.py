@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftPlan, DraftShape, SamplingParams
+from mlx_redrafter.config import DraftPlan, DraftShape, Quantisation, SamplingParams
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import InFlight, Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
@@ -37,16 +37,19 @@ class Kind(NamedTuple):
     Attributes:
         plan: Plan of its drafts; None for plain decoding.
         waits: Whether the drafts are looked at before they are verified.
+        verifies: Whether any are verified.
     """
 
     plan: DraftPlan | None
     waits: bool = False
+    verifies: bool = True
 
     def __str__(self) -> str:
         if self.plan is None:
             return "plain"
         shape = self.plan.shape
-        return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{' read' if self.waits else ''}"
+        read, only = " read" * self.waits, " drafted only" * (not self.verifies)
+        return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{read}{only}"
 
     def does_as_much(self, other: Kind) -> bool:
         """Whether no part of a step of this kind is less than in the other's."""
@@ -58,11 +61,12 @@ class Kind(NamedTuple):
             and mine.length >= its.length
             and self.plan.num_nodes >= other.plan.num_nodes
             and self.waits >= other.waits
+            and self.verifies >= other.verifies
         )
 
 
-# Searches timed for a network: one with trees of all sizes, and of every width a long and a short
-# one, from which the time of a level follows.
+# Searches timed for a network: one with trees of all sizes, and without any, from which the time
+# of the search follows; and of every width a long and a short one, for that of a level.
 WIDTH, FEW = 2, 3
 BASE = DraftShape(WIDTH, 6)
 SHORT, LONG = 3, 9
@@ -75,7 +79,8 @@ SEARCH = {
     for length in (SHORT, LONG)
 }
 READ = Kind(DraftPlan(BASE, FEW), waits=True)
-TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ)
+DRAFT = Kind(DraftPlan(BASE, FEW), verifies=False)
+TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT)
 # Steps timed where drafts come out of the text.
 LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
 TIMED_LOOKUPS = (PLAIN, *LOOKUPS.values())
@@ -97,8 +102,8 @@ MOST_ROUNDS = 4
 LEAST_VERIFY = 0.8
 
 Seconds = dict[Kind, float]
-# Times by whether a network drafts, and by context in tokens.
-Known = dict[tuple[bool, int], Seconds]
+# Times by whether a network drafts, context in tokens, and how rows are quantised.
+Known = dict[tuple[bool, int, Quantisation | None], Seconds]
 
 
 def step_costs(
@@ -106,6 +111,7 @@ def step_costs(
     proposer: Proposer | None,
     length: int = CONTEXT,
     known: Known | None = None,
+    quantisation: Quantisation | None = None,
 ) -> StepCosts:
     """What steps take, by their parts; timed unless a file knows it.
 
@@ -118,12 +124,13 @@ def step_costs(
         proposer: A network that drafts for it; None where drafts come out of the text.
         length: Tokens that the text begins with.
         known: Times of the model and this network, for those that are asked for again.
+        quantisation: Quantisation of all rows of the text; None for none.
     """
     known = {} if known is None else known
-    keys = [(proposer is not None, context) for context in contexts(target, length)]
+    keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:
-            known[key] = _known_seconds(target, proposer, key[1])
+            known[key] = _known_seconds(target, proposer, key[1], quantisation)
     short, *long = [known[key] for key in keys]
     seconds = short
     if long:
@@ -144,7 +151,12 @@ def contexts(target: Target, length: int) -> list[int]:
     return [CONTEXT, LONG_CONTEXT] if length >= LEAST_LONG and knows_long else [CONTEXT]
 
 
-def time_steps(target: Target, proposer: Proposer | None, context: int = CONTEXT) -> Seconds:
+def time_steps(
+    target: Target,
+    proposer: Proposer | None,
+    context: int = CONTEXT,
+    quantisation: Quantisation | None = None,
+) -> Seconds:
     """Time steps of the kinds `TIMED` in a text of no meaning. Waits for the device.
 
     Args:
@@ -152,18 +164,22 @@ def time_steps(target: Target, proposer: Proposer | None, context: int = CONTEXT
         proposer: A network that drafts for it; None where drafts come out of the text, for steps
             of the kinds `TIMED_LOOKUPS`.
         context: Tokens before the steps.
+        quantisation: Quantisation of the rows of all of them; None for none.
     """
     schedule = _Schedule(TIMED_LOOKUPS if proposer is None else TIMED)
     chooser = _Contrary(SamplingParams(), target.vocab_size)
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
-    text = Text(target, target.blank_cache(context), chooser, Request([0]), drafting, schedule)
+    cache = target.blank_cache(context, quantisation)
+    text = Text(target, cache, chooser, Request([0]), drafting, schedule)
     with closing(decode(text)) as tokens:  # type: ignore[type-var]
         while not schedule.is_done:
             next(tokens)
     return schedule.seconds
 
 
-def _known_seconds(target: Target, proposer: Proposer | None, context: int) -> Seconds:
+def _known_seconds(
+    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
+) -> Seconds:
     timed = TIMED_LOOKUPS if proposer is None else TIMED
     kinds = {str(kind): kind for kind in timed}
     modules = () if proposer is None else proposer.modules
@@ -174,10 +190,11 @@ def _known_seconds(target: Target, proposer: Proposer | None, context: int) -> S
             context,
             "drafts out of the text" if proposer is None else "drafter",
         )
-        seconds = time_steps(target, proposer, context)
+        seconds = time_steps(target, proposer, context, quantisation)
         return {name: seconds[kind] for name, kind in kinds.items()}
 
-    seconds = load_or_measure((timed, context), (target.model, *modules), kinds, measure)
+    what = timed, context, quantisation
+    seconds = load_or_measure(what, (target.model, *modules), kinds, measure)
     return {kind: seconds[name] for name, kind in kinds.items()}
 
 
@@ -187,7 +204,7 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
         width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]]) / (LONG - SHORT)
         for width in TIMED_WIDTHS
     }
-    drafting = BASE.levels * level[WIDTH]
+    drafting = max(0.0, short[DRAFT] - short[PLAIN])
     few = short[VERIFY[FEW]] - drafting
     return StepCosts(
         plain=seconds[PLAIN],
@@ -196,10 +213,7 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
             for size, kind in VERIFY.items()
         },
         first={
-            # Relative to the width with which verifying was timed; noise may leave less than that.
-            width: max(
-                -level[width], short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width]
-            )
+            width: max(0.0, short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width])
             for width in TIMED_WIDTHS
         },
         level=level,
@@ -266,9 +280,10 @@ class _Schedule:
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts as decoding does."""
-        if self._chosen[0].waits:
+        kind = self._chosen[0]
+        if kind.waits:
             tree.read()
-        return tree
+        return tree if kind.verifies else tree.first(1)
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`."""

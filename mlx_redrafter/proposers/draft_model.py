@@ -54,13 +54,11 @@ class DraftModel:
 
     def __init__(self, model: nn.Module, tokenizer: Any):
         self.target = Target(model)
-        others = {
-            describe(layer) for layer in make_prompt_cache(model) if type(layer) is not KVCache
-        }
+        others = _other_caches(make_prompt_cache(model))
         if others:
             raise UnsupportedTargetError(
                 f"expected a draft model whose layers attend to all tokens, found one with caches "
-                f"{', '.join(sorted(others))}; use another draft model or a drafter"
+                f"{others}; use another draft model or a drafter"
             )
         self.tokenizer = tokenizer
         for module in {type(module).__module__ for module in model.modules()}:
@@ -112,6 +110,11 @@ def check_ids(draft: Any, target: Any) -> None:
         )
 
 
+def _other_caches(layers: Sequence[Any]) -> str:
+    """The caches that drafts do not fit into."""
+    return ", ".join(sorted({describe(layer) for layer in layers if type(layer) is not KVCache}))
+
+
 class ModelDrafting:
     """One text's drafts; see `Drafting`.
 
@@ -134,7 +137,14 @@ class ModelDrafting:
         self.model = model
         self.num_rows = min(vocab_size, model.vocab_size)
         self.couple_noise = couple_noise
-        self.cache = LevelCache(model.stock_cache(cached or None))
+        layers = model.stock_cache(cached or None)
+        others = _other_caches(layers)
+        if others:
+            raise UnsupportedTargetError(
+                f"expected KVCache() in the draft model's layers of prompt_cache, found {others}; "
+                "leave these layers out, or make them with make_prompt_cache(draft_model)"
+            )
+        self.cache = LevelCache(layers)
         self._is_shared = bool(cached)
         # Rows whose tokens the host knows, and known tokens without a row.
         self.length = self.cache.num_rows

@@ -19,6 +19,7 @@ from mlx_redrafter.target.hooks import (
     rotate_with_dynamic_base,
     scale_at_tree_positions,
 )
+from mlx_redrafter.target.level_hooks import follow_levels
 from mlx_redrafter.target.recurrent_hooks import (
     convolve_branches,
     convolve_pairs,
@@ -98,6 +99,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "apertus": PLAIN,
     "baichuan_m1": Architecture(methods=PAIRS),
     "bailing_moe": Architecture(embedding="model.word_embeddings"),
+    "bailing_moe_v3": Architecture(
+        embedding="model.word_embeddings", methods={("attention", "__call__"): follow_levels}
+    ),
     "cohere": PLAIN,
     "cohere2": PLAIN,
     "dbrx": Architecture(hidden="transformer", embedding="transformer.wte"),
@@ -111,6 +115,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "exaone4": PLAIN,
     "exaone_moe": PLAIN,
     "falcon_h1": Architecture(methods=recurrent("mamba"), functions=STATE_SPACE),
+    "gear": Architecture(methods=recurrent("local_mixer", "key_conv", "value_conv")),
     "gemma": PLAIN,
     "gemma2": PLAIN,
     "gemma3_text": PLAIN,
@@ -138,6 +143,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "internlm2": Architecture(ropes=(*LINEAR, "dynamic"), embedding="model.tok_embeddings"),
     "internlm3": Architecture(ropes=(*LINEAR, "dynamic")),
     "iquestloopcoder": PLAIN,
+    "jamba": Architecture(methods={("mamba", "__call__"): follow_levels}),
+    "kimi_linear": Architecture(methods={("self_attn", "__call__"): follow_levels}),
     "laguna": PLAIN,
     "lfm2": Architecture(methods=SHORT_CONVOLUTION),
     "lfm2_moe": Architecture(methods=SHORT_CONVOLUTION),
@@ -146,6 +153,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama4": Architecture(methods={("self_attn", "__call__"): attend_in_chunks}),
     "llama4_text": PLAIN,
     "longcat_flash": PLAIN,
+    "mamba": Architecture(
+        hidden="backbone",
+        embedding="backbone.embeddings",
+        methods={("mixer", "__call__"): follow_levels},
+    ),
     "mamba2": Architecture(
         hidden="backbone",
         embedding="backbone.embeddings",
@@ -197,6 +209,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_5": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
     "qwen3_moe": PLAIN,
     "qwen3_next": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
+    "recurrent_gemma": Architecture(methods={("temporal_block", "__call__"): follow_levels}),
     "seed_oss": PLAIN,
     "smollm3": PLAIN,
     "solar_open": PLAIN,
@@ -238,30 +251,18 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = dict(
 )
 """Kinds of rope scaling by model type: what `check_config` lets pass."""
 
-RECURRENT = "its kind of recurrent or convolutional layers cannot follow several branches here"
-SPARSE = "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree"
-
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        (
-            "bailing_hybrid",
-            "bailing_moe_linear",
-            "bailing_moe_v3",
-            "gear",
-            "jamba",
-            "kimi_k3",
-            "kimi_linear",
-            "mamba",
-            "recurrent_gemma",
-            "rwkv7",
-        ),
-        RECURRENT,
+        ("bailing_hybrid", "bailing_moe_linear"),
+        "its linear attention rotates the tokens of a pass as if each followed the one before it",
     ),
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v41", "glm_moe_dsa", "minimax_m3_vl"),
-        SPARSE,
+        "layers that pick the tokens they attend to keep a second cache, which cannot hold a tree",
     ),
+    "kimi_k3": "its residuals across layers were never compared with token-by-token decoding",
     "longcat_flash_ngram": "its embedding of the tokens before goes by their order in a pass",
+    "rwkv7": "its layers take rows from the first one, which do not follow the branches of a tree",
     **dict.fromkeys(
         ("bitnet", "muse_spark"),
         "its kernels run on Metal only and were never compared with token-by-token decoding",

@@ -183,24 +183,31 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
     first, last = (
         p // period for p in (positions.first + 1, positions.first + positions.num_depths)
     )
-    result = call(x, mask, _Elsewhere(first * period - 1, cache.update_and_fetch))
+    result = call(x, mask, _Elsewhere(cache, first * period - 1, cache.update_and_fetch))
     for number in range(first + 1, last + 1):
         is_here = ((positions.nodes + 1) // period == number)[:, None]
-        other = call(x, mask, _Elsewhere(number * period - 1, lambda *_: cache.keys_and_values()))
+        again = _Elsewhere(cache, number * period - 1, lambda *_: cache.keys_and_values())
+        other = call(x, mask, again)
         result = mx.where(is_here, other, result)
     return result
 
 
-class _Elsewhere(NamedTuple):
+class _Elsewhere:
     """A cache that says it is at another position.
 
-    Attributes:
+    Args:
+        cache: The cache.
         offset: The position.
         update_and_fetch: Function that takes new rows and returns all of them.
     """
 
-    offset: int
-    update_and_fetch: Callable[..., tuple[mx.array, mx.array]]
+    def __init__(self, cache: Any, offset: int, update_and_fetch: Call):
+        self._cache = cache
+        self.offset = offset
+        self.update_and_fetch = update_and_fetch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
 
 def capture(call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
+from mlx_redrafter.config import Quantisation
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
+from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
 from mlx_redrafter.target.inspection import find_parts
@@ -64,16 +66,32 @@ class Target:
         for point in parts.hooks:
             install(point)
 
-    def new_cache(self, prompt_cache: Sequence[Any] | None = None) -> TreeCache:
-        """A cache for one request, on top of ``prompt_cache`` if the caller has one.
+    def new_cache(
+        self,
+        prompt_cache: Sequence[Any] | None = None,
+        quantisation: Quantisation | None = None,
+        given: list[Any] | None = None,
+    ) -> TreeCache:
+        """A cache for one request.
+
+        Args:
+            prompt_cache: mlx-lm caches of the layers to go on with; new ones by default.
+            quantisation: Quantisation of the rows; None for none.
+            given: The caller's list, which begins with those caches: `TreeCache.settle` puts
+                quantised ones in their place, as mlx-lm does.
 
         Raises:
             ConfigError: ``prompt_cache`` was made for another model, or does not hold one text.
-            UnsupportedTargetError: A layer's cache is not of the model's own kind.
+            UnsupportedTargetError: A layer's cache is not of the model's own kind, or cannot be
+                quantised.
         """
-        layers = self.stock_cache(prompt_cache)
-        length = num_tokens(layers) or 0
-        return TreeCache([LAYER_CACHES[type(layer)](layer) for layer in layers], length)
+        stock = self.stock_cache(prompt_cache)
+        layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
+        length = num_tokens(stock) or 0
+        if quantisation is None:
+            return TreeCache(layers, length)
+        check_quantisation(self.model, quantisation, stock)
+        return QuantisingCache(layers, length, quantisation, given)
 
     def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[Any]:
         """The caller's caches, checked as in `new_cache`, or new ones, as mlx-lm has them."""
@@ -85,16 +103,20 @@ class Target:
         check_prompt_cache(prompt_cache, own)
         return list(prompt_cache)
 
-    def blank_cache(self, length: int) -> TreeCache:
+    def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
 
         `TreeCache.settle` makes it shorter. A state is that after one token, whatever the length.
         Waits for the device.
         """
-        cache = self.new_cache()
+        cache = self.new_cache(quantisation=quantisation)
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
         reserve_rows(
-            [part for part in parts_of(cache.stock) if isinstance(part, KVCache | ChunkedKVCache)],
+            [
+                part
+                for part in parts_of(cache.stock)
+                if isinstance(part, KVCache | ChunkedKVCache | QuantizedKVCache)
+            ],
             length,
         )
         cache.settle(length)
@@ -130,9 +152,9 @@ class Target:
             size = min(step_size, total - done - 1)
             cache.expect(None)
             self.model(prompt[None, done : done + size], cache=cache.stock)
+            cache.grow(size)
             mx.eval([layer.state for layer in cache.stock])
             done += size
-            cache.length += size
             on_progress(done, total)
             mx.clear_cache()
         return self.advance(prompt[done:], cache)
@@ -142,7 +164,7 @@ class Target:
         cache.expect(None)
         with captured_output() as outputs:
             logits = self.model(token[None], cache=cache.layers)
-        cache.length += 1
+        cache.grow(1)
         return TargetOutputs(logits[0], outputs[-1][0])
 
     def verify(self, tree: TokenTree, cache: TreeCache) -> TargetOutputs:

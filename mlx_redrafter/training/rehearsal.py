@@ -71,7 +71,6 @@ def rehearse(
 
     Raises:
         NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
-        UnsupportedTargetError: mlx-lm cannot decode this model in batches.
     """
     on_stage(0, NUM_STAGES)
     sequences, writing = _write(request, target, prompts)

@@ -8,6 +8,7 @@ the next round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
 
@@ -95,9 +97,6 @@ class TextGenerator:
 
         Returns:
             Prompts with their answers; only the answers are trained on.
-
-        Raises:
-            UnsupportedTargetError: mlx-lm cannot decode this model in batches.
         """
         sequences: list[TokenSequence] = []
         num_generated = 0
@@ -135,18 +134,16 @@ class TextGenerator:
         room = [
             min(limits.answer_tokens, limits.sequence_length - len(prompt)) for prompt in prompts
         ]
-        try:
-            generator: Any = BatchGenerator(
-                self.model,
-                stop_tokens=[[token] for token in self.stop_tokens],
-                sampler=make_sampler(temp=temp),
-                completion_batch_size=BATCH_SIZE,
-            )
-        except (ValueError, NotImplementedError) as error:
-            raise UnsupportedTargetError(
-                f"mlx-lm cannot decode this model in batches ({error}); give texts with --data "
-                "and --self-written 0"
-            ) from error
+        sampler = make_sampler(temp=temp)
+        if not all(hasattr(layer, "merge") for layer in make_prompt_cache(self.model)):
+            # mlx-lm cannot decode such a model in batches.
+            return list(map(partial(self._answer, sampler=sampler), prompts, room))
+        generator: Any = BatchGenerator(
+            self.model,
+            stop_tokens=[[token] for token in self.stop_tokens],
+            sampler=sampler,
+            completion_batch_size=BATCH_SIZE,
+        )
         try:
             ids = generator.insert(prompts, room)
             answers: dict[int, list[int]] = {uid: [] for uid in ids}
@@ -156,6 +153,17 @@ class TextGenerator:
         finally:
             generator.close()
         return [answers[uid] for uid in ids]
+
+    def _answer(self, prompt: list[int], most: int, sampler: Sampler) -> list[int]:
+        """An answer of at most ``most`` tokens, its stop token included."""
+        answer: list[int] = []
+        for token, _ in generate_step(
+            mx.array(prompt), self.model, max_tokens=most, sampler=sampler
+        ):
+            answer.append(int(token))
+            if answer[-1] in self.stop_tokens:
+                break
+        return answer
 
 
 def _as_sequence(prompt: list[int], answer: list[int]) -> TokenSequence:

@@ -13,6 +13,7 @@ import pytest
 from mlx_redrafter import engine, generation
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.target.caches.quantised import QuantisingCache
 from tests.conftest import Trained
 from tests.helpers.cli import run
 
@@ -46,6 +47,22 @@ def test_equal_texts(
     assert first.startswith("equal: 24 tokens, 1.")
     assert first.endswith("tokens/step after 'Once upon a time'")
     assert second.endswith("after 'Lily'")
+
+
+def test_quantised_rows_from_the_first_token_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, quantise = [], QuantisingCache._quantise
+
+    def watch(cache: QuantisingCache) -> None:
+        lengths.append(cache.length)
+        quantise(cache)
+
+    monkeypatch.setattr(QuantisingCache, "_quantise", watch)
+    result = run(capsys, "check", "-m", 24, *PROMPTS, "--kv-bits", 8)
+    assert (result.code, result.out.count("equal: 24 tokens")) == (0, 2)
+    assert len(lengths) == 2
+    assert max(lengths) < 20
 
 
 def test_three_prompts_by_default(

@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import __version__, engine
+from mlx_redrafter import __version__, engine, load
 from mlx_redrafter.policy.profiling import step_costs
 from tests.conftest import Trained
 from tests.helpers.cli import run
@@ -180,6 +180,19 @@ def test_a_fresh_seed_is_reported_and_repeats_the_text(
     assert first["seed"] != second["seed"]
     again = json.loads(run(capsys, *options, "--seed", first["seed"]).out)
     assert again["tokens"] == first["tokens"]
+
+
+def test_quantised_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["generate", "--prompt", PROMPT, "--json", "--max-tokens", 40]
+    result = run(capsys, *options, "--kv-bits", 4, "--quantized-kv-start", 10)
+    assert result.code == 0, result.err
+    model, tokenizer, _ = load()
+    prompt = tokenizer.encode(PROMPT)
+    stock = stock_tokens(model, prompt, 40, kv_bits=4, quantized_kv_start=10)
+    assert json.loads(result.out)["tokens"] == ids(stock)
+    result = run(capsys, *options, "--kv-bits", 9)
+    assert (result.code, result.out) == (2, "")
+    assert "kv_bits must be 1, 2, 3, 4, 5, 6 or 8, got 9" in result.err
 
 
 def test_prompt_from_stdin(

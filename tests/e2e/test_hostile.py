@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
+import numpy.ma  # noqa: F401  (numpy imports it late, when a test may have no right to)
 import pytest
 import typer.main
 from huggingface_hub.errors import (
@@ -59,6 +60,7 @@ COMMANDS: dict[str, list[str]] = {
     "bench predict": ["--model", "model", "--drafter", "drafter"],
     "bench overhead": ["--model", "model", "--drafter", "drafter"],
     "bench memory": ["--model", "model", "--drafter", "drafter"],
+    "bench caches": ["--model", "model"],
     "bench endurance": ["--model", "model", "--drafter", "drafter"],
     "bench request": ["--model", "model", "--drafter", "drafter"],
     "bench copy": ["--model", "model", "--drafter", "drafter"],

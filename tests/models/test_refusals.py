@@ -40,7 +40,7 @@ def test_refused_model_types(model_type: str) -> None:
         ({"model_type": "transformerx"}, "'transformerx'"),
         ({}, "model_type"),
         ({"model_type": None}, "model_type"),
-        ({"model_type": "falcon_mamba"}, "'falcon_mamba'"),
+        ({"model_type": "rwkv7"}, "'rwkv7'"),
         ({"model_type": "deepseek_v41_text"}, "'deepseek_v41_text'"),
         ({"model_type": "llama", "model_file": "model.py"}, "code of its own"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "bitnet"}}, "Metal"),

@@ -94,7 +94,8 @@ def test_the_families_with_windows_are_known() -> None:
             for layer in make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0])))
         )
     }
-    assert found == {name for name, extra in WITH_WINDOWS.items() if not extra}
+    elsewhere = {"gear", "recurrent_gemma"}  # with states, in the tests of those
+    assert found - elsewhere == {name for name, extra in WITH_WINDOWS.items() if not extra}
 
 
 # The prompt ends before the window is full, when it is, after it, and has wrapped several times;

@@ -47,6 +47,59 @@ RECURRENT: dict[str, Config] = {
         "mamba_n_groups": 2,
         "mamba_rms_norm": True,
     },
+    "bailing_moe_v3": {
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "layer_group_size": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "gear": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 3,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 56,
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "topk_group": 1,
+    },
+    "mamba": {
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 3,
         "layer_types": ["mamba", "attention", "mamba"],
@@ -92,11 +145,16 @@ RECURRENT: dict[str, Config] = {
 # Families with layers that have a state instead of rows.
 WITH_STATES = (
     "baichuan_m1",
+    "bailing_moe_v3",
     "falcon_h1",
+    "gear",
     "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2-vl",
     "lfm2_moe",
+    "mamba",
     "mamba2",
     "nemotron_h",
     "olmo_hybrid",
@@ -105,10 +163,11 @@ WITH_STATES = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "recurrent_gemma",
 )
 
 # Families without positions: the order of their tokens is in states and masks alone.
-WITHOUT_POSITIONS = ("mamba2", "nemotron_h")
+WITHOUT_POSITIONS = ("jamba", "mamba", "mamba2", "nemotron_h")
 
 # What models with a vision tower need beside a language model's config.
 PACKED = {"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -15,7 +15,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.config import DraftPlan, Quantisation
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.host import to_ints
@@ -46,14 +46,18 @@ def wide_tree(num_nodes: int) -> TokenTree:
     return TokenTree.of([(node * 7 + 5) % VOCAB_SIZE for node in range(num_nodes)], parents)
 
 
-def verify_after_prompt(target: Target, tree: TokenTree) -> TargetOutputs:
+def verify_after_prompt(
+    target: Target, tree: TokenTree, quantisation: Quantisation | None = None
+) -> TargetOutputs:
     """Verify a tree whose root follows `PROMPT`."""
-    cache = target.new_cache()
+    cache = target.new_cache(quantisation=quantisation)
     target.prefill(mx.array(PROMPT), cache, 2048, lambda done, total: None)
     return target.verify(tree, cache)
 
 
-def decode_paths(model: nn.Module, tree: TokenTree) -> TargetOutputs:
+def decode_paths(
+    model: nn.Module, tree: TokenTree, quantisation: Quantisation | None = None
+) -> TargetOutputs:
     """The outputs after every node when stock mlx-lm decodes the node's path token by token.
 
     The hidden states are those of hooked models; others have none.
@@ -67,16 +71,27 @@ def decode_paths(model: nn.Module, tree: TokenTree) -> TargetOutputs:
         while path[0] != 0:
             path.insert(0, parents[path[0]])
         cache = make_prompt_cache(model)
-        model(mx.array([PROMPT[:-1]]), cache=cache)
-        model(mx.array([PROMPT[-1:]]), cache=cache)
+        read_by_stock(model, PROMPT[:-1], cache, quantisation)
+        read_by_stock(model, PROMPT[-1:], cache, quantisation)
         for node in path:
             with captured_output() as outputs:
-                logits[node] = model(mx.array([[tokens[node]]]), cache=cache)[0, -1]
+                logits[node] = read_by_stock(model, [tokens[node]], cache, quantisation)
             hidden_states[node] = outputs[-1][0, -1] if outputs else mx.zeros((0,))
     nodes = range(len(tokens))
     return TargetOutputs(
         mx.stack([logits[n] for n in nodes]), mx.stack([hidden_states[n] for n in nodes])
     )
+
+
+def read_by_stock(
+    model: nn.Module, tokens: list[int], cache: list[Any], quantisation: Quantisation | None
+) -> mx.array:
+    """The logits after some tokens, shape (V,), whose rows are quantised as mlx-lm does it."""
+    logits = model(mx.array([tokens]), cache=cache)[0, -1]
+    if quantisation is not None:
+        how = quantisation
+        maybe_quantize_kv_cache(cache, how.start, how.group_size, how.bits)
+    return logits
 
 
 def stock_tokens(model: nn.Module, num_tokens: int, cache: list[Any]) -> list[int]:

@@ -327,7 +327,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "message"), BAD_OPTIONS, ids=lambda value: str(value).split(" at 0x")[0]
+)
 def test_impossible_options_are_refused_at_the_call(
     model: nn.Module, options: dict[str, Any], message: str
 ) -> None:

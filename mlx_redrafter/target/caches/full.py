@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
+from mlx.utils import tree_map
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    create_attention_mask,
+)
 
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 
@@ -23,7 +29,7 @@ from mlx_redrafter.target.caches.tree_cache import ForwardPass
 class FullCache:
     """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
-    def __init__(self, stock: KVCache | ChunkedKVCache):
+    def __init__(self, stock: KVCache | ChunkedKVCache | QuantizedKVCache):
         self.stock = stock
         self._step = ForwardPass(stock.offset)
         self._length = self._num_in_place = stock.offset
@@ -112,13 +118,16 @@ class FullCache:
         return [keys[..., run, :] for run in aside], [values[..., run, :] for run in aside]
 
 
-def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache], rows: int) -> None:
+def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], rows: int) -> None:
     """Give caches that hold something buffers of at least ``rows`` rows. Waits for the device."""
+
+    def lengthen(part: mx.array) -> mx.array:
+        return mx.pad(part, [(0, 0), (0, 0), (0, max(0, rows - part.shape[2])), (0, 0)])
+
     for cache in caches:
         assert cache.keys is not None
         assert cache.values is not None
-        missing = [(0, 0), (0, 0), (0, max(0, rows - cache.keys.shape[2])), (0, 0)]
-        cache.keys, cache.values = mx.pad(cache.keys, missing), mx.pad(cache.values, missing)
+        cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
         mx.eval(cache.keys, cache.values)
 
 

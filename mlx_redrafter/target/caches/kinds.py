@@ -10,12 +10,14 @@ from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.composite import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache
@@ -29,6 +31,7 @@ LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
     KVCache: FullCache,
     RotatingKVCache: SlidingCache,
     ChunkedKVCache: ChunkCache,
+    QuantizedKVCache: QuantisedCache,
     ArraysCache: RecurrentCache,
     CacheList: _compose,
 }
@@ -53,6 +56,6 @@ def describe(cache: Any) -> str:
     """The kind of a cache and its sizes, as in ``RotatingKVCache(max_size=512, keep=0)``."""
     if isinstance(cache, CacheList):
         return f"CacheList({', '.join(map(describe, cache.caches))})"
-    names = [name for name in ("max_size", "keep", "chunk_size") if hasattr(cache, name)]
-    sizes = ", ".join(f"{name}={getattr(cache, name)}" for name in names)
+    names = "max_size", "keep", "chunk_size", "group_size", "bits"
+    sizes = ", ".join(f"{name}={getattr(cache, name)}" for name in names if hasattr(cache, name))
     return f"{type(cache).__name__}({sizes})"

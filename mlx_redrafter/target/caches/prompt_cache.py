@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.caches.kinds import describe, parts_of
@@ -15,6 +16,8 @@ ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"
 
 def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
     """Check that caches hold the rows of one text, and that they are the model's.
+
+    Where the model has mlx-lm's ``KVCache``, what mlx-lm makes of it with ``kv_bits`` will do, too.
 
     Args:
         layers: Caches from outside, one per layer.
@@ -30,6 +33,7 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
         raise ConfigError(
             f"prompt_cache has {len(layers)} layers, the model needs {len(own)}; {ADVICE}"
         )
+    own = [_quantised_as(layer, example) for layer, example in zip(layers, own, strict=True)]
     for layer, example in zip(layers, own, strict=True):
         if type(layer) is not type(example) or describe(layer) != describe(example):
             raise UnsupportedTargetError(
@@ -92,9 +96,20 @@ def _check_state(number: int, layer: ArraysCache, example: ArraysCache) -> None:
         )
 
 
+def _quantised_as(layer: Any, example: Any) -> Any:
+    """The example, quantised where the layer is."""
+    if type(layer) is not QuantizedKVCache or type(example) is not KVCache:
+        return example
+    try:
+        return example.to_quantized(layer.group_size, layer.bits)
+    except (ValueError, TypeError):  # of a damaged file
+        return example
+
+
 def _check_rows(number: int, layer: Any, example: Any) -> None:
-    for name in ("keys", "values"):
-        found, expected = (_shape(getattr(one, name)) for one in (layer, example))
+    rows = zip_longest(_named_rows(layer), _named_rows(example), fillvalue=("rows", None))
+    for (name, part), (_, other) in rows:
+        found, expected = _shape(part), _shape(other)
         batch, heads, num_rows, size = found
         if batch > 1:
             raise ConfigError(
@@ -113,6 +128,16 @@ def _check_rows(number: int, layer: Any, example: Any) -> None:
                 f"prompt_cache says that layer {number} holds {layer.offset!r} tokens, but has "
                 f"{num_rows} rows of {name}; {ADVICE}"
             )
+
+
+def _named_rows(cache: Any) -> list[tuple[str, Any]]:
+    """Keys and values; where they are quantised, codes, scales and biases each."""
+    rows = [(name, getattr(cache, name)) for name in ("keys", "values")]
+    return [
+        (name, part)
+        for name, parts in rows
+        for part in (parts if isinstance(parts, (tuple, list)) else [parts])
+    ]
 
 
 def _shape(rows: Any) -> tuple[int, ...]:

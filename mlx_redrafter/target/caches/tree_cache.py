@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_redrafter.host import to_ints
 from mlx_redrafter.tree import TokenTree
 
 
@@ -32,6 +33,24 @@ class ForwardPass:
         ancestors = self.tree.ancestors
         committed = mx.ones((ancestors.shape[0], self.length), dtype=mx.bool_)
         return mx.concatenate([committed, ancestors], axis=1)
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Parent of each node; waits for the tree, not for the target, unless the host knows it."""
+        assert self.tree is not None
+        known = self.tree.known
+        return to_ints(self.tree.parents) if known is None else [0, *known.parents]
+
+    @cached_property
+    def levels(self) -> list[list[int]]:
+        """Nodes at each depth, the root's first; waits as `parents` does."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
+        for node, depth in enumerate(depths):
+            levels[depth].append(node)
+        return levels
 
     def window_mask(self, window: int, first: int = 0) -> mx.array:
         """Nodes seeing the last ``window`` tokens of their own text, themselves included.
@@ -134,7 +153,15 @@ class TreeCache:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
         for layer in self.layers:
             layer.commit(path)
-        self.length += len(path)
+        self.grow(len(path))
+
+    def grow(self, num_tokens: int) -> None:
+        """Count tokens whose rows are there now."""
+        self.length += num_tokens
+
+    def takes(self, tree: TokenTree) -> bool:
+        """Whether every node of a tree would see what it sees where tokens come one by one."""
+        return True
 
     def settle(self, length: int) -> None:
         """Leave the stock caches holding exactly the first ``length`` tokens.

@@ -150,7 +150,7 @@ def test_plain_steps_are_timed_now_and_then_where_drafts_gain_little() -> None:
 
 
 def test_drafts_that_nearly_pay_get_a_trial_of_their_times() -> None:
-    scenario = _scenario(-1.2, _costs("steep"))
+    scenario = _scenario(-1.6, _costs("steep"))
     second = _decode(scenario, _decode(scenario), TOKENS)
     places = [i for i, step in enumerate(second.steps) if step.num_nodes > 1]
     assert TRIAL <= len(places) <= 2 * TRIAL
@@ -207,7 +207,7 @@ def test_drafting_that_was_timed_as_free_is_corrected_in_use(
     timed = StepCosts(costs.plain, costs.verify, costs.first, dict.fromkeys(costs.level, 0.0))
     right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
     assert sum(step.plan is not None for step in _decode(wrong).steps[:20]) > 5
-    assert _seconds(wrong) < 1.15 * _seconds(right)
+    assert _seconds(wrong) < 1.25 * _seconds(right), "uncorrected, 2 to 5 times as long"
 
 
 def _seconds(scenario: Scenario) -> float:

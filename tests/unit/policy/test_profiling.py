@@ -41,7 +41,9 @@ def _timed(per_node: float = 0.01, per_level: float = 0.1, read: float = 0.3) ->
         if kind.plan is None:
             return 1.0
         shape = kind.plan.shape
-        drafting = per_level * shape.levels * shape.width / 2 + 0.05 * (shape.width - 2)
+        drafting = 0.4 + per_level * shape.levels * shape.width / 2 + 0.05 * (shape.width - 2)
+        if not kind.verifies:
+            return 1 + drafting
         return 2 + per_node * kind.plan.num_nodes + drafting + read * kind.waits
 
     return {kind: seconds(kind) for kind in profiling.TIMED}
@@ -71,7 +73,8 @@ def test_parts_add_up_to_the_steps_that_were_timed(monkeypatch: pytest.MonkeyPat
     costs = profiling.step_costs(Target(tiny_llama()), _proposer())
     for kind, seconds in timed.items():
         plan = kind.plan
-        found = costs.step(plan and plan.shape, plan.num_nodes if plan else 1, kind.waits)
+        num_nodes = plan.num_nodes if plan and kind.verifies else 1
+        found = costs.step(plan and plan.shape, num_nodes, kind.waits)
         assert found == pytest.approx(seconds)
     between = costs.drafting(DraftShape(3, 6)) - costs.drafting(DraftShape(2, 6))
     assert between == pytest.approx(0.1 * 5 / 2 + 0.05), "widths in between are interpolated"
@@ -86,7 +89,9 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
     long[profiling.VERIFY[2]] = 0.1  # noise
     timed = {profiling.CONTEXT: short, profiling.LONG_CONTEXT: long}
-    monkeypatch.setattr(profiling, "time_steps", lambda target, proposer, context: timed[context])
+    monkeypatch.setattr(
+        profiling, "time_steps", lambda target, proposer, context, how: timed[context]
+    )
     costs = profiling.step_costs(target, proposer)
     assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
@@ -116,7 +121,7 @@ def test_drafting_is_never_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_known_seconds", lambda *_: timed)
     costs = profiling.step_costs(Target(tiny_llama()), _proposer())
     for width, seconds in costs.level.items():
-        assert costs.drafting(DraftShape(width, 6)) >= 4 * seconds
+        assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds
 
 
 def test_what_was_disturbed_is_timed_again() -> None:
@@ -155,7 +160,7 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
     monkeypatch.setattr(
         profiling,
         "time_steps",
-        lambda target, proposer, context: {profiling.CONTEXT: _timed()}[context],
+        lambda target, proposer, context, quantisation: {profiling.CONTEXT: _timed()}[context],
     )
     assert profiling.step_costs(target, proposer, 4000).plain == 1
 
@@ -168,7 +173,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     target, caches = Target(model), []
     blank_cache = target.blank_cache
 
-    def remembered(length: int) -> TreeCache:
+    def remembered(length: int, quantisation: None) -> TreeCache:
         caches.append(blank_cache(length))
         return caches[-1]
 

@@ -1,0 +1,408 @@
+"""Quantised keys and values: trees, texts and prompt caches against stock mlx-lm with ``kv_bits``.
+
+A row that differs by rounding may get another code, in mlx-lm's own passes over several tokens as
+in those over trees. Seeds are fixed; of these models no text depends on such a code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter import DraftModel, engine, stream_generate
+from mlx_redrafter.config import GenerationOptions, Quantisation
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.policy import profiling
+from mlx_redrafter.target.caches.quantised import QuantisingCache
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.tree import TokenTree
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import random_drafter, wrapped_tokenizer
+from tests.models.test_architectures import VISIBLE, disagreement
+from tests.models.tiny_models import (
+    VOCAB_SIZE,
+    build,
+    main_rope,
+    tiny_config,
+    windowed_config,
+)
+from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt
+
+GROUP_SIZE = 32
+NUM_TOKENS = 50
+# From the first token on, inside the prompt, at its end, inside the text.
+STARTS = [0, 5, len(PROMPT), len(PROMPT) + 20]
+# Latent attention, learned positions, one head of keys, chunks, layers without rows, and others.
+FAMILIES = ["deepseek_v2", "gpt2", "gpt_bigcode", "llama4", "nemotron-nas", "phi3", "qwen3_moe"]
+# Share of codes that may differ.
+FEW = 1e-3
+TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
+
+
+def options_of(bits: int, start: int) -> dict[str, Any]:
+    """The options of mlx-lm and of this package."""
+    return {"kv_bits": bits, "kv_group_size": GROUP_SIZE, "quantized_kv_start": start}
+
+
+def wide_config(model_type: str) -> dict[str, Any]:
+    """A config whose heads are as large as a group, and no limit to speak of."""
+    sizes = {"head_dim": 32, "hidden_size": 128, "n_embd": 128, "v_head_dim": 32}
+    sizes |= {"qk_rope_head_dim": 32, "max_position_embeddings": 4096, "n_positions": 400}
+    if model_type == "llama4":
+        config = windowed_config(model_type)
+        return {**config, "text_config": {**config["text_config"], **sizes}}
+    return {**tiny_config(model_type, main_rope(model_type)), **sizes}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return build(wide_config("llama"))
+
+
+def write(model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any) -> list[int]:
+    """The tokens of a text."""
+    options = {"max_tokens": NUM_TOKENS, **options}
+    responses = stream_generate(model, TOKENIZER, prompt, drafter=drafter, **options)
+    return [response.token for response in responses]
+
+
+class AnyShapes(RandomShapes):
+    """Trees of any shape, some of which are not verified."""
+
+    def observe(self, step: Any) -> None:
+        """Nothing: a tree that the cache does not take is none of the policy's choice."""
+
+
+def test_options_are_those_of_mlx_lm() -> None:
+    stock = inspect.signature(generate_step).parameters
+    for name in ("kv_bits", "kv_group_size", "quantized_kv_start"):
+        assert getattr(GenerationOptions, name) == stock[name].default
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_tree_logits(model_type: str, bits: int) -> None:
+    model, tree = build(wide_config(model_type)), branching_tree()
+    quantisation = Quantisation(bits, GROUP_SIZE, 0)
+    expected = decode_paths(model, tree, quantisation).logits
+    found = verify_after_prompt(Target(model), tree, quantisation).logits
+    assert disagreement(found, expected) <= VISIBLE
+    plain = decode_paths(model, tree).logits
+    assert disagreement(plain, expected) > 2 * VISIBLE
+
+
+Drafters = dict[str, Callable[[list[int]], Any]]
+DRAFTERS: Drafters = {
+    "none": lambda text: None,
+    "scripted": lambda text: Scripted(text, VOCAB_SIZE, accuracy=0.8),
+    "recurrent": lambda text: random_drafter(VOCAB_SIZE, 128),
+    "lookup": lambda text: "lookup",
+    "draft model": lambda text: DraftModel(build(tiny_config("llama")), TOKENIZER),
+}
+SHAPES = {"fixed": {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}, "auto": {}}
+
+
+def assert_continues_alike(model: nn.Module, found: list[Any], expected: list[Any]) -> None:
+    """Two caches hold the same codes but for a few, and mlx-lm goes on from both alike."""
+    for layer, other in zip(found, expected, strict=True):
+        assert (type(layer), layer.offset) == (QuantizedKVCache, other.offset)
+        assert (layer.bits, layer.group_size) == (other.bits, other.group_size)
+        for rows, truth in zip(layer.keys_and_values(), other.keys_and_values(), strict=True):
+            codes, others = (codes_of(part[0], layer.bits) for part in (rows, truth))
+            assert mx.mean(codes != others).item() <= FEW
+    stock = stock_tokens(model, [9, 8, 7, 6], 12, prompt_cache=expected)
+    assert_same_tokens(stock, ids(stock_tokens(model, [9, 8, 7, 6], 12, prompt_cache=found)))
+
+
+def codes_of(packed: mx.array, bits: int) -> mx.array:
+    """Codes of 8 or 4 bits, one a number."""
+    return (packed[..., None] >> mx.arange(0, 32, bits)) & (2**bits - 1)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_texts_and_the_caches_after_them(
+    model: nn.Module, drafter: str, bits: int, start: int
+) -> None:
+    options = options_of(bits, start)
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(
+        model, PROMPT, NUM_TOKENS, prompt_cache=stock_cache, prefill_step_size=4, **options
+    )
+    draft = DRAFTERS[drafter](ids(stock))
+    found = list(
+        stream_generate(
+            model,
+            TOKENIZER,
+            PROMPT,
+            drafter=draft,
+            max_tokens=NUM_TOKENS,
+            prompt_cache=cache,
+            prefill_step_size=4,
+            **SHAPES["fixed"],
+            **options,
+        )
+    )
+    assert_same_tokens(stock, [response.token for response in found], drafter)
+    for response, (_, log_probs) in zip(found, stock, strict=True):
+        assert disagreement(response.logprobs, log_probs) <= VISIBLE
+    assert {type(layer) for layer in cache} == {QuantizedKVCache}
+    assert_continues_alike(model, cache, stock_cache)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_texts_of_any_shapes(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, bits: int, start: int
+) -> None:
+    options = options_of(bits, start)
+    stock = stock_tokens(model, PROMPT, 90, **options)
+    use_policy(monkeypatch, AnyShapes(start))
+    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
+    assert_same_tokens(stock, write(model, drafter, max_tokens=90, **options))
+
+
+@pytest.mark.parametrize("drafter", ["recurrent", "lookup", "draft model"])
+def test_the_default_policy(model: nn.Module, drafter: str) -> None:
+    options = options_of(8, STARTS[-1])
+    stock = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
+    assert_same_tokens(stock, write(model, DRAFTERS[drafter](ids(stock)), **options))
+
+
+@pytest.mark.parametrize("start", [0, STARTS[-1]])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, bits: int, start: int
+) -> None:
+    options = options_of(bits, start)
+    plain = write(model, None, temp=0.8, seed=5, **options)
+    mx.random.seed(5)
+    stock = stock_tokens(model, PROMPT, NUM_TOKENS, sampler=make_sampler(temp=0.8), **options)
+    use_policy(monkeypatch, AnyShapes(bits))
+    assert write(model, Scripted(plain, VOCAB_SIZE, 0.8), temp=0.8, seed=5, **options) == plain
+    mx.random.seed(5)
+    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
+    found = write(model, drafter, sampler=make_sampler(temp=0.8), **options)
+    assert_same_tokens(stock, found)
+
+
+def test_no_tree_has_nodes_on_both_sides_of_the_start(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    start, trees = STARTS[-1], []
+    verify = Target.verify
+
+    def watch(target: Target, tree: TokenTree, cache: Any) -> Any:
+        kinds = {type(layer) for layer in cache.stock}
+        trees.append((cache.length, cache.length + tree.max_depth, kinds))
+        return verify(target, tree, cache)
+
+    monkeypatch.setattr(Target, "verify", watch)
+    options = options_of(4, start)
+    stock = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
+    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
+    assert_same_tokens(stock, write(model, drafter, **SHAPES["fixed"], **options))
+    before = [deepest for _, deepest, kinds in trees if kinds == {KVCache}]
+    after = [root for root, _, kinds in trees if kinds == {QuantizedKVCache}]
+    assert before
+    assert after
+    assert len(before) + len(after) == len(trees)
+    assert max(before) < start <= min(after)
+
+
+def test_a_tree_across_the_start_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    options = options_of(4, len(PROMPT) + 3)
+    stock = stock_tokens(model, PROMPT, 5, **options)
+    monkeypatch.setattr(QuantisingCache, "takes", lambda cache, tree: True)
+    found = stream_generate(
+        model,
+        TOKENIZER,
+        PROMPT,
+        drafter=Scripted(ids(stock), VOCAB_SIZE, accuracy=0.95),  # type: ignore[arg-type]
+        max_tokens=5,
+        **SHAPES["fixed"],
+        **options,
+    )
+    last = list(found)[-1].logprobs
+    assert disagreement(last, stock[-1][1]) > VISIBLE
+
+
+@pytest.mark.parametrize("start", [0, 40])
+def test_conversations_of_several_turns(model: nn.Module, start: int) -> None:
+    options = options_of(8, start)
+    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
+    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], PROMPT, [7], [1, 2]]):
+        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock, **options)
+        drafter = Scripted(ids(expected), VOCAB_SIZE)
+        found = write(
+            model,
+            drafter,
+            question,
+            max_tokens=5 + turn,
+            prompt_cache=ours,
+            **SHAPES["fixed"],
+            **options,
+        )
+        assert_same_tokens(expected, found, turn)
+    assert_continues_alike(model, ours, stock)
+
+
+def quantised_cache(model: nn.Module, **options: Any) -> list[Any]:
+    """A cache that stock mlx-lm has quantised, and the text that it holds."""
+    cache = make_prompt_cache(model)
+    stock_tokens(model, PROMPT, 3, prompt_cache=cache, **options)
+    return cache
+
+
+@pytest.mark.parametrize("options", [{}, options_of(8, 0), options_of(8, 5000)], ids=str)
+def test_a_quantised_cache_from_outside(model: nn.Module, options: dict[str, Any]) -> None:
+    caches = [quantised_cache(model, **options_of(8, 0)) for _ in range(2)]
+    stock = stock_tokens(model, [9], NUM_TOKENS, prompt_cache=caches[0], **options)
+    drafter = Scripted(ids(stock), VOCAB_SIZE)
+    fixed = SHAPES["fixed"]
+    found = write(model, drafter, [9], prompt_cache=caches[1], **fixed, **options)
+    assert_same_tokens(stock, found)
+    assert_continues_alike(model, caches[1], caches[0])
+
+
+def test_a_plain_cache_from_outside_gives_its_rows_away(model: nn.Module) -> None:
+    cache = quantised_cache(model)
+    layers = list(cache)
+    write(model, None, [9], prompt_cache=cache, max_tokens=2, **options_of(8, 0))
+    assert [type(layer) for layer in cache] == [QuantizedKVCache] * len(layers)
+    assert all(layer.empty() and layer.offset == 0 for layer in layers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_a_text_that_is_closed_in_the_middle(model: nn.Module, count: int) -> None:
+    options = options_of(8, len(PROMPT) + 4)
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(model, PROMPT, 20, **options)
+    stock_tokens(model, PROMPT, count, prompt_cache=stock_cache, **options)
+    drafter: Any = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.95)
+    with stream_generate(
+        model, TOKENIZER, PROMPT, drafter=drafter, prompt_cache=cache, **SHAPES["fixed"], **options
+    ) as stream:
+        assert [next(stream).token for _ in range(count)] == ids(stock)[:count]
+    assert [layer.offset for layer in cache] == [layer.offset for layer in stock_cache]
+    again = stock_tokens(model, [9], 9, prompt_cache=cache, **options)
+    assert_same_tokens(stock_tokens(model, [9], 9, prompt_cache=stock_cache, **options), ids(again))
+
+
+@pytest.mark.parametrize("length", [3, 600])
+def test_blank_caches(model: nn.Module, length: int) -> None:
+    target = Target(model)
+    cache = target.blank_cache(length, Quantisation(8, GROUP_SIZE, 0))
+    for shorter in (length, length - 1):
+        cache.settle(shorter)
+        assert {(type(layer), layer.offset) for layer in cache.stock} == {
+            (QuantizedKVCache, shorter)
+        }
+        outputs = target.verify(branching_tree(), cache)
+        assert mx.all(mx.isfinite(outputs.logits)).item()
+
+
+@pytest.mark.parametrize(("start", "kind"), [(len(PROMPT), QuantizedKVCache), (13, KVCache)])
+def test_steps_are_timed_with_the_rows_that_a_text_begins_with(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, start: int, kind: type
+) -> None:
+    made, blank_cache = [], Target.blank_cache
+
+    def watch(target: Target, *args: Any) -> Any:
+        made.append(blank_cache(target, *args))
+        return made[-1]
+
+    monkeypatch.setattr(Target, "blank_cache", watch)
+    monkeypatch.setattr(engine, "step_costs", profiling.step_costs)
+    monkeypatch.setattr(profiling, "load_or_measure", lambda *args: args[-1]())
+    write(model, "lookup", max_tokens=2, **options_of(8, start))
+    assert [{type(layer) for layer in cache.stock} for cache in made] == [{kind}]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (windowed_config("gpt_oss"), "RotatingKVCache Quantization NYI"),
+        (windowed_config("gemma3_text"), "RotatingKVCache Quantization NYI"),
+        (tiny_config("llama"), "divisible by the quantization group size 32"),
+        (wide_config("deepseek_v3"), "'list' object has no attribute"),
+    ],
+    ids=["attention sinks", "windows", "small heads", "latent attention"],
+)
+def test_models_that_mlx_lm_cannot_quantise(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=f"{reason}.*; leave out kv_bits or"):
+        write(build(config), None, **options_of(8, 5000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bits": 7}, "kv_bits must be 1, 2, 3, 4, 5, 6 or 8, got 7"),
+        ({"kv_bits": 8.0}, "kv_bits must be .*, got 8.0"),
+        ({"kv_bits": True}, "kv_bits must be .*, got True"),
+        ({"kv_group_size": 16}, "kv_group_size must be 32, 64 or 128, got 16"),
+        ({"kv_bits": 8, "quantized_kv_start": -1}, "quantized_kv_start must be .* at least 0"),
+    ],
+    ids=str,
+)
+def test_impossible_options(model: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write(model, None, **options)
+
+
+def test_prompt_caches_that_do_not_go_with_the_options(model: nn.Module) -> None:
+    options = options_of(8, 0)
+    with pytest.raises(ConfigError, match="4 bits in groups of 32; give the same kv_bits"):
+        write(model, None, prompt_cache=quantised_cache(model, **options_of(4, 0)), **options)
+    with pytest.raises(ConfigError, match="must be a list with kv_bits"):
+        write(model, None, prompt_cache=tuple(make_prompt_cache(model)), **options)
+    draft = build(wide_config("llama"), seed=1)
+    layers = [*make_prompt_cache(model), *quantised_cache(draft, **options)]
+    with pytest.raises(UnsupportedTargetError, match=r"draft model's layers.*QuantizedKVCache\("):
+        write(model, DraftModel(draft, TOKENIZER), prompt_cache=layers)
+
+
+Damage = Callable[[QuantizedKVCache], object]
+DAMAGE: dict[str, tuple[Damage, str]] = {
+    "bits": (lambda layer: setattr(layer, "bits", 4), "heads of size .*, the model's are"),
+    "no bits": (lambda layer: setattr(layer, "bits", "8"), "expected KVCache"),
+    "rows": (lambda layer: setattr(layer, "offset", 999), "holds 999 tokens, but has"),
+    "no rows": (lambda layer: setattr(layer, "keys", None), "holds .* tokens, but has 0 rows"),
+    "parts": (lambda layer: setattr(layer, "keys", layer.keys[:2]), "in layer 0, the model's are"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_quantised_caches(model: nn.Module, damage: str) -> None:
+    cache = quantised_cache(model, **options_of(8, 0))
+    spoil, message = DAMAGE[damage]
+    spoil(cache[0])
+    with pytest.raises((ConfigError, UnsupportedTargetError), match=message):
+        write(model, None, prompt_cache=cache)
+
+
+def test_layers_of_a_draft_model_stay_as_they_are(model: nn.Module) -> None:
+    options = options_of(8, len(PROMPT) + 3)
+    draft = build(tiny_config("llama"))
+    stock_cache, target_layers = make_prompt_cache(model), make_prompt_cache(model)
+    cache = [*target_layers, *make_prompt_cache(draft)]
+    for question in (PROMPT, [9]):
+        stock = stock_tokens(model, question, 9, prompt_cache=stock_cache, **options)
+        drafter = DraftModel(draft, TOKENIZER)
+        found = write(model, drafter, question, prompt_cache=cache, max_tokens=9, **options)
+        assert_same_tokens(stock, found)
+    kinds = [QuantizedKVCache] * len(target_layers) + [KVCache] * (len(cache) - len(target_layers))
+    assert [type(layer) for layer in cache] == kinds
+    assert {layer.offset for layer in cache} == {stock_cache[0].offset}

@@ -1,0 +1,61 @@
+"""From a text to a drafter to drafted text, for targets whose layers have windows or chunks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from tests.helpers.cli import run
+from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.models import shared_model
+from tests.models.tiny_models import WINDOW, build, flat_parameters, windowed_config
+
+VOCAB_SIZE = 512
+NUM_TOKENS = 60
+
+
+def save_target(model_type: str, folder: Path) -> None:
+    """Write a random model that has a layer with a window, and the tokenizer of another."""
+    source = shared_model("stories260k")
+    folder.mkdir()
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    config = {**windowed_config(model_type), "vocab_size": VOCAB_SIZE}
+    if "text_config" in config:
+        config["text_config"]["vocab_size"] = VOCAB_SIZE
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(flat_parameters(build(config))))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "least"),
+    # What random experts write is hard to guess.
+    [("gemma3_text", 1.5), ("gpt_oss", 1), ("llama4", 1)],
+)
+def test_from_training_to_drafted_text(
+    model_type: str, least: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, out, file = (tmp_path / name for name in ("target", "drafter", "prompts.txt"))
+    save_target(model_type, target)
+    lines = ["One day a cat met a big red dog", "Tom and Sue", "In the park", "The sun"]
+    file.write_text("\n".join(lines))
+    few = ("--answer-tokens", 4 * WINDOW, "--epochs", 40, "--batch-tokens", 64)
+    options = ("--recipe", "rollouts", "--layers", 1, "--exit-dim", 64, *few)
+    result = run(capsys, "train", "--model", target, "--prompts", file, "--out", out, *options)
+    assert result.code == 0, result.err
+
+    text = ("--prompt", lines[0], "--max-tokens", NUM_TOKENS, "--json")
+    pair = ("--model", target, "--drafter", out)
+    result = run(capsys, "generate", *pair, *text, "--beam-width", 2)
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    model, tokenizer, *_ = mlx_lm.load(str(target))
+    prompt = tokenizer.encode(lines[0])
+    assert len(prompt) > WINDOW
+    assert found["tokens"] == ids(stock_tokens(model, prompt, NUM_TOKENS))
+    assert found["tokens_per_step"] >= least
