@@ -84,7 +84,7 @@ def test_families_have_names_sizes_and_bits() -> None:
         shape_of_family("llama 9B")
     with pytest.raises(ConfigError, match="or a family with a size like 'llama 8B 4bit'"):
         shape_of_family("llama")
-    with pytest.raises(UnsupportedTargetError, match=r"rwkv7.*recurrent"):
+    with pytest.raises(UnsupportedTargetError, match=r"rwkv7.*rows"):
         shape_of_family("rwkv7 1B")
     with pytest.raises(ConfigError, match="expected a family out of llama"):
         shape_of_family("olmo2 7B")
@@ -152,9 +152,9 @@ def test_answers_without_a_machine(capsys: pytest.CaptureFixture[str], tmp_path:
     refused = run(capsys, "advise", "rwkv7 1B", "--chip", "M2")
     assert refused.code == 1
     assert refused.out.startswith("Not supported: model_type 'rwkv7'")
-    config = {**read_config(find_bundled("target")), "model_type": "mamba"}
+    config = {**read_config(find_bundled("target")), "model_type": "rwkv7"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "Not supported: model_type 'mamba'" in run(capsys, "advise", tmp_path).out
+    assert "Not supported: model_type 'rwkv7'" in run(capsys, "advise", tmp_path).out
     for arguments in (("advise", "llama 8B", "--chip", "M9"), ("advise", "x", "--tokens", "many")):
         wrong = run(capsys, *arguments)
         assert wrong.code == 2
