@@ -174,9 +174,9 @@ def test_a_model_in_place_of_a_drafter(
     result = _generate(capsys, stories.folder, stories.folder)
     stock = mlx_lm.generate(stories.model, stories.tokenizer, "Hi", max_tokens=4)
     assert (result.code, result.out) == (0, stock + "\n")
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv7"}')
     result = _generate(capsys, stories.folder, tmp_path)
-    _assert_error(result, 1, "model_type 'mamba' cannot be decoded exactly")
+    _assert_error(result, 1, "model_type 'rwkv7' cannot be decoded exactly")
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def _change_config(folder: Path, **values: Any) -> None:
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     "config",
-    [{"model_type": "mamba"}, {"model_type": "bitnet"}, {"model_type": "no-such-architecture"}],
+    [{"model_type": "rwkv7"}, {"model_type": "bitnet"}, {"model_type": "no-such-architecture"}],
     ids=str,
 )
 def test_unsupported_architecture(
