@@ -31,6 +31,7 @@ from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.full import reserve_rows
+from mlx_redrafter.target.caches.kinds import parts_of
 from mlx_redrafter.target.target import Target
 
 NUM_TOKENS = 64
@@ -194,7 +195,7 @@ def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> 
 
 def allocated_rows(caches: Sequence[KVCache]) -> int:
     """K/V rows of each layer's buffers, of the layers that have some."""
-    buffers = [getattr(cache, "keys", None) for cache in caches]
+    buffers = [getattr(cache, "keys", None) for cache in parts_of(caches)]
     return max((keys.shape[2] for keys in buffers if keys is not None), default=0)
 
 
