@@ -53,6 +53,8 @@ SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
 TRIAL, TRIAL_AT_FIRST, TRIAL_SOONEST, TRIAL_EVERY = 4, 32, 16, 128
 # How much slower they may seem for a trial.
 CLOSE = 1.5
+# What a verify takes at least of its timed seconds, whatever its drafts are thought to take.
+LEAST_VERIFYING = 0.5
 # Share of the time for learning from drafts, and seconds for it at first: where steps take little,
 # not every draft is learnt from.
 LEARNING_SHARE, LEARNING_AT_FIRST = 0.02, 8e-3
@@ -218,8 +220,9 @@ class AdaptivePolicy:
         for (plan, num_nodes), counts in sorted(self._counts.items(), key=_place_of_kind):
             if plan is not None:
                 shape = None if plan.from_text else plan.shape
-                seconds = self._costs.step(shape, num_nodes, waits=False)
+                seconds = self._costs.step(None, num_nodes, waits=False)
                 seconds *= self.experience.slowdowns.of(num_nodes)
+                seconds += 0.0 if shape is None else float(self._drafting[PLACES[shape]])
                 kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
@@ -249,7 +252,8 @@ class AdaptivePolicy:
         """Seconds at present: plain steps, drafting (W, L), verifying (S,), both (W, L, S)."""
         costs, factors = self._costs, self.experience.slowdowns.factors
         self._plain = costs.plain * factors[0]
-        unverified = self._plain + costs.wait + self._timed_drafting
+        # What slows plain steps down, but for a longer text, slows drafting down as well.
+        unverified = self._plain + costs.wait + self._timed_drafting * factors[0]
         unverified *= self.experience.in_vain.of(1)
         self._drafting = np.maximum(0.0, unverified - self._plain - costs.wait)
         self._verify = np.full(len(SIZES), np.inf)
@@ -265,12 +269,15 @@ class AdaptivePolicy:
         if step.seconds is None or not done.is_inner:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
-        timed = self._costs.step(shape, step.num_nodes, done.waits and shape is not None)
+        wait = self._costs.wait if done.waits and shape is not None else 0.0
         if (step.num_nodes == 1) == (step.plan is None):
-            self.experience.slowdowns.learn(step.num_nodes, step.seconds / timed)
+            drafting = 0.0 if shape is None else self._drafting[PLACES[shape]]
+            timed = self._costs.step(None, step.num_nodes, waits=False)
+            verifying = max(LEAST_VERIFYING * timed, step.seconds - drafting - wait)
+            self.experience.slowdowns.learn(step.num_nodes, verifying / timed)
         elif shape is not None:
-            timed += self._plain - self._costs.plain
-            self.experience.in_vain.learn(1, step.seconds / timed)
+            drafting = self._timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
+            self.experience.in_vain.learn(1, step.seconds / (self._plain + drafting + wait))
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""

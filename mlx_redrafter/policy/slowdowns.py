@@ -20,9 +20,10 @@ class Slowdowns:
 
     A longer context, a hot chip or other work slows steps down, larger trees by more or by less,
     whatever their shape. The slowdown of the sizes in use is interpolated, by nodes, for the
-    others. Sizes never used are assumed not slowed down (slowdown 1) at both ends: this optimism
-    makes the policy try them, which measures them. The slowdown of a size is halved again and again
-    when other sizes are used instead, as other work on the machine may have been the reason.
+    others. At both ends, sizes never used are assumed to be slowed down as little as any that was:
+    this optimism makes the policy try them, which measures them. The slowdown of a size comes half
+    as near to that, again and again, when other sizes are used instead, as other work on the
+    machine may have been the reason.
 
     Args:
         sizes: Numbers of nodes, ascending, 1 for plain decoding.
@@ -35,13 +36,13 @@ class Slowdowns:
 
     def __init__(self, sizes: Sequence[int], before: Slowdowns | None = None):
         self._sizes = list(sizes)
-        self._used = {self._sizes[0]: 1.0, self._sizes[-1]: 1.0}
+        self._used: dict[int, float] = {}
         self._counts = dict.fromkeys(self._sizes, TIMED)
         self._unused: dict[int, int] = {}
         # Ratio of the newest step of each size.
         self._newest: dict[int, float] = {}
         if before is not None:
-            self._used |= {size: (1 + known) / 2 for size, known in before._used.items()}
+            self._used = {size: (1 + known) / 2 for size, known in before._used.items()}
             self._unused = dict.fromkeys(before._unused, 0)
         self.factors: npt.NDArray[np.float64] = self._interpolate()
 
@@ -64,14 +65,24 @@ class Slowdowns:
         self.factors = self._interpolate()
 
     def _interpolate(self) -> npt.NDArray[np.float64]:
-        used, slowdowns = zip(*sorted(self._used.items()), strict=True)
+        least = self._least
+        ends = {self._sizes[0]: least, self._sizes[-1]: least}
+        used, slowdowns = zip(*sorted((ends | self._used).items()), strict=True)
         factors: npt.NDArray[np.float64] = np.interp(self._sizes, used, slowdowns)
         return factors
+
+    @property
+    def _least(self) -> float:
+        """The least slowdown of any size that was measured; 1 until there are two.
+
+        One alone may have been timed wrongly.
+        """
+        return min(self._used.values()) if len(self._used) > 1 else 1.0
 
     def _forget_unused(self) -> None:
         self._unused = {size: steps + 1 for size, steps in self._unused.items()}
         for size in [size for size, steps in self._unused.items() if steps > FORGET_AFTER]:
-            self._used[size] = (1 + self._used[size]) / 2
+            self._used[size] = (self._least + self._used[size]) / 2
             self._unused[size] = 0
             self._counts[size] = TIMED
             self._newest.pop(size, None)

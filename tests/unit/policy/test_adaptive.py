@@ -197,6 +197,27 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     assert [step.num_nodes for step in second.steps[-30:]].count(24) < 15
 
 
+def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
+    """Everything takes 2.5 times as long as was timed: what pays is what paid before."""
+    timed = _costs(level=0.45, wait=0.05)
+    slow = StepCosts(
+        plain=2.5 * timed.plain,
+        verify={size: 2.5 * seconds for size, seconds in timed.verify.items()},
+        first=timed.first,
+        level={width: 2.5 * seconds for width, seconds in timed.level.items()},
+        wait=2.5 * timed.wait,
+    )
+
+    def speed(ease: float, costs: StepCosts) -> float:
+        scenario = _scenario(ease, costs, timed=timed)
+        steps = _decode(scenario, _decode(scenario), TOKENS).steps
+        seconds = sum(step.seconds or costs.plain for step in steps)
+        return costs.plain * sum(len(step.tokens) for step in steps) / seconds
+
+    shares = [speed(ease, slow) / speed(ease, timed) for ease in (1.0, 1.5, 2.0, 2.5)]
+    assert np.mean(shares) > 0.92
+
+
 @pytest.mark.parametrize(
     ("curve", "level", "ease"), [("steep", 0.3, 0.0), ("steep", 0.6, 0.5), ("linear", 0.5, -1.0)]
 )

@@ -23,6 +23,11 @@ def test_nothing_is_slower_until_it_is_seen() -> None:
     assert _learnt(*((size, 1.0) for size in SIZES)) == pytest.approx(dict.fromkeys(SIZES, 1.0))
 
 
+def test_what_slows_two_sizes_down_slows_all_until_they_show_otherwise() -> None:
+    slower = dict.fromkeys(SIZES, 1.5)
+    assert _learnt(*[(CHAIN, 1.5), (TREE, 1.5)] * 80) == pytest.approx(slower, rel=0.01)
+
+
 def test_a_slowdown_is_interpolated_by_nodes() -> None:
     found = _learnt(*[(LARGE, 1.5)] * 80)
     assert found[LARGE] == pytest.approx(1.5, rel=0.01)
