@@ -33,7 +33,7 @@ from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser,
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
-from mlx_redrafter.policy.candidates import LONGEST, SHORTEST
+from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
 from mlx_redrafter.proposers.lookup import Lookup
@@ -214,7 +214,7 @@ class Engine:
         if isinstance(proposer, Lookup):
             proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
-        _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
+        _check_plan(plan or DraftPlan(WIDEST.shape, SHORTEST.num_nodes), proposer)
         policy: DraftPolicy
         if plan is not None:
             costs = step_costs(self.target, None, CONTEXT, self.memory.timed, quantisation)
@@ -225,7 +225,8 @@ class Engine:
             if network is not None:
                 proposer = LookupFirst(self.memory.lookup.after(history), network)
             # Acceptance of uncoupled drafts is not that of coupled ones.
-            policy = AdaptivePolicy(costs, self.memory.experience if options.couple else None)
+            before = self.memory.experience if options.couple else None
+            policy = AdaptivePolicy(costs, before, max_length=proposer.max_length)
         return proposer.open(self.target, ids, options.couple, cached), policy
 
 
@@ -291,6 +292,11 @@ def _conclusion(text: Text, policy: AdaptivePolicy, memory: Memory) -> Callable[
 
 def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
     rows, shape = proposer.num_rows, plan.shape
+    if proposer.max_length is not None and shape.length > proposer.max_length:
+        raise ConfigError(
+            f"beam_length must be at most {proposer.max_length} (the root counts as one), as far "
+            f"as the drafter's heads reach, got {shape.length}"
+        )
     if rows is None:
         return
     if shape.width > rows:

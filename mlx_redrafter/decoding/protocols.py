@@ -37,6 +37,11 @@ class Proposer(Protocol):
         """Number of tokens that it can propose; None where a network's head does not bound it."""
         ...
 
+    @property
+    def max_length(self) -> int | None:
+        """Longest beams that it can draft, root included; None where nothing bounds them."""
+        ...
+
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """Raise `CheckpointError` unless it can draft for ``target``."""
         ...
@@ -78,7 +83,7 @@ class Drafting(Protocol):
         Args:
             flight: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, and
                 a network should not ask for those.
-            plan: Plan of the drafts.
+            plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
             noise: Noise of the target's choices after nodes of each depth below L; None where there
                 is none.
 

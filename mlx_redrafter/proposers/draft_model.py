@@ -52,6 +52,8 @@ class DraftModel:
             drafts do not fit into its caches.
     """
 
+    max_length: int | None = None
+
     def __init__(self, model: nn.Module, tokenizer: Any):
         self.target = Target(model)
         others = _other_caches(make_prompt_cache(model))

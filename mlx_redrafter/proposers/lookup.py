@@ -69,6 +69,7 @@ class Lookup:
 
     num_layers = 0
     num_rows: int | None = None
+    max_length: int | None = None
     modules: tuple[nn.Module, ...] = ()
 
     def __init__(self, history: Sequence[Sequence[int]] = ()):

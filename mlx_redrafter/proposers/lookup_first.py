@@ -39,6 +39,11 @@ class LookupFirst:
         return self.network.num_rows
 
     @property
+    def max_length(self) -> int | None:
+        """See `Proposer.max_length`."""
+        return self.network.max_length
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """See `Proposer.modules`."""
         return self.network.modules

@@ -76,6 +76,7 @@ class Scripted:
 
     num_layers = 0
     num_rows: int | None = None
+    max_length: int | None = None
     modules: tuple[nn.Module, ...] = ()
 
     def __init__(

@@ -13,9 +13,9 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import expand, ranking
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.proposers.stored_config import HeadConfig
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -28,6 +28,7 @@ class RecurrentProposer:
     """
 
     num_layers = 0
+    max_length: int | None = None
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -89,7 +90,7 @@ class RecurrentDrafting:
 
 
 def check_sizes(
-    config: DrafterConfig,
+    config: HeadConfig,
     hidden_size: int | None,
     vocab_size: int | None,
     tokenizer_size: int | None = None,
