@@ -38,6 +38,13 @@ class Recurrence(StrEnum):
     IDENTITY = "identity"
 
 
+class TreeKind(StrEnum):
+    """Kind of the trees of Medusa heads."""
+
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+
+
 @dataclass(frozen=True)
 class QuantizationOptions:
     """Quantisation of the result."""

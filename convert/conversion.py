@@ -14,14 +14,17 @@ from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.convert.conversion_card import render_conversion_card
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
-from mlx_redrafter.convert.recognition import recognise_foreign
-from mlx_redrafter.convert.selftest import SelfTest, self_test
-from mlx_redrafter.convert.shapes import infer_drafter_config
+from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
+from mlx_redrafter.convert.selftest import SelfTest, self_test, self_test_heads
+from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import DTYPES, read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.loading import load
+from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree
+from mlx_redrafter.proposers.medusa.layouts import read_heads
+from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     check_quantization,
     check_token_ids,
@@ -30,7 +33,7 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
 )
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.version import __version__
 
@@ -81,6 +84,8 @@ class ConversionOptions:
             self-test.
         rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
         vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
+        tree: Kind of the trees of Medusa heads, of which "static" needs ``target``; None for that
+            of the checkpoint, or "dynamic".
     """
 
     dtype: str = "float16"
@@ -88,6 +93,7 @@ class ConversionOptions:
     target: str | Path | None = None
     rnn_activation: Activation | None = None
     vocabulary: VocabularySlice | None = None
+    tree: Tree | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -106,7 +112,7 @@ class Conversion:
         warnings: Warnings about the drafter, for the user.
     """
 
-    config: DrafterConfig
+    config: DrafterConfig | MedusaConfig
     provenance: dict[str, Any]
     warnings: tuple[str, ...]
 
@@ -116,7 +122,7 @@ class _PendingDrafter:
     """A drafter between reading and writing."""
 
     source: str
-    config: DrafterConfig
+    config: DrafterConfig | MedusaConfig
     weights: dict[str, mx.array]
     name_set: str
     notes: list[str] = field(default_factory=list)
@@ -128,7 +134,7 @@ def convert_drafter(
     destination: Path,
     options: ConversionOptions | None = None,
 ) -> Conversion:
-    """Convert a PyTorch or TensorRT-LLM drafter; ``destination`` appears whole or not at all.
+    """Convert a drafter or Medusa heads; ``destination`` appears whole or not at all.
 
     Args:
         path_or_repo: Folder or hub repository of the drafter.
@@ -154,8 +160,10 @@ def convert_drafter(
         _fit_vocabulary(pending, target)
         _slice_vocabulary(pending, tokenizer, options)
         drafter = _build(pending, options)
-        RecurrentProposer(drafter).check_fit(target, tokenizer)
+        check_sizes(drafter.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
         measured = _test(pending, drafter, model, tokenizer)
+    if isinstance(drafter, Medusa) and options.tree is not None:
+        pending.config = drafter.config = replace(drafter.config, tree=options.tree)
     provenance = _describe_provenance(source, pending, options, measured)
     with publish(destination) as folder:
         save_drafter(drafter, folder, {PROVENANCE_KEY: provenance})
@@ -169,10 +177,14 @@ def convert_drafter(
 
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if (kind := recognise_foreign(source)) is not None:
-        raise CheckpointError(f"expected a recurrent drafter, found {kind}")
+        raise CheckpointError(f"expected a recurrent drafter or Medusa heads, found {kind}")
+    if has_medusa(source):
+        return _read_heads(source, options)
+    if options.tree is not None:
+        raise ConfigError("a tree is chosen for Medusa heads, but this is a recurrent drafter")
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
-    weights = read_weights(named, source.tensors, options.dtype)
+    weights = read_weights(named.sources, source.tensors, options.dtype)
     pending = _PendingDrafter(source.name, config, weights, named.name_set, list(named.notes))
     if source.config.get("speculators_model_type") == "recurrent_drafting":
         pending.warnings.append(
@@ -182,8 +194,22 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     return pending
 
 
-def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter:
-    drafter = Drafter(pending.config)
+def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
+    if options.rnn_activation is not None:
+        raise ConfigError("rnn_activation is for recurrent drafters, but these are Medusa heads")
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    found = read_heads(source.config, shapes)
+    check_dtypes(found.sources, source.tensors)
+    config = found.config
+    if options.tree == "static" and options.target is None and config.rank_accuracies is None:
+        raise ConfigError("a static tree needs a target, to measure the accuracies of ranks")
+    weights = read_weights(found.sources, source.tensors, options.dtype)
+    return _PendingDrafter(source.name, config, weights, found.name_set, list(found.notes))
+
+
+def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter | Medusa:
+    config = pending.config
+    drafter = Drafter(config) if isinstance(config, DrafterConfig) else Medusa(config)
     drafter.load_weights(list(pending.weights.items()))
     check_token_ids(drafter, pending.source)
     if options.quantization is not None:
@@ -199,8 +225,8 @@ def _fit_vocabulary(pending: _PendingDrafter, target: Target) -> None:
     extra = config.vocab_size - target.vocab_size
     if not 0 < extra <= MAX_PADDING_ROWS or config.draft_vocab_size is not None:
         return
-    head = f"lm_head.{config.num_draft_layers}.weight"
-    pending.weights[head] = pending.weights[head][: target.vocab_size]
+    for head in config.head_names:
+        pending.weights[head] = pending.weights[head][: target.vocab_size]
     pending.config = replace(config, vocab_size=target.vocab_size)
     pending.notes.append(f"{extra} padding rows of the head, beyond the target's tokens, dropped")
 
@@ -219,13 +245,24 @@ def _slice_vocabulary(
 
 
 def _test(
-    pending: _PendingDrafter, drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper
+    pending: _PendingDrafter,
+    drafter: Drafter | Medusa,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
 ) -> SelfTest:
-    measured = self_test(drafter, model, tokenizer)
-    warning = measured.warning(pending.config.rnn_activation)
+    """Measure what the target accepts, and apply the calibration."""
+    if isinstance(drafter, Drafter):
+        measured = self_test(drafter, model, tokenizer)
+        warning = measured.warning(drafter.config.rnn_activation)
+        drafter.config = measured.calibration.applied(drafter.config)
+    else:
+        measured, accuracies = self_test_heads(drafter, model, tokenizer)
+        warning = measured.warning()
+        config = replace(drafter.config, rank_accuracies=accuracies)
+        drafter.config = measured.calibration.applied(config)
     if warning is not None:
         pending.warnings.append(warning)
-    pending.config = drafter.config = measured.calibration.applied(pending.config)
+    pending.config = drafter.config
     return measured
 
 

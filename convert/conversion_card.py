@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 _TEMPLATE = """---
@@ -17,7 +18,7 @@ tags:
 
 # {title}
 
-A [Recurrent Drafter](https://arxiv.org/abs/2403.09919) {purpose}, converted from `{source}` for \
+{noun} {purpose}, converted from `{source}` for \
 mlx_redrafter {version}. It makes the target's text appear faster; the text stays the target's.
 
     redrafter-mlx generate --model {target} --drafter PATH-OF-THIS-FOLDER --prompt "..."
@@ -30,10 +31,15 @@ mlx_redrafter {version}. It makes the target's text appear faster; the text stay
 The licence is that of `{source}`; read it there before you pass these weights on.
 """
 
+_NOUNS: Mapping[type, str] = {
+    DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
+    MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",
+}
+
 
 def render_conversion_card(
     title: str,
-    config: DrafterConfig,
+    config: DrafterConfig | MedusaConfig,
     quantization: str,
     provenance: Mapping[str, Any],
 ) -> str:
@@ -49,8 +55,7 @@ def render_conversion_card(
     rows = {
         "hidden size of the target": config.hidden_size,
         "vocabulary": _describe_vocabulary(config),
-        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
-        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+        **_describe_layers(config),
         "weights": quantization,
     }
     self_test = provenance["self_test"]
@@ -61,6 +66,7 @@ def render_conversion_card(
     return _TEMPLATE.format(
         base_model=f"base_model: {target}\n" if target and target.count("/") == 1 else "",
         title=title,
+        noun=_NOUNS[type(config)],
         purpose=f"for `{target}`" if target else "for the model it was trained with",
         source=provenance["source"],
         version=provenance["converter"].split()[-1],
@@ -70,7 +76,19 @@ def render_conversion_card(
     )
 
 
-def _describe_vocabulary(config: DrafterConfig) -> str:
+def _describe_layers(config: DrafterConfig | MedusaConfig) -> dict[str, str]:
+    if isinstance(config, MedusaConfig):
+        return {
+            "heads, and residual blocks of each": f"{config.num_heads}, {config.num_layers}",
+            "tree": config.tree,
+        }
+    return {
+        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
+        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+    }
+
+
+def _describe_vocabulary(config: DrafterConfig | MedusaConfig) -> str:
     if config.draft_vocab_size is None:
         return str(config.vocab_size)
     return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
+from mlx_redrafter.checkpoint import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.medusa.layouts import is_medusa
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.inspection import check_config
 
 CONFIG_ONLY = ["config.json"]
 LOOKUP = "lookup"
 
-Kind = Literal["recurrent drafter", "draft model"]
+Kind = Literal["recurrent drafter", "Medusa heads", "draft model"]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _is_recurrent(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    has_tensors = any(name.startswith(("rnn_u.", "rnn_w.", "lm_head.0.")) for name in names)
+def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    has_tensors = any(name.startswith(("rnn_u.", "rnn_w.", "lm_head.0.")) for name in shapes)
     return config.get("model_type") == MODEL_TYPE or has_tensors
 
 
-def _is_model(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    return config.get("model_type", MODEL_TYPE) != MODEL_TYPE
+def _is_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    is_other = config.get("model_type", MODEL_TYPE) != MODEL_TYPE
+    return is_other and not is_medusa(config, shapes)
 
 
-# Signs of every kind: config.json, and names of tensors.
-SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Collection[str]], bool]] = {
+# Signs of every kind: config.json, and the tensors.
+SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
     "recurrent drafter": _is_recurrent,
+    "Medusa heads": is_medusa,
     "draft model": _is_model,
 }
 
@@ -59,8 +63,8 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
     folder = Path(drafter).expanduser()
     # A repository is downloaded once its config says what it is.
-    names = read_shapes(folder) if folder.is_dir() and _has_weights(folder) else {}
-    kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, names)]
+    shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
+    kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, shapes)]
     if len(kinds) > 1:
         raise CheckpointError(
             f"{drafter} has the signs of several kinds of drafters: {', '.join(kinds)} (model_type "
@@ -71,7 +75,3 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if kind == "draft model":
         check_config(config)
     return kind, config
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("model*.safetensors"))
