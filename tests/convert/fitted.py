@@ -52,7 +52,7 @@ def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> N
         total += nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.seconds)
         return total.mean()
 
-    _train(drafter, loss, examples)
+    _train(drafter, loss, examples, NUM_STEPS)
     save_drafter(drafter, folder / "mlx")
     export_drafter(folder / "mlx", folder / "apple")
 
@@ -69,7 +69,7 @@ def fit_medusa(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> No
         logits = (heads.logits(batch.hidden_states, head) for head in range(2))
         return sum(map(nn.losses.cross_entropy, logits, wanted), mx.zeros(())).mean()
 
-    _train(heads, loss, examples)
+    _train(heads, loss, examples, NUM_STEPS // 2)
     folder.mkdir()
     tensors = {n.removeprefix("heads."): t for n, t in named_parameters(heads).items()}
     mx.save_safetensors(str(folder / "medusa_lm_head.safetensors"), tensors)
@@ -77,11 +77,13 @@ def fit_medusa(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _train(network: nn.Module, loss: Callable[[Examples], mx.array], examples: Examples) -> None:
+def _train(
+    network: nn.Module, loss: Callable[[Examples], mx.array], examples: Examples, num_steps: int
+) -> None:
     random = np.random.default_rng(0)
     optimizer = optim.Adam(3e-3)
     step = nn.value_and_grad(network, loss)
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         rows = mx.array(random.integers(0, len(examples.roots), BATCH))
         _, gradients = step(Examples(*(array[rows] for array in examples)))
         optimizer.update(network, gradients)

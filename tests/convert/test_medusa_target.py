@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "4 bits, sliced": {
         "dtype": "float32",
         "quantization": Quantization(4, 64),
-        "vocabulary": VocabularySlice(400, (Path("prompt.txt"),)),
+        "vocabulary": VocabularySlice(256, (Path("text.txt"),)),
     },
     "static": {"dtype": "float32", "tree": "static"},
 }
@@ -61,7 +61,7 @@ def test_converted_heads_give_the_targets_text(
     source: Path, stories: Trained, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("prompt.txt").write_text(stories.tokenizer.decode(list(range(3, 400))) + PROMPT)
+    Path("text.txt").write_text(shared_path(TEXT).read_text(encoding="utf-8")[:20_000])
     conversion = convert(source, stories, tmp_path / "out", **OPTIONS[name])
     measured = conversion.provenance["self_test"]
     assert measured["acceptance"] > LEAST_ACCEPTANCE
@@ -133,7 +133,7 @@ def test_the_command_line(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(PROMPT)
     assert run(capsys, "check", *pair, "-p", PROMPT, "-m", 24).out.startswith("equal: 24 tokens")
-    options = ["--prompts", prompts, "-m", 12, "--beam-length", 3, "--repeats", 1]
+    options = ["--prompts", prompts, "-m", 6, "--beam-length", 3, "--repeats", 1]
     found = run(capsys, "bench", "compare", *pair, *options)
     assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)
     out = tmp_path / "out"

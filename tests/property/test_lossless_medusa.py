@@ -24,7 +24,7 @@ from tests.models.tiny_models import build, tiny_config
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60, 9]
-NUM_TOKENS = 40
+NUM_TOKENS = 30
 SHAPES: list[dict[str, Any]] = [
     {},
     {"beam_width": 1, "beam_length": 5},
@@ -72,14 +72,11 @@ def test_greedy_texts_are_stock_mlx_lms(model: nn.Module, heads: MedusaProposer)
             assert sum(counts[2:]) > 0, "nothing was accepted"
 
 
-@pytest.mark.parametrize("couple", [True, False])
-def test_sampled_texts_are_those_of_plain_decoding(
-    model: nn.Module, heads: MedusaProposer, couple: bool
-) -> None:
+def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: MedusaProposer) -> None:
     options = {"temp": 0.8, "top_p": 0.95, "seed": 11}
     expected = _tokens(model, None, **options)
-    for shape in SHAPES[:3]:
-        assert _tokens(model, heads, couple=couple, **options, **shape) == expected
+    for shape in (*SHAPES[:3], {**SHAPES[2], "couple": False}):
+        assert _tokens(model, heads, **options, **shape) == expected, shape
 
 
 def test_a_stock_sampler(model: nn.Module, heads: MedusaProposer) -> None:
@@ -94,7 +91,7 @@ def test_a_stock_sampler(model: nn.Module, heads: MedusaProposer) -> None:
 def test_turns_on_one_prompt_cache(model: nn.Module, heads: MedusaProposer) -> None:
     for shape in SHAPES[:3]:
         stock, cache = make_prompt_cache(model), make_prompt_cache(model)
-        for turn in (PROMPT, [7, 8, 9], [60], PROMPT):
+        for turn in (PROMPT, [60], [7, 8, 9]):
             expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
             found = _tokens(model, heads, prompt=turn, max_tokens=9, prompt_cache=cache, **shape)
             assert found == expected
@@ -133,7 +130,7 @@ def test_the_policy_never_asks_for_more_than_the_heads_reach(
 
     monkeypatch.setattr(heads, "open", spy)
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones, whose plans are longer
-    _tokens(model, heads, max_tokens=80)
+    _tokens(model, heads, max_tokens=60)
     assert len(asked) > 20
     assert max(asked) == 3
     with pytest.raises(ConfigError, match=r"beam_length must be at most 3 \(the root counts"):
