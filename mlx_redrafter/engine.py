@@ -36,6 +36,8 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
+from mlx_redrafter.proposers.context_drafting import ContextProposer
+from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -46,7 +48,7 @@ from mlx_redrafter.target.target import Target
 # A cache may go from one engine to another.
 _claims = Claims()
 
-AnyDrafter = Drafter | Proposer | Literal["lookup"] | None
+AnyDrafter = Drafter | ContextNetwork | Proposer | Literal["lookup"] | None
 
 
 @dataclass
@@ -248,8 +250,10 @@ class Memories:
         return self._known[key][1]
 
 
-def as_proposer(drafter: Drafter | Proposer) -> Proposer:
+def as_proposer(drafter: Drafter | ContextNetwork | Proposer) -> Proposer:
     """The proposer that a network of this package makes."""
+    if isinstance(drafter, ContextNetwork):
+        return ContextProposer(drafter)
     return RecurrentProposer(drafter) if isinstance(drafter, Drafter) else drafter
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.config import DraftPlan
@@ -60,12 +61,34 @@ class Proposer(Protocol):
         ...
 
 
+class StateReader(Protocol):
+    """One text's reader of states that the target has within."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers of the target whose inputs it reads, and `target.FINAL`; at least one."""
+        ...
+
+    def read(self, states: mx.array) -> None:
+        """Take in the states of the next prompt tokens, all but the last of them.
+
+        Args:
+            states: As `InFlight.states`, of a chunk of n tokens, shape (n, S).
+        """
+        ...
+
+
 class Drafting(Protocol):
     """One text's drafts, with all state that belongs to this text.
 
     After every forward pass of the target exactly one of `propose` and `skip` is called. What a
     pass after `propose` accepts is of those drafts.
     """
+
+    @property
+    def reader(self) -> StateReader | None:
+        """What reads states of every pass; None where the drafts need none."""
+        ...
 
     def outlook(self) -> Sequence[float] | None:
         """Probabilities of the drafts that a lookup in the text would propose now, best first.

@@ -246,6 +246,8 @@ class _Contrary(KeyedChooser):
 class _Junk:
     """Drafts without meaning, made by the host once it knows the text, as those of a lookup."""
 
+    reader = None
+
     def outlook(self) -> Sequence[float]:
         """See `Drafting.outlook`."""
         return [1.0]

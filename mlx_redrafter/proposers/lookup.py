@@ -99,6 +99,8 @@ class LookupDrafting:
     The prompt is indexed when something is asked for first, so not before the first token is out.
     """
 
+    reader = None
+
     def __init__(self, prompt: Sequence[int], rates: MatchRates):
         self._prompt = prompt
         self._index: SuffixIndex | None = None

@@ -68,6 +68,7 @@ class LookupFirstDrafting:
     def __init__(self, lookup: LookupDrafting, network: Drafting):
         self.lookup = lookup
         self.network = network
+        self.reader = network.reader
         # A pass that the lookup does not know yet, as the host had not read it.
         self._unseen: InFlight | None = None
 

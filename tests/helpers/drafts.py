@@ -100,6 +100,8 @@ class Scripted:
 class ScriptedDrafting:
     """One text's drafts of a `Scripted` proposer."""
 
+    reader = None
+
     def __init__(self, proposer: Scripted):
         self.proposer = proposer
         self.rng = random.Random(proposer.seed)

@@ -59,6 +59,8 @@ class RecurrentProposer:
 class RecurrentDrafting:
     """One text's drafts; see `Drafting`."""
 
+    reader = None
+
     def __init__(self, drafter: Drafter, project_input: Embed, couple_noise: bool):
         self.drafter = drafter
         self.project_input = project_input
