@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +17,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
-C = TypeVar("C", DrafterConfig, MedusaConfig)
+Config = DrafterConfig | MedusaConfig
 
 
 def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:
@@ -64,7 +63,7 @@ def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.
     return np.sort(best).astype(np.int32)
 
 
-def slice_head(config: C, weights: dict[str, mx.array], rows: np.ndarray) -> C:
+def slice_head(config: Config, weights: dict[str, mx.array], rows: np.ndarray) -> Config:
     """Keep only ``rows`` of the head in ``weights`` and return the config of the result."""
     if config.draft_vocab_size is not None:
         raise ConfigError(

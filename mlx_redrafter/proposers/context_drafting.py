@@ -44,6 +44,8 @@ class ContextProposer:
         UnsupportedTargetError: It has rotary embeddings of an unknown kind.
     """
 
+    max_length: int | None = None
+
     def __init__(self, network: ContextNetwork):
         self.network = network
         hook_attention(network)

@@ -15,7 +15,7 @@ class DraftNetwork(nn.Module):
     head covers only part of the vocabulary (``config.draft_vocab_size``); otherwise it is absent.
 
     Attributes:
-        config: Sizes, and the calibration of the ranking; a `HeadConfig`.
+        config: Sizes of the target and of the head, and the calibration of the ranking.
     """
 
     config: Any

@@ -16,8 +16,8 @@ MAX_SCORE_SCALE = 100
 KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
 
 
-class HeadConfig(Protocol):
-    """The sizes of a drafter with a head; see `DrafterConfig`."""
+class Sizes(Protocol):
+    """The sizes of a target, as a drafter for it knows them."""
 
     @property
     def vocab_size(self) -> int:
@@ -27,20 +27,6 @@ class HeadConfig(Protocol):
     @property
     def hidden_size(self) -> int:
         """Size of the target's last hidden state."""
-        ...
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """Rows of the head when it proposes only part of the vocabulary, else None."""
-        ...
-
-    @property
-    def head_names(self) -> list[str]:
-        """Tensors with a row for every token that is proposed."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys of ``config.json`` that describe this drafter."""
         ...
 
 

@@ -46,7 +46,6 @@ def convert(source: Path, stories: Trained, out: Path, **options: Any) -> Conver
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
-    "8 bits": {"dtype": "float32", "quantization": Quantization(8, 64)},
     "4 bits, sliced": {
         "dtype": "float32",
         "quantization": Quantization(4, 64),
@@ -76,6 +75,9 @@ def test_converted_heads_give_the_targets_text(
         tmp_path / "out" / "README.md"
     ).read_text(encoding="utf-8")
 
+    if name == "static":  # a conversion can be converted again, and knows what was measured
+        again = convert_drafter(tmp_path / "out", tmp_path / "again", ConversionOptions("float32"))
+        assert again.config == conversion.config
     model, tokenizer, heads = load(stories.folder, drafter=tmp_path / "out")
     assert isinstance(heads, MedusaProposer)
     assert heads.network.config.tree == ("static" if name == "static" else "dynamic")
@@ -86,15 +88,6 @@ def test_converted_heads_give_the_targets_text(
         assert text == plain
         if shape:
             assert last.tokens_per_step > 1.2
-
-
-def test_conversions_can_be_converted_again(source: Path, stories: Trained, tmp_path: Path) -> None:
-    first = convert(source, stories, tmp_path / "one", dtype="float32")
-    again = convert_drafter(
-        tmp_path / "one", tmp_path / "two", ConversionOptions("float32", tree="static")
-    )
-    assert again.config.rank_accuracies == first.config.rank_accuracies  # type: ignore[union-attr]
-    assert again.config.inverse_temperature == first.config.inverse_temperature
 
 
 def test_heads_that_know_nothing_are_warned_about(stories: Trained, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class MedusaConfig:
         return read_fields(cls, values, required)
 
     def to_dict(self) -> dict[str, Any]:
-        """See `HeadConfig.to_dict`."""
+        """The keys of ``config.json`` that describe these heads."""
         return write_fields(self, MODEL_TYPE)
 
     @property
@@ -113,7 +113,7 @@ class MedusaConfig:
 
     @property
     def head_names(self) -> list[str]:
-        """See `HeadConfig.head_names`."""
+        """Tensors with a row for every token that is proposed."""
         return [f"heads.{k}.{self.num_layers}.weight" for k in range(self.num_heads)]
 
     def reduced(self, num_rows: int) -> MedusaConfig:

@@ -115,7 +115,8 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
     )
     name_set: NameSet = "vllm" if is_vllm else "fasterdecoding"
     num_layers = _count_layers(bare.values(), name_set)
-    sources, unknown = {}, []
+    sources: dict[str, str] = {}
+    unknown = []
     for name in sorted(shapes):
         own = _own_name(bare[name], name_set, num_layers)
         if own is None:
@@ -199,7 +200,9 @@ def _infer_config(
     try:
         return MedusaConfig(
             vocab_size=vocab_size,
-            **found,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_layers=num_layers,
             bias=any(own.endswith(".bias") for own in sources),
             draft_vocab_size=rows if has_map else None,
         )

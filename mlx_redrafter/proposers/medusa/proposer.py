@@ -67,6 +67,8 @@ class MedusaProposer:
 class MedusaDrafting:
     """One text's drafts; see `Drafting`."""
 
+    reader = None
+
     def __init__(self, network: Medusa, couple_noise: bool):
         self.network = network
         self.couple_noise = couple_noise

@@ -58,7 +58,7 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
 
 
 def fill(
-    drafter: DraftNetwork,
+    drafter: nn.Module,
     folder: Path,
     values: Mapping[str, Any],
     sources: Mapping[str, str] | None = None,
@@ -140,7 +140,7 @@ def check_quantization(bits: Any, group_size: Any) -> None:
         )
 
 
-def check_finite(drafter: DraftNetwork, name: str | Path) -> None:
+def check_finite(drafter: nn.Module, name: str | Path) -> None:
     """Raise `NonFiniteError` naming the tensors of ``drafter`` that hold NaN or infinity.
 
     Waits for the device.
@@ -159,12 +159,12 @@ def check_finite(drafter: DraftNetwork, name: str | Path) -> None:
         )
 
 
-def check_token_ids(drafter: DraftNetwork, name: str | Path) -> None:
+def check_token_ids(drafter: nn.Module, name: str | Path) -> None:
     """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
 
     Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
     """
-    if drafter.config.draft_vocab_size is None:
+    if "token_ids" not in drafter:
         return
     last = drafter.config.vocab_size - 1
     dtype = drafter.token_ids.dtype
@@ -181,7 +181,7 @@ def check_token_ids(drafter: DraftNetwork, name: str | Path) -> None:
 
 
 def _quantize_as_stored(
-    drafter: DraftNetwork, quantization: object, stored: Mapping[str, tuple[int, ...]]
+    drafter: nn.Module, quantization: object, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
     if not isinstance(quantization, Mapping):
         raise CheckpointError(
@@ -203,9 +203,7 @@ def _quantize_as_stored(
         ) from error
 
 
-def _check_shapes(
-    drafter: DraftNetwork, found: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
+def _check_shapes(drafter: nn.Module, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is not part of a drafter" for name in found.keys() - expected.keys()]

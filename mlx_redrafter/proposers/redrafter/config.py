@@ -115,7 +115,7 @@ class DrafterConfig:
 
     @property
     def head_names(self) -> list[str]:
-        """See `HeadConfig.head_names`."""
+        """Tensors with a row for every token that is proposed."""
         return [f"lm_head.{self.num_draft_layers}.weight"]
 
     def reduced(self, num_rows: int) -> DrafterConfig:

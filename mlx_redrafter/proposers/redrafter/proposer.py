@@ -15,7 +15,7 @@ from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import expand, ranking
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
-from mlx_redrafter.proposers.stored_config import HeadConfig
+from mlx_redrafter.proposers.stored_config import Sizes
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -92,7 +92,7 @@ class RecurrentDrafting:
 
 
 def check_sizes(
-    config: HeadConfig,
+    config: Sizes,
     hidden_size: int | None,
     vocab_size: int | None,
     tokenizer_size: int | None = None,
