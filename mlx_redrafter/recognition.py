@@ -9,13 +9,15 @@ from typing import Any, Literal
 from mlx_redrafter.checkpoint import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.layouts import is_medusa
+from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.inspection import check_config
 
 CONFIG_ONLY = ["config.json"]
-LOOKUP = "lookup"
+LOOKUP, MTP = "lookup", "mtp"
+WORDS = {LOOKUP: "drafts out of the text itself", MTP: "the MTP module of the model itself"}
 
-Kind = Literal["recurrent drafter", "Medusa heads", "draft model"]
+Kind = Literal["recurrent drafter", "Medusa heads", "MTP module", "draft model"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -26,29 +28,30 @@ def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
 
 def _is_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
     is_other = config.get("model_type", MODEL_TYPE) != MODEL_TYPE
-    return is_other and not is_medusa(config, shapes)
+    return is_other and not is_medusa(config, shapes) and not is_mtp(config, shapes)
 
 
 # Signs of every kind: config.json, and the tensors.
 SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
     "recurrent drafter": _is_recurrent,
     "Medusa heads": is_medusa,
+    "MTP module": is_mtp,
     "draft model": _is_model,
 }
 
 
-def is_lookup(drafter: str | Path | None) -> bool:
-    """Whether the word for drafts out of the text is meant.
+def is_word(drafter: str | Path | None, word: str) -> bool:
+    """Whether a word that stands for no checkpoint is meant, such as `LOOKUP`.
 
     Raises:
         ConfigError: There is a folder of that name, too.
     """
-    if drafter != LOOKUP:
+    if drafter != word:
         return False
-    if Path(LOOKUP).is_dir():
+    if Path(word).is_dir():
         raise ConfigError(
-            f"{LOOKUP!r} means drafts out of the text itself, and is a folder here as well; say "
-            f"./{LOOKUP} for the folder, or go to another one"
+            f"{word!r} means {WORDS[word]}, and is a folder here as well; say ./{word} for the "
+            "folder, or go to another one"
         )
     return True
 
