@@ -18,6 +18,8 @@ from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.policy.precision import choose_precision
 from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
+from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -27,7 +29,7 @@ from mlx_redrafter.recognition import CONFIG_ONLY, is_lookup, recognise
 from mlx_redrafter.target.inspection import check_config
 from mlx_redrafter.target.target import Target
 
-LoadedDrafter = Drafter | DraftModel | Lookup
+LoadedDrafter = Drafter | Eagle | DraftModel | Lookup
 
 
 def load(
@@ -51,9 +53,9 @@ def load(
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
             bundled one.
-        drafter: A recurrent drafter or a smaller model of the same token ids, likewise a folder or
-            a repository, or "lookup" for drafts out of the text itself. None loads none, or the
-            bundled drafter for the bundled model.
+        drafter: A recurrent drafter, an EAGLE head or a smaller model of the same token ids,
+            likewise a folder or a repository, or "lookup" for drafts out of the text itself. None
+            loads none, or the bundled drafter for the bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
@@ -132,9 +134,10 @@ def _load_drafter(drafter: str | Path, target: Mapping[str, Any]) -> LoadedDraft
         model, tokenizer = _load_model(str(drafter), {}, None, trust_remote_code=False)
         return DraftModel(model, tokenizer)
     vocab_size = values.get("vocab_size")
-    check_sizes(
-        DrafterConfig.from_dict(config),
-        values.get("hidden_size"),
-        vocab_size if isinstance(vocab_size, int) else None,
-    )
+    sizes = values.get("hidden_size"), vocab_size if isinstance(vocab_size, int) else None
+    if kind == "EAGLE head":
+        eagle = load_eagle(drafter)
+        check_sizes(eagle.config, *sizes)
+        return eagle
+    check_sizes(DrafterConfig.from_dict(config), *sizes)
     return load_drafter(drafter)

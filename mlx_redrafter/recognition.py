@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.eagle.published import is_eagle
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.inspection import check_config
 
 CONFIG_ONLY = ["config.json"]
 LOOKUP = "lookup"
 
-Kind = Literal["recurrent drafter", "draft model"]
+Kind = Literal["recurrent drafter", "EAGLE head", "draft model"]
+# Formats that are not supported, as configs name them, without signs between the letters.
+REFUSED: Mapping[str, str] = {
+    "dflash": "DFlash drafter, which drafts blocks from states of many layers",
+    "dspark": "DSpark drafter, which drafts blocks",
+    "peagle": "P-EAGLE head, which drafts several tokens in parallel",
+    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
+    "mlpspeculator": "MLP speculator",
+}
 
 
 def _is_recurrent(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -23,12 +33,14 @@ def _is_recurrent(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def _is_model(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    return config.get("model_type", MODEL_TYPE) != MODEL_TYPE
+    is_other = _is_recurrent(config, ()) or is_eagle(config, names)
+    return "model_type" in config and not is_other
 
 
 # Signs of every kind: config.json, and names of tensors.
 SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Collection[str]], bool]] = {
     "recurrent drafter": _is_recurrent,
+    "EAGLE head": is_eagle,
     "draft model": _is_model,
 }
 
@@ -58,8 +70,14 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     """
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
     folder = Path(drafter).expanduser()
+    check_not_refused(config, drafter)
     # A repository is downloaded once its config says what it is.
     names = read_shapes(folder) if folder.is_dir() and _has_weights(folder) else {}
+    if folder.is_dir() and not names and any(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"expected model*.safetensors in {folder}, found pickled weights; make them loadable "
+            "with `redrafter-mlx convert`"
+        )
     kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, names)]
     if len(kinds) > 1:
         raise CheckpointError(
@@ -71,6 +89,25 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if kind == "draft model":
         check_config(config)
     return kind, config
+
+
+def check_not_refused(config: Mapping[str, Any], name: str | Path) -> None:
+    """Raise `CheckpointError` if a config is that of a drafter that is not supported."""
+    architectures = config.get("architectures")
+    said = [config.get("model_type"), config.get("speculators_model_type")]
+    said += architectures if isinstance(architectures, list) else []
+    letters = " ".join(re.sub("[^a-z0-9]", "", str(one).lower()) for one in said)
+    for sign, kind in REFUSED.items():
+        if sign in letters:
+            raise CheckpointError(
+                f"{name} is a {kind}, which is not supported; use a recurrent drafter, an EAGLE "
+                "head or a smaller model of the same tokens"
+            )
+    other = config.get("speculators_model_type", "eagle3")
+    if other not in ("eagle3", "recurrent_drafting"):
+        raise CheckpointError(
+            f"{name} has speculators_model_type {other!r}, expected 'eagle3'; use an EAGLE-3 head"
+        )
 
 
 def _has_weights(folder: Path) -> bool:

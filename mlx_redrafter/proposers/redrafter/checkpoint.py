@@ -54,8 +54,8 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
     stored = read_shapes(folder)
     drafter = Drafter(config)
     if "quantization" in values:
-        _quantize_as_stored(drafter, values["quantization"], stored)
-    _check_shapes(drafter, stored, folder)
+        quantize_as_stored(drafter, values["quantization"], stored)
+    check_shapes(drafter, stored, folder)
     tensors = read_tensors(folder)
     drafter.load_weights([(n, t) for n, t in tensors.items() if n not in UNUSED_TENSORS])
     check_finite(drafter, folder)
@@ -89,7 +89,7 @@ def copy_drafter(drafter: Drafter) -> Drafter:
     return copy
 
 
-def quantize_drafter(drafter: Drafter, bits: int, group_size: int) -> None:
+def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place; layers whose width does not divide stay.
 
     Raises:
@@ -119,7 +119,7 @@ def check_quantization(bits: Any, group_size: Any) -> None:
         )
 
 
-def check_finite(drafter: Drafter, name: str | Path) -> None:
+def check_finite(drafter: nn.Module, name: str | Path) -> None:
     """Raise `NonFiniteError` naming the tensors of ``drafter`` that hold NaN or infinity.
 
     Waits for the device.
@@ -138,7 +138,7 @@ def check_finite(drafter: Drafter, name: str | Path) -> None:
         )
 
 
-def check_token_ids(drafter: Drafter, name: str | Path) -> None:
+def check_token_ids(drafter: Any, name: str | Path) -> None:
     """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
 
     Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
@@ -159,9 +159,19 @@ def check_token_ids(drafter: Drafter, name: str | Path) -> None:
     raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")
 
 
-def _quantize_as_stored(
-    drafter: Drafter, quantization: object, stored: Mapping[str, tuple[int, ...]]
+def quantize_as_stored(
+    drafter: nn.Module, quantization: object, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Quantise the layers of a new network whose stored weights are.
+
+    Args:
+        drafter: The network.
+        quantization: What ``config.json`` says of it.
+        stored: Shapes of the stored tensors by name.
+
+    Raises:
+        CheckpointError: MLX cannot quantise so.
+    """
     if not isinstance(quantization, Mapping):
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
@@ -182,7 +192,10 @@ def _quantize_as_stored(
         ) from error
 
 
-def _check_shapes(drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_shapes(
+    drafter: nn.Module, stored: Mapping[str, tuple[int, ...]], folder: str | Path
+) -> None:
+    """Raise `CheckpointError` naming all tensors that are missing, unexpected or misshapen."""
     expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
     found = {name: shape for name, shape in stored.items() if name not in UNUSED_TENSORS}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]

@@ -92,9 +92,7 @@ class Drafter(nn.Module):
     @property
     def quantization(self) -> dict[str, int] | None:
         """``group_size`` and ``bits`` of quantised weights; None where there are none."""
-        layers = (module for module in self.modules() if isinstance(module, nn.QuantizedLinear))
-        layer = next(layers, None)
-        return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+        return quantization_of(self)
 
     def project_input(self, embedding: mx.array) -> mx.array:
         """The term that a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
@@ -232,6 +230,13 @@ class Drafter(nn.Module):
     def _activate(self, x: mx.array) -> mx.array:
         is_curved = self.config.rnn and self.config.rnn_activation == "silu"
         return nn.silu(x) if is_curved else x
+
+
+def quantization_of(network: nn.Module) -> dict[str, int] | None:
+    """``group_size`` and ``bits`` of quantised weights; None where there are none."""
+    layers = (module for module in network.modules() if isinstance(module, nn.QuantizedLinear))
+    layer = next(layers, None)
+    return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
 
 
 def columns(
