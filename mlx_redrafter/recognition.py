@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from mlx_redrafter.checkpoint import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.eagle.published import is_eagle
 from mlx_redrafter.proposers.medusa.layouts import is_medusa
 from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.inspection import check_config
 
 CONFIG_ONLY = ["config.json"]
+PICKLES = (".bin", ".pt")
 LOOKUP, MTP = "lookup", "mtp"
 WORDS = {LOOKUP: "drafts out of the text itself", MTP: "the MTP module of the model itself"}
 
-Kind = Literal["recurrent drafter", "Medusa heads", "MTP module", "draft model"]
+Kind = Literal["recurrent drafter", "EAGLE head", "Medusa heads", "MTP module", "draft model"]
 Shapes = Mapping[str, tuple[int, ...]]
+# Formats that are not supported, as configs name them, without signs between the letters.
+REFUSED: Mapping[str, str] = {
+    "dflash": "DFlash drafter, which drafts blocks from states of many layers",
+    "dspark": "DSpark drafter, which drafts blocks",
+    "peagle": "P-EAGLE head, which drafts several tokens in parallel",
+    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
+    "mlpspeculator": "MLP speculator",
+}
 
 
 def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -26,16 +37,23 @@ def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
     return config.get("model_type") == MODEL_TYPE or has_tensors
 
 
+# Signs of networks that `load` takes.
+NETWORKS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
+    "EAGLE head": is_eagle,
+    "Medusa heads": is_medusa,
+    "MTP module": is_mtp,
+}
+
+
 def _is_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    is_other = config.get("model_type", MODEL_TYPE) != MODEL_TYPE
-    return is_other and not is_medusa(config, shapes) and not is_mtp(config, shapes)
+    others = _is_recurrent(config, {}), *(sign(config, shapes) for sign in NETWORKS.values())
+    return "model_type" in config and not any(others)
 
 
 # Signs of every kind: config.json, and the tensors.
 SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
     "recurrent drafter": _is_recurrent,
-    "Medusa heads": is_medusa,
-    "MTP module": is_mtp,
+    **NETWORKS,
     "draft model": _is_model,
 }
 
@@ -65,8 +83,15 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     """
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
     folder = Path(drafter).expanduser()
+    check_not_refused(config, drafter)
     # A repository is downloaded once its config says what it is.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
+    pickles = [path for suffix in PICKLES for path in folder.glob(f"*{suffix}")]
+    if folder.is_dir() and not shapes and pickles:
+        raise CheckpointError(
+            f"expected model*.safetensors in {folder}, found pickled weights; make them loadable "
+            "with `redrafter-mlx convert`"
+        )
     kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, shapes)]
     if len(kinds) > 1:
         raise CheckpointError(
@@ -78,3 +103,22 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if kind == "draft model":
         check_config(config)
     return kind, config
+
+
+def check_not_refused(config: Mapping[str, Any], name: str | Path) -> None:
+    """Raise `CheckpointError` if a config is that of a drafter that is not supported."""
+    architectures = config.get("architectures")
+    said = [config.get("model_type"), config.get("speculators_model_type")]
+    said += architectures if isinstance(architectures, list) else []
+    letters = " ".join(re.sub("[^a-z0-9]", "", str(one).lower()) for one in said)
+    for sign, kind in REFUSED.items():
+        if sign in letters:
+            raise CheckpointError(
+                f"{name} is a {kind}, which is not supported; use a recurrent drafter, an EAGLE "
+                "head or a smaller model of the same tokens"
+            )
+    other = config.get("speculators_model_type", "eagle3")
+    if other not in ("eagle3", "recurrent_drafting"):
+        raise CheckpointError(
+            f"{name} has speculators_model_type {other!r}, expected 'eagle3'; use an EAGLE-3 head"
+        )

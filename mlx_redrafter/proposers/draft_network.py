@@ -41,12 +41,17 @@ class DraftNetwork(nn.Module):
     @property
     def quantization(self) -> dict[str, int] | None:
         """``group_size`` and ``bits`` of quantised weights; None where there are none."""
-        layers = (module for module in self.modules() if isinstance(module, nn.QuantizedLinear))
-        layer = next(layers, None)
-        return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+        return quantization_of(self)
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Token ids, int32, of rows of the head; any shape."""
         if not self.has_draft_vocab:
             return rows.astype(mx.int32)
         return self.token_ids[rows].astype(mx.int32)
+
+
+def quantization_of(network: nn.Module) -> dict[str, int] | None:
+    """``group_size`` and ``bits`` of quantised weights; None where there are none."""
+    layers = (module for module in network.modules() if isinstance(module, nn.QuantizedLinear))
+    layer = next(layers, None)
+    return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mlx_redrafter.config import is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
@@ -14,20 +14,6 @@ MAX_DIMENSION = 2**24
 MAX_SCORE_SCALE = 100
 # Keys of the file that have other names here.
 KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
-
-
-class Sizes(Protocol):
-    """The sizes of a target, as a drafter for it knows them."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """Size of the target's last hidden state."""
-        ...
 
 
 C = TypeVar("C")

@@ -147,7 +147,7 @@ class EagleConfig:
             given["captured_layers"] = tuple(layers)
         elif layers is not None:
             raise CheckpointError(
-                f"expected a list of captured_layers in the EAGLE head's config.json, got {layers!r}"
+                f"captured_layers in the EAGLE head's config.json must be a list, got {layers!r}"
             )
         try:
             return cls(**given)

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlx_redrafter.checkpoint import (
-    WEIGHTS_PATTERNS,
     find_checkpoint,
-    has_weights,
     read_config,
     read_shapes,
 )
-from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
@@ -39,11 +36,6 @@ def load_medusa(
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
     values = read_config(folder)
-    if not has_weights(folder):
-        raise CheckpointError(
-            f"no {' or '.join(WEIGHTS_PATTERNS)} in {folder}; heads in a pickle (.pt, .bin) are "
-            "made loadable by `redrafter-mlx convert`"
-        )
     if values.get("model_type") == MODEL_TYPE:
         config, sources = MedusaConfig.from_dict(values), None
     else:

@@ -76,8 +76,8 @@ def fill(
         sources = {name: name for name in shapes if name not in UNUSED_TENSORS}
     stored = {own: shapes[name] for own, name in sources.items()}
     if "quantization" in values:
-        _quantize_as_stored(drafter, values["quantization"], stored)
-    _check_shapes(drafter, stored, folder)
+        quantize_as_stored(drafter, values["quantization"], stored)
+    check_shapes(drafter, stored, folder)
     tensors = read_tensors(folder)
     drafter.load_weights([(own, tensors[name]) for own, name in sources.items()])
     check_finite(drafter, folder)
@@ -110,7 +110,7 @@ def copy_drafter(drafter: Drafter) -> Drafter:
     return copy
 
 
-def quantize_drafter(drafter: DraftNetwork, bits: int, group_size: int) -> None:
+def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place; layers whose width does not divide stay.
 
     Raises:
@@ -159,7 +159,7 @@ def check_finite(drafter: nn.Module, name: str | Path) -> None:
         )
 
 
-def check_token_ids(drafter: nn.Module, name: str | Path) -> None:
+def check_token_ids(drafter: Any, name: str | Path) -> None:
     """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
 
     Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
@@ -180,9 +180,19 @@ def check_token_ids(drafter: nn.Module, name: str | Path) -> None:
     raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")
 
 
-def _quantize_as_stored(
+def quantize_as_stored(
     drafter: nn.Module, quantization: object, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Quantise the layers of a new network whose stored weights are.
+
+    Args:
+        drafter: The network.
+        quantization: What ``config.json`` says of it.
+        stored: Shapes of the stored tensors by name.
+
+    Raises:
+        CheckpointError: MLX cannot quantise so.
+    """
     if not isinstance(quantization, Mapping):
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
@@ -203,7 +213,10 @@ def _quantize_as_stored(
         ) from error
 
 
-def _check_shapes(drafter: nn.Module, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_shapes(
+    drafter: nn.Module, found: Mapping[str, tuple[int, ...]], folder: str | Path
+) -> None:
+    """Raise `CheckpointError` naming all tensors that are missing, unexpected or misshapen."""
     expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is not part of a drafter" for name in found.keys() - expected.keys()]

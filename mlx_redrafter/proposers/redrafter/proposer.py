@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.nn as nn
 
@@ -15,7 +15,6 @@ from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import expand, ranking
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
-from mlx_redrafter.proposers.stored_config import Sizes
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -89,6 +88,20 @@ class RecurrentDrafting:
 
     def settle(self, length: int) -> None:
         """See `Drafting.settle`; there are no caches."""
+
+
+class Sizes(Protocol):
+    """A config of a network that drafts for one target."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The target's hidden size."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
+        ...
 
 
 def check_sizes(
