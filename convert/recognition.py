@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.medusa.layouts import heads_of, is_medusa
+from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
 
 # Kind of each other drafter by the model type in its config.
 _MODEL_TYPES = {
@@ -41,6 +42,8 @@ def recognise_foreign(source: Source) -> str | None:
     for key in ("model_type", "speculators_model_type"):
         if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
             return _MODEL_TYPES[model_type]
+    if is_mtp(config, names):
+        return "an MTP module, which needs no conversion; give its folder as the --drafter"
     if has_medusa(source):
         return None
     if heads_of(names) and "hidden_size" not in config and not _has_drafter_parts(names):

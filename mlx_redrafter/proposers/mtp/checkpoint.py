@@ -10,16 +10,19 @@ from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.redrafter.checkpoint import PATTERNS, fill
+from mlx_redrafter.target.inspection import check_config
 
-# Models whose modules are supported, with what their tensors begin with.
-PREFIXES: Mapping[str, str] = {"mimo": "model.mtp_layers.0."}
-OTHERS = "model.mtp_layers."
+# The type of the models whose modules are supported, and where the tensors of these stand.
+MODEL_TYPE = "mimo"
+MODULES = "model.mtp_layers."
+PREFIX = f"{MODULES}0."
+# Names that stand outside of the decoder layer.
 OUTSIDE_BLOCK = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
 
 
 def is_mtp(values: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Whether a folder has the tensors of an MTP module and none of a model's."""
-    of_module = [name.startswith(OTHERS) for name in names]
+    of_module = [name.startswith(MODULES) for name in names]
     return bool(of_module) and all(of_module)
 
 
@@ -35,21 +38,22 @@ def load_mtp(path_or_repo: str | Path) -> Mtp:
 
     Raises:
         CheckpointError: There are no such tensors, or they do not fit the config; each is named.
+            Or the config has values out of range.
         ConfigError: The model is of a kind whose modules are not supported.
         NonFiniteError: A weight is NaN or infinite.
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
     values = read_config(folder)
-    prefix = PREFIXES.get(str(values.get("model_type")))
-    if prefix is None:
+    if values.get("model_type") != MODEL_TYPE:
         raise ConfigError(
-            f"expected a model with an MTP module, of type {', '.join(PREFIXES)}, found "
+            f"expected a model of type {MODEL_TYPE} with an MTP module, found "
             f"{values.get('model_type')!r}; use a drafter or lookup"
         )
-    names = [name for name in read_shapes(folder) if name.startswith(prefix)]
+    check_config(values)
+    names = [name for name in read_shapes(folder) if name.startswith(PREFIX)]
     if not names:
         raise CheckpointError(
-            f"no tensors {prefix}* in {folder}, which converted copies often lack; give the "
+            f"no tensors {PREFIX}* in {folder}, which converted copies often lack; give the "
             "folder of the original model, or of its MTP tensors, as the drafter"
         )
     try:
@@ -59,7 +63,7 @@ def load_mtp(path_or_repo: str | Path) -> Mtp:
             f"the config.json in {folder} does not describe a model: {first_line(error)}; download "
             "it again"
         ) from error
-    fill(module, folder, values, {_own_name(name.removeprefix(prefix)): name for name in names})
+    fill(module, folder, values, {_own_name(name.removeprefix(PREFIX)): name for name in names})
     return module
 
 
