@@ -123,14 +123,9 @@ def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
 
 
 def _report(conversion: Conversion, destination: Path, options: ConversionOptions) -> None:
-    config, provenance = conversion.config, conversion.provenance
+    provenance = conversion.provenance
     stored_as = options.quantization or options.dtype
-    state = f"RNN ({config.rnn_activation})" if config.rnn else "sum of embeddings"
-    typer.echo(
-        f"wrote {destination}: hidden_size {config.hidden_size}, exit_dim {config.exit_dim}, "
-        f"num_draft_layers {config.num_draft_layers}, head of {config.head_rows} tokens, {state}, "
-        f"{stored_as}"
-    )
+    typer.echo(f"wrote {destination}: {conversion.config.summary}, {stored_as}")
     if (measured := provenance["self_test"]) is not None:
         typer.echo(
             f"first drafts accepted: {measured['acceptance']:.1%} of {measured['positions']} "

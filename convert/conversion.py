@@ -12,23 +12,27 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.convert.conversion_card import render_conversion_card
+from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
 from mlx_redrafter.convert.names import map_names
+from mlx_redrafter.convert.options import (
+    Conversion,
+    ConversionOptions,
+)
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.recognition import recognise_foreign
 from mlx_redrafter.convert.selftest import SelfTest, self_test
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
-from mlx_redrafter.convert.weights import DTYPES, read_weights
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.convert.weights import read_weights
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.loading import load
 from mlx_redrafter.proposers.redrafter.checkpoint import (
-    check_quantization,
     check_token_ids,
     quantize_drafter,
     save_drafter,
 )
-from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.target import Target
@@ -36,79 +40,6 @@ from mlx_redrafter.version import __version__
 
 # Largest number of padding rows of a head, which are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """Quantisation as in mlx-lm.
-
-    Attributes:
-        bits: Bits per weight.
-        group_size: Number of weights that share a scale and a bias.
-    """
-
-    bits: int = 4
-    group_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_quantization(self.bits, self.group_size)
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits, groups of {self.group_size}"
-
-
-@dataclass(frozen=True)
-class VocabularySlice:
-    """A reduced vocabulary: the most frequent tokens of some text files.
-
-    Attributes:
-        num_rows: Number of tokens.
-        texts: Text files, tokenised by the target's tokenizer.
-    """
-
-    num_rows: int
-    texts: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """Options of a conversion.
-
-    Attributes:
-        dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
-        quantization: Quantisation of the weights, None for no quantisation.
-        target: Folder or repository of the model that the drafter was trained for; None skips the
-            self-test.
-        rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
-        vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
-    """
-
-    dtype: str = "float16"
-    quantization: Quantization | None = None
-    target: str | Path | None = None
-    rnn_activation: Activation | None = None
-    vocabulary: VocabularySlice | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
-            raise ConfigError("a vocabulary slice needs a target, for the tokenizer, and texts")
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The result of a conversion.
-
-    Attributes:
-        config: The drafter's config.
-        provenance: Provenance, as in ``config.json``.
-        warnings: Warnings about the drafter, for the user.
-    """
-
-    config: DrafterConfig
-    provenance: dict[str, Any]
-    warnings: tuple[str, ...]
 
 
 @dataclass
@@ -128,7 +59,7 @@ def convert_drafter(
     destination: Path,
     options: ConversionOptions | None = None,
 ) -> Conversion:
-    """Convert a PyTorch or TensorRT-LLM drafter; ``destination`` appears whole or not at all.
+    """Convert a recurrent drafter or an EAGLE head; ``destination`` appears whole or not at all.
 
     Args:
         path_or_repo: Folder or hub repository of the drafter.
@@ -144,6 +75,8 @@ def convert_drafter(
     options = options or ConversionOptions()
     source = open_source(path_or_repo)
     check_destination(destination, source.folder)
+    if is_eagle_source(source):
+        return convert_eagle(source, destination, options)
     pending = _read(source, options)
     measured = None
     if options.target is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.recognition import recognise_foreign
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 
@@ -28,7 +30,7 @@ class Inspection:
 
     source: Source
     kind: str
-    config: DrafterConfig | None
+    config: DrafterConfig | EagleConfig | None
     notes: tuple[str, ...]
 
 
@@ -39,6 +41,8 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
         CheckpointError: The checkpoint does not exist, or a file is damaged or hostile.
     """
     source = open_source(path_or_repo)
+    if is_eagle_source(source):
+        return _inspect_eagle(source)
     if (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
     try:
@@ -51,3 +55,12 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     else:
         kind = f"a recurrent drafter with {named.name_set} names"
     return Inspection(source, kind, config, named.notes)
+
+
+def _inspect_eagle(source: Source) -> Inspection:
+    try:
+        eagle, named = open_eagle(source)
+    except CheckpointError as error:
+        kind = "an EAGLE head that cannot be converted"
+        return Inspection(source, kind, None, (str(error),))
+    return Inspection(source, describe_eagle(source, eagle), eagle.config, named.notes)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.recognition import find_refused
 
 # Medusa: "{head}.{layer}.linear.*" and "{head}.{n}.weight", every head a stack of its own.
 _MEDUSA = re.compile(
@@ -15,11 +16,9 @@ _MEDUSA = re.compile(
 # Kind of each other drafter by the model type in its config.
 _MODEL_TYPES = {
     "medusa": "a Medusa checkpoint (parallel heads, not a recurrent drafter)",
-    "eagle": "an EAGLE checkpoint (a transformer layer that drafts, not a recurrent drafter)",
-    "eagle3": "an EAGLE-3 checkpoint (a transformer layer that drafts, not a recurrent drafter)",
+    "eagle": "an EAGLE checkpoint whose tensors are not those of SafeAILab's files",
     "mlp_speculator": "an MLP speculator, not a recurrent drafter",
 }
-_EAGLE_PREFIXES = ("midlayer.", "layers.0.self_attn.", "layers.0.mlp.")
 
 
 def recognise_foreign(source: Source) -> str | None:
@@ -36,6 +35,8 @@ def recognise_foreign(source: Source) -> str | None:
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
             "--tp_size 1, or convert the drafter it was made from"
         )
+    if (refusal := find_refused(config)) is not None:
+        return f"a {refusal}"
     for key in ("model_type", "speculators_model_type"):
         if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
             return _MODEL_TYPES[model_type]
@@ -43,10 +44,6 @@ def recognise_foreign(source: Source) -> str | None:
     if heads:
         return _recognise_medusa(source, heads)
     bare = [name.removeprefix("model.") for name in names]
-    if "fc.weight" in bare and any(name.startswith(_EAGLE_PREFIXES) for name in bare):
-        return _MODEL_TYPES["eagle"]
-    if "d2t" in bare or "t2d" in bare:
-        return _MODEL_TYPES["eagle3"]
     if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
         return "a language model, not a drafter; use it as the --target"
     return None

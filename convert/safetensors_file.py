@@ -14,7 +14,7 @@ from mlx_redrafter.errors import CheckpointError
 
 # Largest header; a 70B model's takes 200 kB, and the library's 100 MB would take gigabytes parsed.
 MAX_HEADER_BYTES = 2**22
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 
 
 def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:

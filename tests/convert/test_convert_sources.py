@@ -215,28 +215,16 @@ def medusa(heads: int, width: int = 8) -> dict[str, np.ndarray]:
     return values
 
 
-def eagle(prefix: str = "") -> dict[str, np.ndarray]:
-    names = ("fc.weight", "layers.0.self_attn.q_proj.weight", "embed_tokens.weight")
-    return {prefix + name: np.zeros((2, 2), np.float32) for name in names}
-
-
 FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "five heads": (medusa(5), {"hidden_size": 8}, "a Medusa checkpoint (5 parallel heads"),
     "one head": (medusa(1), {"hidden_size": 8}, "a Medusa checkpoint (1 parallel heads"),
     "says so": (medusa(1), {"medusa_num_heads": 1}, "a Medusa checkpoint"),
     "ambiguous": (medusa(1), {}, "either a ReDrafter head or a Medusa head"),
-    "eagle": (eagle(), {}, "an EAGLE checkpoint"),
-    "eagle, prefixed": (eagle("model."), {}, "an EAGLE checkpoint"),
-    "eagle-3": (
-        {"midlayer.x": np.zeros(2, np.float32), "d2t": np.zeros(2, np.float32)},
-        {},
-        "an EAGLE-3 checkpoint",
-    ),
     "model type": (handmade.tensors(), {"model_type": "medusa"}, "a Medusa checkpoint"),
     "speculators": (
         handmade.tensors(),
-        {"speculators_model_type": "eagle3"},
-        "an EAGLE-3 checkpoint",
+        {"speculators_model_type": "dflash"},
+        "a DFlash drafter",
     ),
     "a model": (
         {"model.embed_tokens.weight": np.zeros((2, 2), np.float32)},
