@@ -120,7 +120,7 @@ def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
     names = own_names(source.tensors)
     shapes = {own: source.tensors[name].shape for own, name in names.items()}
     eagle = new_eagle(read_eagle_config(source.config, shapes))
-    check_shapes(eagle, shapes, source.name)
+    check_shapes(eagle, shapes, source.name, names)
     problems = [
         f"{quote(name)} is {source.tensors[name].dtype}"
         for own, name in names.items()

@@ -57,7 +57,7 @@ def load_eagle(path_or_repo: str | Path) -> Eagle:
     eagle = new_eagle(read_eagle_config(values, shapes))
     if "quantization" in values:
         quantize_as_stored(eagle, values["quantization"], shapes)
-    check_shapes(eagle, shapes, folder)
+    check_shapes(eagle, shapes, folder, names)
     tensors = read_tensors(folder)
     weights = {own: tensors[name] for own, name in names.items()}
     if names.get("token_ids", "").endswith(OFFSETS):
