@@ -17,7 +17,6 @@ _MEDUSA = re.compile(
 _MODEL_TYPES = {
     "medusa": "a Medusa checkpoint (parallel heads, not a recurrent drafter)",
     "eagle": "an EAGLE checkpoint whose tensors are not those of SafeAILab's files",
-    "mlp_speculator": "an MLP speculator, not a recurrent drafter",
 }
 
 

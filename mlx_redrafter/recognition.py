@@ -80,8 +80,8 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     names = read_shapes(folder) if folder.is_dir() and _has_weights(folder) else {}
     if folder.is_dir() and not names and any(folder.glob("*.bin")):
         raise CheckpointError(
-            f"expected model*.safetensors in {folder}, found pickled weights; make them loadable "
-            "with `redrafter-mlx convert`"
+            f"expected model*.safetensors in {folder}, found pickled weights; those of drafters "
+            "become loadable by `redrafter-mlx convert`"
         )
     kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, names)]
     if len(kinds) > 1:

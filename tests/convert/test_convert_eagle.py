@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from mlx_redrafter.bundled import find_bundled  # noqa: E402
 from mlx_redrafter.checkpoint import named_parameters, read_config  # noqa: E402
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
+from mlx_redrafter.convert.eagle import EagleTest  # noqa: E402
 from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
 from mlx_redrafter.convert.options import Quantization  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
@@ -80,21 +82,38 @@ def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_the_target_tells_how_much_it_accepts(tmp_path: Path) -> None:
-    """Of a head that is random, and one that was made for another model."""
+def test_the_target_tells_how_much_it_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a random head, with its rotary embedding and with the target's."""
+    monkeypatch.setattr("mlx_redrafter.convert.eagle.TOKENS_PER_PROMPT", 8)
     target = find_bundled("target")
     values = read_config(target)
     sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
     config = EagleConfig(
         3, intermediate_size=64, num_key_value_heads=1, captured_layers=(0, 1), **sizes
     )
-    save_eagle(Eagle(config), tmp_path / "source")
-    options = ConversionOptions(target=target, dtype="float32")
-    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
-    measured = conversion.provenance["self_test"]
-    assert measured["positions"] == 256
-    assert measured["acceptance"] < 0.2
+    head = Eagle(config)
+    measured = []
+    for theta in (3.0, values["rope_theta"]):
+        head.config = replace(config, rope_theta=theta)
+        save_eagle(head, tmp_path / "source")
+        options = ConversionOptions(target=target, dtype="float32")
+        conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+        measured.append(conversion.provenance["self_test"])
     assert "probably trained for another model" in conversion.warnings[0]
+    other, own = measured
+    assert own["positions"] == 32
+    assert own["acceptance"] < 0.2
+    assert own["other_rope"] is None
+    assert other["other_rope"] == own["acceptance"]
     write_head(tmp_path / "other", LAYOUTS["EAGLE-3"])
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's"):
         convert_drafter(tmp_path / "other", tmp_path / "none", options)
+
+
+def test_a_head_that_fits_with_the_targets_rope_is_told_so() -> None:
+    message = EagleTest(256, 0.3, 0.6, other_is_better=True).warning()
+    assert message is not None
+    assert "only 30% of the first drafts match the target, but 60% do" in message
+    assert EagleTest(256, 0.6, 0.5, other_is_better=False).warning() is None

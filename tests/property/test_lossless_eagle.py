@@ -18,7 +18,7 @@ from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 32
+NUM_TOKENS = 24
 MODELS: dict[str, nn.Module] = {
     "llama": tiny_llama(seed=4, vocab_size=VOCAB_SIZE),
     "qwen3": tiny_qwen3(seed=2, vocab_size=VOCAB_SIZE),
@@ -64,20 +64,20 @@ def test_texts_are_those_of_plain_decoding(name: str, version: int) -> None:
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
     sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
     sampled = _tokens(model, None, **sampling)
-    for shape in SHAPES:
+    # How much is drafted depends on the first one, which times its steps.
+    for shape in SHAPES if name == "llama" else SHAPES[1:]:
         found = _tokens(model, head, max_tokens=NUM_TOKENS, prefill_step_size=4, **shape)
         assert_same_tokens(expected, found, shape)
-        for couple in (True, False):
-            assert _tokens(model, head, couple=couple, **sampling, **shape) == sampled
+        assert _tokens(model, head, **sampling, **shape) == sampled
+    assert _tokens(model, head, couple=False, **sampling, **SHAPES[2]) == sampled
 
 
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "version"), [("llama", 1), ("qwen3", 3), ("gemma2", 3)])
 def test_turns_on_one_prompt_cache(name: str, version: int) -> None:
     """With the target's layers alone, and with those of the head after them."""
     model = MODELS[name]
     head = _head(model, version)
-    turns = [PROMPT, [7, 8, 9], [60], PROMPT]
+    turns = [PROMPT, [60], [7, 8, 9]]
     for shape in SHAPES[1:]:
         for own in ([], make_prompt_cache(head)):
             stock, cache = make_prompt_cache(model), make_prompt_cache(model)
