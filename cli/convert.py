@@ -134,9 +134,9 @@ def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
 
 
 def _report(conversion: Conversion, destination: Path, options: ConversionOptions) -> None:
-    config, provenance = conversion.config, conversion.provenance
+    provenance = conversion.provenance
     stored_as = options.quantization or options.dtype
-    typer.echo(f"wrote {destination}: {config.summary}, {stored_as}")
+    typer.echo(f"wrote {destination}: {conversion.config.summary}, {stored_as}")
     if (measured := provenance["self_test"]) is not None:
         typer.echo(
             f"first drafts accepted: {measured['acceptance']:.1%} of {measured['positions']} "

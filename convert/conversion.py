@@ -12,26 +12,27 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.convert.conversion_card import render_conversion_card
+from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
 from mlx_redrafter.convert.names import map_names
+from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.selftest import SelfTest, self_test, self_test_heads
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
-from mlx_redrafter.convert.weights import DTYPES, read_weights
+from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.loading import load
-from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.checkpoint import (
-    check_quantization,
     check_token_ids,
     quantize_drafter,
     save_drafter,
 )
-from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import Target
@@ -39,82 +40,6 @@ from mlx_redrafter.version import __version__
 
 # Largest number of padding rows of a head, which are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """Quantisation as in mlx-lm.
-
-    Attributes:
-        bits: Bits per weight.
-        group_size: Number of weights that share a scale and a bias.
-    """
-
-    bits: int = 4
-    group_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_quantization(self.bits, self.group_size)
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits, groups of {self.group_size}"
-
-
-@dataclass(frozen=True)
-class VocabularySlice:
-    """A reduced vocabulary: the most frequent tokens of some text files.
-
-    Attributes:
-        num_rows: Number of tokens.
-        texts: Text files, tokenised by the target's tokenizer.
-    """
-
-    num_rows: int
-    texts: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """Options of a conversion.
-
-    Attributes:
-        dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
-        quantization: Quantisation of the weights, None for no quantisation.
-        target: Folder or repository of the model that the drafter was trained for; None skips the
-            self-test.
-        rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
-        vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
-        tree: Kind of the trees of Medusa heads, of which "static" needs ``target``; None for that
-            of the checkpoint, or "dynamic".
-    """
-
-    dtype: str = "float16"
-    quantization: Quantization | None = None
-    target: str | Path | None = None
-    rnn_activation: Activation | None = None
-    vocabulary: VocabularySlice | None = None
-    tree: Tree | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
-            raise ConfigError("a vocabulary slice needs a target, for the tokenizer, and texts")
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The result of a conversion.
-
-    Attributes:
-        config: The drafter's config.
-        provenance: Provenance, as in ``config.json``.
-        warnings: Warnings about the drafter, for the user.
-    """
-
-    config: DrafterConfig | MedusaConfig
-    provenance: dict[str, Any]
-    warnings: tuple[str, ...]
 
 
 @dataclass
@@ -134,7 +59,7 @@ def convert_drafter(
     destination: Path,
     options: ConversionOptions | None = None,
 ) -> Conversion:
-    """Convert a drafter or Medusa heads; ``destination`` appears whole or not at all.
+    """Convert a drafter of any kind; ``destination`` appears whole or not at all.
 
     Args:
         path_or_repo: Folder or hub repository of the drafter.
@@ -150,6 +75,10 @@ def convert_drafter(
     options = options or ConversionOptions()
     source = open_source(path_or_repo)
     check_destination(destination, source.folder)
+    if options.tree is not None and not has_medusa(source):
+        raise ConfigError("a tree is chosen for Medusa heads, but these are none")
+    if is_eagle_source(source):
+        return convert_eagle(source, destination, options)
     pending = _read(source, options)
     measured = None
     if options.target is None:
@@ -180,8 +109,6 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
         raise CheckpointError(f"expected a recurrent drafter or Medusa heads, found {kind}")
     if has_medusa(source):
         return _read_heads(source, options)
-    if options.tree is not None:
-        raise ConfigError("a tree is chosen for Medusa heads, but this is a recurrent drafter")
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
     weights = read_weights(named.sources, source.tensors, options.dtype)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
 from mlx_redrafter.convert.names import NamedTensors, map_names
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -34,7 +36,7 @@ class Inspection:
 
     source: Source
     kind: str
-    config: DrafterConfig | MedusaConfig | None
+    config: DrafterConfig | EagleConfig | MedusaConfig | None
     notes: tuple[str, ...]
 
 
@@ -45,6 +47,8 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
         CheckpointError: The checkpoint does not exist, or a file is damaged or hostile.
     """
     source = open_source(path_or_repo)
+    if is_eagle_source(source):
+        return _inspect_eagle(source)
     if (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
     named: NamedTensors | NamedHeads
@@ -68,3 +72,12 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     target = source.config.get(TARGET_KEY)
     kind += f", for {quote(target)}" if isinstance(target, str) else ""
     return Inspection(source, kind, config, named.notes)
+
+
+def _inspect_eagle(source: Source) -> Inspection:
+    try:
+        eagle, named = open_eagle(source)
+    except CheckpointError as error:
+        kind = "an EAGLE head that cannot be converted"
+        return Inspection(source, kind, None, (str(error),))
+    return Inspection(source, describe_eagle(source, eagle), eagle.config, named.notes)

@@ -8,14 +8,12 @@ from typing import Any
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.medusa.layouts import heads_of, is_medusa
 from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
+from mlx_redrafter.recognition import find_refused
 
 # Kind of each other drafter by the model type in its config.
 _MODEL_TYPES = {
-    "eagle": "an EAGLE checkpoint (a transformer layer that drafts, not a recurrent drafter)",
-    "eagle3": "an EAGLE-3 checkpoint (a transformer layer that drafts, not a recurrent drafter)",
-    "mlp_speculator": "an MLP speculator, not a recurrent drafter",
+    "eagle": "an EAGLE checkpoint whose tensors are not those of SafeAILab's files",
 }
-_EAGLE_PREFIXES = ("midlayer.", "layers.0.self_attn.", "layers.0.mlp.")
 
 
 def has_medusa(source: Source) -> bool:
@@ -39,6 +37,8 @@ def recognise_foreign(source: Source) -> str | None:
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
             "--tp_size 1, or convert the drafter it was made from"
         )
+    if (refusal := find_refused(config)) is not None:
+        return f"a {refusal}"
     for key in ("model_type", "speculators_model_type"):
         if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
             return _MODEL_TYPES[model_type]
@@ -52,10 +52,6 @@ def recognise_foreign(source: Source) -> str | None:
             "tell apart; add hidden_size to config.json"
         )
     bare = [name.removeprefix("model.") for name in names]
-    if "fc.weight" in bare and any(name.startswith(_EAGLE_PREFIXES) for name in bare):
-        return _MODEL_TYPES["eagle"]
-    if "d2t" in bare or "t2d" in bare:
-        return _MODEL_TYPES["eagle3"]
     if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
         return "a language model, not a drafter; use it as the --target"
     return None

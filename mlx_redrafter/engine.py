@@ -159,7 +159,7 @@ class Engine:
         return "".join(response.text for response in self.stream(prompt, **options))
 
     def new_prompt_cache(self) -> list[Any]:
-        """A ``prompt_cache`` for texts that continue: layers of the target and of a draft model."""
+        """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
         proposer = self.proposer
         networks = proposer.modules if proposer is not None and proposer.num_layers else ()
         return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
@@ -183,7 +183,7 @@ class Engine:
         num_layers = 0 if self.proposer is None else self.proposer.num_layers
         cached, own = prompt_cache, []
         if cached is not None and len(cached) == target.num_layers + num_layers:
-            # mlx-lm's convention: the target's layers, then those of the draft model.
+            # mlx-lm's convention: the target's layers, then those of what drafts.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
         cache = target.new_cache(cached, options.quantisation, prompt_cache)
         _check_prompt(ids, cache.length, target)

@@ -83,14 +83,19 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     """
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
     folder = Path(drafter).expanduser()
-    check_not_refused(config, drafter)
+    refused = find_refused(config)
+    if refused is not None:
+        raise CheckpointError(
+            f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
+            "head or a smaller model of the same tokens"
+        )
     # A repository is downloaded once its config says what it is.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
     pickles = [path for suffix in PICKLES for path in folder.glob(f"*{suffix}")]
     if folder.is_dir() and not shapes and pickles:
         raise CheckpointError(
-            f"expected model*.safetensors in {folder}, found pickled weights; make them loadable "
-            "with `redrafter-mlx convert`"
+            f"expected model*.safetensors in {folder}, found pickled weights; those of drafters "
+            "become loadable by `redrafter-mlx convert`"
         )
     kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, shapes)]
     if len(kinds) > 1:
@@ -105,20 +110,16 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     return kind, config
 
 
-def check_not_refused(config: Mapping[str, Any], name: str | Path) -> None:
-    """Raise `CheckpointError` if a config is that of a drafter that is not supported."""
+def find_refused(config: Mapping[str, Any]) -> str | None:
+    """What a config describes, if it is a kind of drafter that is not supported."""
     architectures = config.get("architectures")
-    said = [config.get("model_type"), config.get("speculators_model_type")]
+    speculator = config.get("speculators_model_type")
+    said = [config.get("model_type"), speculator]
     said += architectures if isinstance(architectures, list) else []
     letters = " ".join(re.sub("[^a-z0-9]", "", str(one).lower()) for one in said)
     for sign, kind in REFUSED.items():
         if sign in letters:
-            raise CheckpointError(
-                f"{name} is a {kind}, which is not supported; use a recurrent drafter, an EAGLE "
-                "head or a smaller model of the same tokens"
-            )
-    other = config.get("speculators_model_type", "eagle3")
-    if other not in ("eagle3", "recurrent_drafting"):
-        raise CheckpointError(
-            f"{name} has speculators_model_type {other!r}, expected 'eagle3'; use an EAGLE-3 head"
-        )
+            return kind
+    if speculator not in (None, "eagle3", "recurrent_drafting"):
+        return f"drafter of speculators_model_type {speculator!r}"
+    return None

@@ -69,7 +69,7 @@ class ContextProposer:
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """See `Proposer.check_fit`."""
         self.network.check_fit(target, tokenizer)
-        target.check_layers(self.network.captured_layers(target))
+        target.watch(self.network.captured_layers(target))
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]

@@ -213,7 +213,7 @@ class Target:
         Args:
             tree: N nodes; the token of node n sits at position ``cache.length + depths[n]``.
             cache: Gets the nodes' rows; `TreeCache.commit` keeps some of them.
-            layers: Layers whose inputs are wanted, and `FINAL`.
+            layers: Layers whose inputs are wanted, which are watched, and `FINAL`.
 
         Returns:
             Outputs of every node.
@@ -224,21 +224,26 @@ class Target:
         with tree_positions(positions):
             return self._process(tokens, cache.layers, layers)
 
-    def check_layers(self, layers: Sequence[int]) -> None:
-        """Check that the inputs of layers can be had; computes nothing.
+    def watch(self, layers: Sequence[int]) -> None:
+        """Hook layers, so that passes can tell what they are given; computes nothing.
+
+        Args:
+            layers: As in `verify`.
 
         Raises:
             UnsupportedTargetError: There is no such layer, or its input is not one row per token.
         """
         for layer in layers:
-            if layer != FINAL and not 0 <= layer < len(self.blocks):
+            if layer == FINAL:
+                continue
+            if not 0 <= layer < len(self.blocks):
                 raise UnsupportedTargetError(
                     f"expected layers 0 to {len(self.blocks) - 1} of the target to draft from, "
                     f"found {layer}; use a drafter trained for this model"
                 )
+            install(HookPoint(self.blocks[layer], "__call__", capture_input))
         states = self._process(mx.array([0]), None, layers).states
-        expected = (1, self.hidden_size * len(layers))
-        if states is None or states.shape != expected:
+        if states is None or states.shape != (1, self.hidden_size * len(layers)):
             raise UnsupportedTargetError(
                 f"expected layers {list(layers)} of the target to take rows of {self.hidden_size} "
                 "numbers, found others; use a recurrent drafter for this model"
@@ -247,9 +252,6 @@ class Target:
     def _process(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
     ) -> TargetOutputs:
-        for layer in layers:
-            if layer != FINAL:
-                install(HookPoint(self.blocks[layer], "__call__", capture_input))
         with captured_output() as outputs, captured_inputs() as inputs:
             logits = self.model(tokens[None], cache=caches)
         final = outputs[-1][0]

@@ -206,24 +206,12 @@ def test_weights_that_overflow_float16_are_named(tmp_path: Path) -> None:
     convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="bfloat16"))
 
 
-def eagle(prefix: str = "") -> dict[str, np.ndarray]:
-    names = ("fc.weight", "layers.0.self_attn.q_proj.weight", "embed_tokens.weight")
-    return {prefix + name: np.zeros((2, 2), np.float32) for name in names}
-
-
 FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "ambiguous": (handmade.medusa(1), {}, "either a ReDrafter head or a Medusa head"),
-    "eagle": (eagle(), {}, "an EAGLE checkpoint"),
-    "eagle, prefixed": (eagle("model."), {}, "an EAGLE checkpoint"),
-    "eagle-3": (
-        {"midlayer.x": np.zeros(2, np.float32), "d2t": np.zeros(2, np.float32)},
-        {},
-        "an EAGLE-3 checkpoint",
-    ),
     "speculators": (
         handmade.tensors(),
-        {"speculators_model_type": "eagle3"},
-        "an EAGLE-3 checkpoint",
+        {"speculators_model_type": "dflash"},
+        "a DFlash drafter",
     ),
     "a model": (
         {"model.embed_tokens.weight": np.zeros((2, 2), np.float32)},

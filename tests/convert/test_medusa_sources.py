@@ -126,5 +126,5 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
 
 def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path: Path) -> None:
     handmade.write_checkpoint(tmp_path / "source", "safetensors")
-    with pytest.raises(ConfigError, match="this is a recurrent drafter"):
+    with pytest.raises(ConfigError, match="but these are none"):
         convert_drafter(tmp_path / "source", tmp_path / "out", ConversionOptions(tree="static"))

@@ -12,12 +12,12 @@ import pytest
 
 from mlx_redrafter import generate, load, stream_generate
 from mlx_redrafter.checkpoint import read_config
-from mlx_redrafter.convert.conversion import (
+from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.options import (
     Conversion,
     ConversionOptions,
     Quantization,
     VocabularySlice,
-    convert_drafter,
 )
 from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE
 from mlx_redrafter.errors import CheckpointError

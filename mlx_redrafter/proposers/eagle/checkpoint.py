@@ -16,7 +16,7 @@ from mlx_redrafter.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.proposers.draft_network import quantization_of
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -54,10 +54,10 @@ def load_eagle(path_or_repo: str | Path) -> Eagle:
     values, stored = read_config(folder), read_shapes(folder)
     names = own_names(stored)
     shapes = {own: stored[name] for own, name in names.items()}
-    eagle = Eagle(read_eagle_config(values, shapes))
+    eagle = new_eagle(read_eagle_config(values, shapes))
     if "quantization" in values:
         quantize_as_stored(eagle, values["quantization"], shapes)
-    check_shapes(eagle, shapes, folder)
+    check_shapes(eagle, shapes, folder, names)
     tensors = read_tensors(folder)
     weights = {own: tensors[name] for own, name in names.items()}
     if names.get("token_ids", "").endswith(OFFSETS):
@@ -69,6 +69,21 @@ def load_eagle(path_or_repo: str | Path) -> Eagle:
     eagle.eval()
     mx.eval(eagle.parameters())
     return eagle
+
+
+def new_eagle(config: EagleConfig) -> Eagle:
+    """A head of these sizes, whose random weights are not computed.
+
+    Raises:
+        CheckpointError: mlx-lm cannot make its layers.
+    """
+    try:
+        return Eagle(config)
+    except Exception as error:  # of a scaling of the rotary embedding that it does not know
+        raise CheckpointError(
+            f"mlx-lm cannot make the layers of this EAGLE head: {first_line(error)}; check "
+            "rope_scaling in config.json"
+        ) from error
 
 
 def read_eagle_config(

@@ -120,6 +120,12 @@ class EagleConfig:
                 f"hidden_size must be a multiple of num_attention_heads without head_dim, got "
                 f"{self.hidden_size} and {self.num_attention_heads}"
             )
+        check_int(
+            "num_attention_heads times head_dim",
+            self.num_attention_heads * (self.head_dim or 1),
+            1,
+            MAX_DIMENSION,
+        )
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         layers = self.captured_layers
@@ -159,6 +165,19 @@ class EagleConfig:
     def to_dict(self) -> dict[str, Any]:
         """The keys of ``config.json`` that describe this head."""
         return {"model_type": MODEL_TYPE, **asdict(self)}
+
+    @property
+    def name(self) -> str:
+        """The kind of head, in words."""
+        return "EAGLE-3" if self.version == 3 else "EAGLE-1/2"
+
+    @property
+    def summary(self) -> str:
+        """Kind and sizes, in words."""
+        return (
+            f"{self.name}, hidden_size {self.hidden_size}, intermediate_size "
+            f"{self.intermediate_size}, head of {self.head_rows} tokens"
+        )
 
     @property
     def num_captured(self) -> int:

@@ -102,7 +102,7 @@ def published_config(
     return EagleConfig.from_dict(
         {
             **config,
-            **_rope(layer),
+            **rope_of(layer),
             "version": 3 if is_third else 1,
             "num_key_value_heads": heads if given is None else given,
             "draft_vocab_size": rows[0] if rows else None,
@@ -130,14 +130,8 @@ def target_of(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _captured(values: Mapping[str, Any]) -> Any:
-    nested = values.get("eagle_config")
-    given = values.get(CAPTURED)
-    return nested.get(CAPTURED) if given is None and isinstance(nested, Mapping) else given
-
-
-def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of the rotary embedding, which newer files have in one object."""
+def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Base and scaling of the rotary embedding in a config, which newer ones have in one object."""
     joined = layer.get("rope_parameters")
     joined = joined if isinstance(joined, Mapping) else {}
     scaling = layer.get("rope_scaling")
@@ -145,6 +139,12 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
         scaling = joined
     theta = layer.get("rope_theta", joined.get("rope_theta"))
     return {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
+
+
+def _captured(values: Mapping[str, Any]) -> Any:
+    nested = values.get("eagle_config")
+    given = values.get(CAPTURED)
+    return nested.get(CAPTURED) if given is None and isinstance(nested, Mapping) else given
 
 
 def _check_variant(values: Mapping[str, Any], layer: Mapping[str, Any]) -> None:

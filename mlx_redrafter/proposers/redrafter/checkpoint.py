@@ -77,7 +77,7 @@ def fill(
     stored = {own: shapes[name] for own, name in sources.items()}
     if "quantization" in values:
         quantize_as_stored(drafter, values["quantization"], stored)
-    check_shapes(drafter, stored, folder)
+    check_shapes(drafter, stored, folder, sources)
     tensors = read_tensors(folder)
     drafter.load_weights([(own, tensors[name]) for own, name in sources.items()])
     check_finite(drafter, folder)
@@ -214,14 +214,31 @@ def quantize_as_stored(
 
 
 def check_shapes(
-    drafter: nn.Module, found: Mapping[str, tuple[int, ...]], folder: str | Path
+    drafter: nn.Module,
+    stored: Mapping[str, tuple[int, ...]],
+    folder: str | Path,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise `CheckpointError` naming all tensors that are missing, unexpected or misshapen."""
+    """Check that stored tensors are those of a network.
+
+    Args:
+        drafter: The network.
+        stored: Shapes of the stored tensors, by the network's names.
+        folder: Name of the checkpoint.
+        names: Names in the checkpoint by the network's, where they differ.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or of other shapes, all of them named.
+    """
     expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
+    found = {name: shape for name, shape in stored.items() if name not in UNUSED_TENSORS}
+    called = {name: (names or {}).get(name, name) for name in expected.keys() | found.keys()}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is not part of a drafter" for name in found.keys() - expected.keys()]
     problems += [
-        f"{name} has shape {list(found[name])}, expected {list(expected[name])}"
+        f"{called[name]} is not part of a drafter" for name in found.keys() - expected.keys()
+    ]
+    problems += [
+        f"{called[name]} has shape {list(found[name])}, expected {list(expected[name])}"
         for name in expected.keys() & found.keys()
         if tuple(found[name]) != tuple(expected[name])
     ]

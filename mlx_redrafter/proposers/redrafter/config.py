@@ -100,18 +100,18 @@ class DrafterConfig:
         return self.exit_dim != 2 * self.hidden_size
 
     @property
-    def head_rows(self) -> int:
-        """Rows of the final linear layer."""
-        return self.draft_vocab_size or self.vocab_size
-
-    @property
     def summary(self) -> str:
-        """Sizes and state in words."""
+        """Sizes and the kind of state, in words."""
         state = f"RNN ({self.rnn_activation})" if self.rnn else "sum of embeddings"
         return (
             f"hidden_size {self.hidden_size}, exit_dim {self.exit_dim}, num_draft_layers "
             f"{self.num_draft_layers}, head of {self.head_rows} tokens, {state}"
         )
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the final linear layer."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def head_names(self) -> list[str]:

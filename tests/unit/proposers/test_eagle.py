@@ -139,6 +139,7 @@ def _change(folder: Path, **values: Any) -> None:
         ({"hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[64, 192\]"),
         ({"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight is missing"),
         ({"norm_before_fc": True}, "input_norm.weight is missing"),
+        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight has shape \[48, 32\], expected"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"intermediate_size": "48"}, "intermediate_size must be an integer"),
@@ -191,7 +192,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
         ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
         ({"architectures": ["LlamaForCausalLMPEagle"]}, "is a P-EAGLE head"),
-        ({"speculators_model_type": "eagle"}, "speculators_model_type 'eagle', expected 'eagle3'"),
+        ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
     ],
     ids=str,
 )
