@@ -18,7 +18,7 @@ from mlx_redrafter.checkpoint import find_checkpoint, read_config
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
-from mlx_redrafter.recognition import CONFIG_ONLY, LOOKUP, is_lookup, recognise
+from mlx_redrafter.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 from mlx_redrafter.training.resources import format_bytes, read_total_memory
 
@@ -61,7 +61,7 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
 
     Args:
         model: A folder, a repository, or a family with a size; None is the bundled model.
-        drafter: A folder, a repository or "lookup".
+        drafter: A folder, a repository, "lookup" or "mtp".
 
     Raises:
         CheckpointError: Its config cannot be read.
@@ -69,8 +69,10 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
         UnsupportedTargetError: It cannot be decoded exactly.
     """
     subject = _find_model(model)
-    if drafter is None or is_lookup(drafter):
+    if drafter is None or is_word(drafter, LOOKUP):
         return subject
+    if is_word(drafter, MTP):
+        return replace(subject, drafter=drafter)
     return replace(subject, drafter=drafter, refusal=_refuse(drafter, subject.shape))
 
 

@@ -15,6 +15,7 @@ from mlx_redrafter.cli.convert_options import (
     QuantizationOptions,
     Recurrence,
     Source,
+    TreeKind,
     VocabularyOptions,
 )
 from mlx_redrafter.cli.records import takes_records
@@ -52,7 +53,9 @@ class ConvertGroup(Group):
         return super().parse_args(ctx, args)
 
 
-app = Application(cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter.")
+app = Application(
+    cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter, or Medusa heads."
+)
 
 
 @app.command(DEFAULT_COMMAND, cls=DefaultCommand)
@@ -71,6 +74,13 @@ def convert(
         Recurrence | None,
         typer.Option(help="Activation of the RNN, if the origin of the weights does not tell."),
     ] = None,
+    tree: Annotated[
+        TreeKind | None,
+        typer.Option(
+            help="Drafts of Medusa heads: by their probabilities at each step, or the same ranks "
+            "at every step, measured with --target."
+        ),
+    ] = None,
     to: Annotated[
         Layout, typer.Option(help="Layout to write; pytorch: Apple's, from MLX.")
     ] = Layout.MLX,
@@ -85,7 +95,7 @@ def convert(
     from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
 
     if to is Layout.PYTORCH:
-        if quantization.quantize or vocabulary.target or rnn_activation:
+        if quantization.quantize or vocabulary.target or rnn_activation or tree:
             raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
         _export(source, destination, dtype)
     else:
@@ -95,6 +105,7 @@ def convert(
             target=vocabulary.target,
             rnn_activation=None if rnn_activation is None else rnn_activation.value,
             vocabulary=vocabulary.read(),
+            tree=None if tree is None else tree.value,
         )
         _report(convert_drafter(source, destination, options), destination, options)
     if upload_repo is not None:
@@ -123,14 +134,9 @@ def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
 
 
 def _report(conversion: Conversion, destination: Path, options: ConversionOptions) -> None:
-    config, provenance = conversion.config, conversion.provenance
+    provenance = conversion.provenance
     stored_as = options.quantization or options.dtype
-    state = f"RNN ({config.rnn_activation})" if config.rnn else "sum of embeddings"
-    typer.echo(
-        f"wrote {destination}: hidden_size {config.hidden_size}, exit_dim {config.exit_dim}, "
-        f"num_draft_layers {config.num_draft_layers}, head of {config.head_rows} tokens, {state}, "
-        f"{stored_as}"
-    )
+    typer.echo(f"wrote {destination}: {conversion.config.summary}, {stored_as}")
     if (measured := provenance["self_test"]) is not None:
         typer.echo(
             f"first drafts accepted: {measured['acceptance']:.1%} of {measured['positions']} "

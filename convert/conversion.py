@@ -12,25 +12,29 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.convert.conversion_card import render_conversion_card
+from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
 from mlx_redrafter.convert.names import map_names
+from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
-from mlx_redrafter.convert.recognition import recognise_foreign
-from mlx_redrafter.convert.selftest import SelfTest, self_test
-from mlx_redrafter.convert.shapes import infer_drafter_config
+from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
+from mlx_redrafter.convert.selftest import SelfTest, self_test, self_test_heads
+from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
-from mlx_redrafter.convert.weights import DTYPES, read_weights
+from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.loading import load
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.medusa.layouts import read_heads
+from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.checkpoint import (
-    check_quantization,
     check_token_ids,
     quantize_drafter,
     save_drafter,
 )
-from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.version import __version__
 
@@ -38,85 +42,12 @@ from mlx_redrafter.version import __version__
 MAX_PADDING_ROWS = 127
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """Quantisation as in mlx-lm.
-
-    Attributes:
-        bits: Bits per weight.
-        group_size: Number of weights that share a scale and a bias.
-    """
-
-    bits: int = 4
-    group_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_quantization(self.bits, self.group_size)
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits, groups of {self.group_size}"
-
-
-@dataclass(frozen=True)
-class VocabularySlice:
-    """A reduced vocabulary: the most frequent tokens of some text files.
-
-    Attributes:
-        num_rows: Number of tokens.
-        texts: Text files, tokenised by the target's tokenizer.
-    """
-
-    num_rows: int
-    texts: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """Options of a conversion.
-
-    Attributes:
-        dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
-        quantization: Quantisation of the weights, None for no quantisation.
-        target: Folder or repository of the model that the drafter was trained for; None skips the
-            self-test.
-        rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
-        vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
-    """
-
-    dtype: str = "float16"
-    quantization: Quantization | None = None
-    target: str | Path | None = None
-    rnn_activation: Activation | None = None
-    vocabulary: VocabularySlice | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
-            raise ConfigError("a vocabulary slice needs a target, for the tokenizer, and texts")
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The result of a conversion.
-
-    Attributes:
-        config: The drafter's config.
-        provenance: Provenance, as in ``config.json``.
-        warnings: Warnings about the drafter, for the user.
-    """
-
-    config: DrafterConfig
-    provenance: dict[str, Any]
-    warnings: tuple[str, ...]
-
-
 @dataclass
 class _PendingDrafter:
     """A drafter between reading and writing."""
 
     source: str
-    config: DrafterConfig
+    config: DrafterConfig | MedusaConfig
     weights: dict[str, mx.array]
     name_set: str
     notes: list[str] = field(default_factory=list)
@@ -128,7 +59,7 @@ def convert_drafter(
     destination: Path,
     options: ConversionOptions | None = None,
 ) -> Conversion:
-    """Convert a PyTorch or TensorRT-LLM drafter; ``destination`` appears whole or not at all.
+    """Convert a drafter of any kind; ``destination`` appears whole or not at all.
 
     Args:
         path_or_repo: Folder or hub repository of the drafter.
@@ -144,6 +75,10 @@ def convert_drafter(
     options = options or ConversionOptions()
     source = open_source(path_or_repo)
     check_destination(destination, source.folder)
+    if options.tree is not None and not has_medusa(source):
+        raise ConfigError("a tree is chosen for Medusa heads, but these are none")
+    if is_eagle_source(source):
+        return convert_eagle(source, destination, options)
     pending = _read(source, options)
     measured = None
     if options.target is None:
@@ -154,8 +89,10 @@ def convert_drafter(
         _fit_vocabulary(pending, target)
         _slice_vocabulary(pending, tokenizer, options)
         drafter = _build(pending, options)
-        RecurrentProposer(drafter).check_fit(target, tokenizer)
+        check_sizes(drafter.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
         measured = _test(pending, drafter, model, tokenizer)
+    if isinstance(drafter, Medusa) and options.tree is not None:
+        pending.config = drafter.config = replace(drafter.config, tree=options.tree)
     provenance = _describe_provenance(source, pending, options, measured)
     with publish(destination) as folder:
         save_drafter(drafter, folder, {PROVENANCE_KEY: provenance})
@@ -169,10 +106,12 @@ def convert_drafter(
 
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if (kind := recognise_foreign(source)) is not None:
-        raise CheckpointError(f"expected a recurrent drafter, found {kind}")
+        raise CheckpointError(f"expected a recurrent drafter or Medusa heads, found {kind}")
+    if has_medusa(source):
+        return _read_heads(source, options)
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
-    weights = read_weights(named, source.tensors, options.dtype)
+    weights = read_weights(named.sources, source.tensors, options.dtype)
     pending = _PendingDrafter(source.name, config, weights, named.name_set, list(named.notes))
     if source.config.get("speculators_model_type") == "recurrent_drafting":
         pending.warnings.append(
@@ -182,8 +121,22 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     return pending
 
 
-def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter:
-    drafter = Drafter(pending.config)
+def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
+    if options.rnn_activation is not None:
+        raise ConfigError("rnn_activation is for recurrent drafters, but these are Medusa heads")
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    found = read_heads(source.config, shapes)
+    check_dtypes(found.sources, source.tensors)
+    config = found.config
+    if options.tree == "static" and options.target is None and config.rank_accuracies is None:
+        raise ConfigError("a static tree needs a target, to measure the accuracies of ranks")
+    weights = read_weights(found.sources, source.tensors, options.dtype)
+    return _PendingDrafter(source.name, config, weights, found.name_set, list(found.notes))
+
+
+def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter | Medusa:
+    config = pending.config
+    drafter = Drafter(config) if isinstance(config, DrafterConfig) else Medusa(config)
     drafter.load_weights(list(pending.weights.items()))
     check_token_ids(drafter, pending.source)
     if options.quantization is not None:
@@ -199,8 +152,8 @@ def _fit_vocabulary(pending: _PendingDrafter, target: Target) -> None:
     extra = config.vocab_size - target.vocab_size
     if not 0 < extra <= MAX_PADDING_ROWS or config.draft_vocab_size is not None:
         return
-    head = f"lm_head.{config.num_draft_layers}.weight"
-    pending.weights[head] = pending.weights[head][: target.vocab_size]
+    for head in config.head_names:
+        pending.weights[head] = pending.weights[head][: target.vocab_size]
     pending.config = replace(config, vocab_size=target.vocab_size)
     pending.notes.append(f"{extra} padding rows of the head, beyond the target's tokens, dropped")
 
@@ -219,13 +172,24 @@ def _slice_vocabulary(
 
 
 def _test(
-    pending: _PendingDrafter, drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper
+    pending: _PendingDrafter,
+    drafter: Drafter | Medusa,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
 ) -> SelfTest:
-    measured = self_test(drafter, model, tokenizer)
-    warning = measured.warning(pending.config.rnn_activation)
+    """Measure what the target accepts, and apply the calibration."""
+    if isinstance(drafter, Drafter):
+        measured = self_test(drafter, model, tokenizer)
+        warning = measured.warning(drafter.config.rnn_activation)
+        drafter.config = measured.calibration.applied(drafter.config)
+    else:
+        measured, accuracies = self_test_heads(drafter, model, tokenizer)
+        warning = measured.warning()
+        config = replace(drafter.config, rank_accuracies=accuracies)
+        drafter.config = measured.calibration.applied(config)
     if warning is not None:
         pending.warnings.append(warning)
-    pending.config = drafter.config = measured.calibration.applied(pending.config)
+    pending.config = drafter.config
     return measured
 
 

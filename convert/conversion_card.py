@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 _TEMPLATE = """---
@@ -17,7 +19,7 @@ tags:
 
 # {title}
 
-A [Recurrent Drafter](https://arxiv.org/abs/2403.09919) {purpose}, converted from `{source}` for \
+{kind} {purpose}, converted from `{source}` for \
 mlx_redrafter {version}. It makes the target's text appear faster; the text stays the target's.
 
     redrafter-mlx generate --model {target} --drafter PATH-OF-THIS-FOLDER --prompt "..."
@@ -30,10 +32,17 @@ mlx_redrafter {version}. It makes the target's text appear faster; the text stay
 The licence is that of `{source}`; read it there before you pass these weights on.
 """
 
+Config = DrafterConfig | EagleConfig | MedusaConfig
+_KINDS: Mapping[type, str] = {
+    DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
+    EagleConfig: "An [EAGLE](https://arxiv.org/abs/2503.01840) head",
+    MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",
+}
+
 
 def render_conversion_card(
     title: str,
-    config: DrafterConfig,
+    config: Config,
     quantization: str,
     provenance: Mapping[str, Any],
 ) -> str:
@@ -49,8 +58,7 @@ def render_conversion_card(
     rows = {
         "hidden size of the target": config.hidden_size,
         "vocabulary": _describe_vocabulary(config),
-        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
-        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+        **_describe_network(config),
         "weights": quantization,
     }
     self_test = provenance["self_test"]
@@ -61,6 +69,7 @@ def render_conversion_card(
     return _TEMPLATE.format(
         base_model=f"base_model: {target}\n" if target and target.count("/") == 1 else "",
         title=title,
+        kind=_KINDS[type(config)],
         purpose=f"for `{target}`" if target else "for the model it was trained with",
         source=provenance["source"],
         version=provenance["converter"].split()[-1],
@@ -70,7 +79,24 @@ def render_conversion_card(
     )
 
 
-def _describe_vocabulary(config: DrafterConfig) -> str:
+def _describe_network(config: Config) -> dict[str, str]:
+    if isinstance(config, MedusaConfig):
+        return {
+            "heads, and residual blocks of each": f"{config.num_heads}, {config.num_layers}",
+            "tree": config.tree,
+        }
+    if isinstance(config, EagleConfig):
+        return {
+            "kind": config.name,
+            "width of the MLP, heads": f"{config.intermediate_size}, {config.num_attention_heads}",
+        }
+    return {
+        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
+        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+    }
+
+
+def _describe_vocabulary(config: Config) -> str:
     if config.draft_vocab_size is None:
         return str(config.vocab_size)
     return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_redrafter.convert.names import map_names
+from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
+from mlx_redrafter.convert.names import NamedTensors, map_names
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
-from mlx_redrafter.convert.recognition import recognise_foreign
+from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.wording import quote
+
+# Where published heads say which model they are for.
+TARGET_KEY = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Inspection:
 
     source: Source
     kind: str
-    config: DrafterConfig | None
+    config: DrafterConfig | EagleConfig | MedusaConfig | None
     notes: tuple[str, ...]
 
 
@@ -39,15 +47,37 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
         CheckpointError: The checkpoint does not exist, or a file is damaged or hostile.
     """
     source = open_source(path_or_repo)
+    if is_eagle_source(source):
+        return _inspect_eagle(source)
     if (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
+    named: NamedTensors | NamedHeads
+    config: DrafterConfig | MedusaConfig
     try:
-        named = map_names(source.tensors, source.config)
-        config = infer_drafter_config(named, source.tensors, source.config)
+        if has_medusa(source):
+            noun = "Medusa heads"
+            shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+            named = read_heads(source.config, shapes)
+            config = named.config
+        else:
+            noun = "a recurrent drafter"
+            named = map_names(source.tensors, source.config)
+            config = infer_drafter_config(named, source.tensors, source.config)
     except CheckpointError as error:
         return Inspection(source, "not a drafter that can be converted", None, (str(error),))
     if PROVENANCE_KEY in source.config:
-        kind = "a recurrent drafter, written by this converter"
+        kind = f"{noun}, written by this converter"
     else:
-        kind = f"a recurrent drafter with {named.name_set} names"
+        kind = f"{noun} with {named.name_set} names"
+    target = source.config.get(TARGET_KEY)
+    kind += f", for {quote(target)}" if isinstance(target, str) else ""
     return Inspection(source, kind, config, named.notes)
+
+
+def _inspect_eagle(source: Source) -> Inspection:
+    try:
+        eagle, named = open_eagle(source)
+    except CheckpointError as error:
+        kind = "an EAGLE head that cannot be converted"
+        return Inspection(source, kind, None, (str(error),))
+    return Inspection(source, describe_eagle(source, eagle), eagle.config, named.notes)

@@ -1,32 +1,33 @@
-"""Recognition of checkpoints that are not recurrent drafters, for messages that name the kind."""
+"""Recognition of checkpoints: Medusa heads, and what is not supported by the name of its kind."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.proposers.medusa.layouts import heads_of, is_medusa
+from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
+from mlx_redrafter.recognition import find_refused
 
-# Medusa: "{head}.{layer}.linear.*" and "{head}.{n}.weight", every head a stack of its own.
-_MEDUSA = re.compile(
-    r"(?:medusa_heads?\.)?([0-9]{1,4})\.[0-9]{1,4}\.(?:linear\.(?:weight|bias)|weight)"
-)
 # Kind of each other drafter by the model type in its config.
 _MODEL_TYPES = {
-    "medusa": "a Medusa checkpoint (parallel heads, not a recurrent drafter)",
-    "eagle": "an EAGLE checkpoint (a transformer layer that drafts, not a recurrent drafter)",
-    "eagle3": "an EAGLE-3 checkpoint (a transformer layer that drafts, not a recurrent drafter)",
-    "mlp_speculator": "an MLP speculator, not a recurrent drafter",
+    "eagle": "an EAGLE checkpoint whose tensors are not those of SafeAILab's files",
 }
-_EAGLE_PREFIXES = ("midlayer.", "layers.0.self_attn.", "layers.0.mlp.")
+
+
+def has_medusa(source: Source) -> bool:
+    """Whether a checkpoint seems to be one of Medusa heads."""
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    is_named_so = any(path.name.startswith("medusa") for path in source.files)
+    return is_named_so or is_medusa(source.config, shapes)
 
 
 def recognise_foreign(source: Source) -> str | None:
-    """Recognise a checkpoint that is not a recurrent drafter.
+    """Recognise a checkpoint that is not supported.
 
     Returns:
-        Kind of the checkpoint in words, or None if it may be a recurrent drafter.
+        Kind of the checkpoint in words, or None if it may be a recurrent drafter or Medusa heads.
     """
     config, names = source.config, list(source.tensors)
     if _is_quantized_mlx(config):
@@ -36,17 +37,21 @@ def recognise_foreign(source: Source) -> str | None:
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
             "--tp_size 1, or convert the drafter it was made from"
         )
+    if (refusal := find_refused(config)) is not None:
+        return f"a {refusal}"
     for key in ("model_type", "speculators_model_type"):
         if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
             return _MODEL_TYPES[model_type]
-    heads = {int(match[1]) for name in names if (match := _MEDUSA.fullmatch(name))}
-    if heads:
-        return _recognise_medusa(source, heads)
+    if is_mtp(config, names):
+        return "an MTP module, which needs no conversion; give its folder as the --drafter"
+    if has_medusa(source):
+        return None
+    if heads_of(names) and "hidden_size" not in config and not _has_drafter_parts(names):
+        return (
+            "either a ReDrafter head or a Medusa head, which only the target's hidden_size can "
+            "tell apart; add hidden_size to config.json"
+        )
     bare = [name.removeprefix("model.") for name in names]
-    if "fc.weight" in bare and any(name.startswith(_EAGLE_PREFIXES) for name in bare):
-        return _MODEL_TYPES["eagle"]
-    if "d2t" in bare or "t2d" in bare:
-        return _MODEL_TYPES["eagle3"]
     if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
         return "a language model, not a drafter; use it as the --target"
     return None
@@ -60,29 +65,6 @@ def _is_quantized_mlx(config: Mapping[str, Any]) -> bool:
 def _is_split(config: Mapping[str, Any]) -> bool:
     mapping = config.get("mapping")
     return isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1
-
-
-def _recognise_medusa(source: Source, heads: set[int]) -> str | None:
-    """Tell whether names "{head}.{layer}" are Medusa's or those of a bare ReDrafter head, "0.*".
-
-    A single stack can be either. Medusa's linear layers are as wide as the hidden state; those of a
-    ReDrafter head without input_proj are twice as wide.
-    """
-    says_medusa = (
-        any(key.startswith("medusa") for key in source.config)
-        or any(name.startswith("medusa") for name in source.tensors)
-        or any(path.name.startswith("medusa") for path in source.files)
-    )
-    hidden_size = source.config.get("hidden_size")
-    width = {tensor.shape[-1:] for name, tensor in source.tensors.items() if name.startswith("0.")}
-    if heads != {0} or says_medusa or width == {(hidden_size,)}:
-        return f"a Medusa checkpoint ({len(heads)} parallel heads, not a recurrent drafter)"
-    if hidden_size is None and not _has_drafter_parts(source.tensors):
-        return (
-            "either a ReDrafter head or a Medusa head, which only the target's hidden_size can "
-            "tell apart; add hidden_size to config.json"
-        )
-    return None
 
 
 def _has_drafter_parts(names: Iterable[str]) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.convert.stored import MAX_AXES, StoredTensor, contiguous_strides
-from mlx_redrafter.convert.wording import describe_error, quote
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.wording import describe_error, quote
 
 # Largest header; a 70B model's takes 200 kB, and the library's 100 MB would take gigabytes parsed.
 MAX_HEADER_BYTES = 2**22
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 
 
 def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:

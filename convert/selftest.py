@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,9 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.chat import encode_question
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.medusa import calibration as heads
+from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.calibration import (
     TOP_TOKENS,
     Calibration,
@@ -46,6 +49,8 @@ PROMPTS = (
     "Write a Python function that returns the first n prime numbers.",
     "What should I see in Rome in three days? Give me a plan for each day.",
 )
+
+N = TypeVar("N", bound=DraftNetwork)
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,12 @@ class SelfTest:
         """The results as they stand in a ``config.json``."""
         return {**asdict(self), "calibration": self.calibration.to_dict()}
 
-    def warning(self, activation: Activation) -> str | None:
-        """Describe the likely mistake, or return None if the drafter seems to fit."""
+    def warning(self, activation: Activation = "silu") -> str | None:
+        """Describe the likely mistake, or return None if the drafter seems to fit.
+
+        Args:
+            activation: Activation of a recurrent drafter.
+        """
         share = f"only {self.acceptance:.0%} of the first drafts match the target"
         if self.other_is_better:
             return (
@@ -101,11 +110,9 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     Waits for the device at every token. A quantised drafter is dequantised once: on a CPU that is
     many times faster than to do it for every prediction.
     """
-    drafter = copy.deepcopy(drafter)
-    dequantize_model(drafter)
+    drafter = _dequantised(drafter)
     target = Target(model)
-    logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
-    texts = [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
+    texts = _decode_all(target, tokenizer)
     firsts, seconds = _find_matches(drafter, target, texts)
     calibration = calibrate(drafter, target.embed, texts)
     if not drafter.config.rnn:
@@ -123,6 +130,30 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
         other_activation=_mean(other_firsts),
         other_is_better=sum(differences) > 2 * math.sqrt(sum(map(abs, differences))),
     )
+
+
+def self_test_heads(
+    network: Medusa, model: nn.Module, tokenizer: TokenizerWrapper
+) -> tuple[SelfTest, tuple[tuple[float, ...], ...]]:
+    """`self_test` of Medusa heads, and `rank_accuracies` in the same texts."""
+    network = _dequantised(network)
+    texts = _decode_all(Target(model), tokenizer)
+    firsts = [
+        match for text in texts for match in _compare(network, heads.predict(network, text)[0])
+    ]
+    measured = SelfTest(len(firsts), _mean(firsts), heads.calibrate(network, texts))
+    return measured, heads.rank_accuracies(network, texts)
+
+
+def _dequantised(network: N) -> N:
+    network = copy.deepcopy(network)
+    dequantize_model(network)
+    return network
+
+
+def _decode_all(target: Target, tokenizer: TokenizerWrapper) -> list[Text]:
+    logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
+    return [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
 
 
 def _decode(target: Target, prompt: list[int]) -> Text:
@@ -162,7 +193,7 @@ def _find_matches(
     return firsts, seconds
 
 
-def _compare(drafter: Drafter, prediction: Prediction) -> list[int]:
+def _compare(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
     rows = mx.argmax(prediction.logits, axis=-1)
     return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
 

@@ -9,10 +9,10 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
-from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.wording import join_shortened, quote
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,6 +35,7 @@ _VARIANT_KEYS = (
 # Number of logits that Apple's `warp_logits` keeps.
 APPLE_TOP_K = 50
 _READABLE = ("float32", "float16", "bfloat16")
+_READABLE_IDS = ("int32", "int64")
 
 
 def infer_drafter_config(
@@ -69,7 +70,7 @@ def infer_drafter_config(
         variant["rnn_activation"] = rnn_activation
     config = DrafterConfig.from_dict({**inferred, **stated, **variant})
     _check_shapes(config, named, shapes)
-    _check_dtypes(named, tensors)
+    check_dtypes(named.sources, tensors)
     return config
 
 
@@ -142,16 +143,22 @@ def _check_shapes(config: DrafterConfig, named: NamedTensors, found: Shapes) -> 
         )
 
 
-def _check_dtypes(named: NamedTensors, tensors: Mapping[str, StoredTensor]) -> None:
+def check_dtypes(sources: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise `CheckpointError` unless a drafter's tensors can be read.
+
+    Args:
+        sources: Name in the checkpoint by this package's name.
+        tensors: Tensors by the names in the checkpoint.
+    """
     problems = []
-    for own, source in named.sources.items():
-        readable = ("int32",) if own == "token_ids" else _READABLE
+    for own, source in sources.items():
+        readable = _READABLE_IDS if own == "token_ids" else _READABLE
         if tensors[source].dtype not in readable:
             problems.append(f"{quote(source)} is {tensors[source].dtype}")
     if problems:
         raise CheckpointError(
-            f"expected {', '.join(_READABLE)} (token_ids: int32), but {join_shortened(problems)}; "
-            "save the drafter in one of these dtypes"
+            f"expected {', '.join(_READABLE)} (token ids: {' or '.join(_READABLE_IDS)}), but "
+            f"{join_shortened(problems)}; save the drafter in one of these dtypes"
         )
 
 

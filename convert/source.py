@@ -17,11 +17,11 @@ from mlx_redrafter.checkpoint import (
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.torch_file import read_torch_file
-from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import CheckpointError, explain
+from mlx_redrafter.wording import join_shortened, quote
 
 TENSORRT_FILE = "rank0.safetensors"
-# Weight files in order of preference; the Medusa files are there to be recognised in messages.
+# Weight files in order of preference.
 _SINGLE_FILES = (
     "model.safetensors",
     TENSORRT_FILE,

@@ -13,7 +13,7 @@ from mlx_redrafter.errors import CheckpointError
 
 MAX_AXES = 8
 # numpy's dtype of each readable dtype on disk; bfloat16, which numpy lacks, is read as its bits.
-_ON_DISK = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4"}
+_ON_DISK = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8"}
 
 
 @dataclass(frozen=True)

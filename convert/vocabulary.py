@@ -7,7 +7,6 @@ drafting (FR-Spec, arXiv 2502.14856).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +14,10 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+
+Config = DrafterConfig | MedusaConfig
 
 
 def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:
@@ -61,21 +63,14 @@ def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.
     return np.sort(best).astype(np.int32)
 
 
-def slice_head(
-    config: DrafterConfig, weights: dict[str, mx.array], rows: np.ndarray
-) -> DrafterConfig:
+def slice_head(config: Config, weights: dict[str, mx.array], rows: np.ndarray) -> Config:
     """Keep only ``rows`` of the head in ``weights`` and return the config of the result."""
     if config.draft_vocab_size is not None:
         raise ConfigError(
             f"expected a drafter with a full head, found one reduced to {config.draft_vocab_size} "
             "tokens; slice the drafter it was made from"
         )
-    head = f"lm_head.{config.num_draft_layers}.weight"
     weights["token_ids"] = mx.array(rows)
-    weights[head] = weights[head][weights["token_ids"]]
-    top_k = config.draft_top_k
-    return replace(
-        config,
-        draft_vocab_size=len(rows),
-        draft_top_k=None if top_k is None or top_k >= len(rows) else top_k,
-    )
+    for head in config.head_names:
+        weights[head] = weights[head][weights["token_ids"]]
+    return config.reduced(len(rows))

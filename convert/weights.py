@@ -6,18 +6,22 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
-from mlx_redrafter.convert.wording import join_shortened, quote
 from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.wording import join_shortened, quote
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 def read_weights(
-    named: NamedTensors, tensors: Mapping[str, StoredTensor], dtype: str
+    sources: Mapping[str, str], tensors: Mapping[str, StoredTensor], dtype: str
 ) -> dict[str, mx.array]:
     """Read the drafter's tensors as ``dtype``, by this package's names.
+
+    Args:
+        sources: Name in the checkpoint by this package's name.
+        tensors: Tensors by the names in the checkpoint.
+        dtype: Name of the dtype of floating-point tensors.
 
     Shapes and dtypes must have been checked, so that memory is bounded by the drafter and one
     stored tensor. Waits for the device.
@@ -28,7 +32,7 @@ def read_weights(
     weights: dict[str, mx.array] = {}
     damaged: list[str] = []
     too_large: list[str] = []
-    for own, source in named.sources.items():
+    for own, source in sources.items():
         stored = tensors[source].read()
         cast = stored.astype(DTYPES[dtype]) if mx.issubdtype(stored.dtype, mx.floating) else stored
         if not _is_finite(cast):

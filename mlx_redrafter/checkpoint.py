@@ -25,6 +25,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_li
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+# Weight files of a folder; where there are none of a kind, those of the next.
+WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
 # The index of a sharded 400B model takes about a tenth of it.
 MAX_JSON_BYTES = 2**24
 
@@ -161,10 +163,15 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: There is none.
     """
-    paths = sorted(folder.glob("model*.safetensors"))
-    if not paths:
-        raise CheckpointError(f"no model*.safetensors in {folder}")
-    return paths
+    for pattern in WEIGHTS_PATTERNS:
+        if paths := sorted(folder.glob(pattern)):
+            return paths
+    raise CheckpointError(f"no {WEIGHTS_PATTERNS[0]} in {folder}")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weight files."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHTS_PATTERNS)
 
 
 def write_checkpoint(

@@ -124,6 +124,13 @@ class DraftPlan:
         check_int("tree_nodes", num_nodes, 2, shape.max_nodes, hint)
         return cls(shape, num_nodes)
 
+    def within(self, max_length: int | None) -> DraftPlan:
+        """The same plan with beams of at most that many tokens; None is no bound."""
+        if max_length is None or self.shape.length <= max_length:
+            return self
+        shape = replace(self.shape, length=max_length)
+        return replace(self, shape=shape, num_nodes=min(self.num_nodes, shape.max_nodes))
+
     @property
     def options(self) -> dict[str, Any]:
         """The options that make this plan; ``tree_nodes`` is None for merged beams."""

@@ -33,9 +33,11 @@ from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser,
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
-from mlx_redrafter.policy.candidates import LONGEST, SHORTEST
+from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
+from mlx_redrafter.proposers.context_drafting import ContextProposer
+from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -46,7 +48,7 @@ from mlx_redrafter.target.target import Target
 # A cache may go from one engine to another.
 _claims = Claims()
 
-AnyDrafter = Drafter | Proposer | Literal["lookup"] | None
+AnyDrafter = Drafter | ContextNetwork | Proposer | Literal["lookup"] | None
 
 
 @dataclass
@@ -157,7 +159,7 @@ class Engine:
         return "".join(response.text for response in self.stream(prompt, **options))
 
     def new_prompt_cache(self) -> list[Any]:
-        """A ``prompt_cache`` for texts that continue: layers of the target and of a draft model."""
+        """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
         proposer = self.proposer
         networks = proposer.modules if proposer is not None and proposer.num_layers else ()
         return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
@@ -181,7 +183,7 @@ class Engine:
         num_layers = 0 if self.proposer is None else self.proposer.num_layers
         cached, own = prompt_cache, []
         if cached is not None and len(cached) == target.num_layers + num_layers:
-            # mlx-lm's convention: the target's layers, then those of the draft model.
+            # mlx-lm's convention: the target's layers, then those of what drafts.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
         cache = target.new_cache(cached, options.quantisation, prompt_cache)
         _check_prompt(ids, cache.length, target)
@@ -214,7 +216,7 @@ class Engine:
         if isinstance(proposer, Lookup):
             proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
-        _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
+        _check_plan(plan or DraftPlan(WIDEST.shape, SHORTEST.num_nodes), proposer)
         policy: DraftPolicy
         if plan is not None:
             costs = step_costs(self.target, None, CONTEXT, self.memory.timed, quantisation)
@@ -225,7 +227,8 @@ class Engine:
             if network is not None:
                 proposer = LookupFirst(self.memory.lookup.after(history), network)
             # Acceptance of uncoupled drafts is not that of coupled ones.
-            policy = AdaptivePolicy(costs, self.memory.experience if options.couple else None)
+            before = self.memory.experience if options.couple else None
+            policy = AdaptivePolicy(costs, before, max_length=proposer.max_length)
         return proposer.open(self.target, ids, options.couple, cached), policy
 
 
@@ -247,8 +250,10 @@ class Memories:
         return self._known[key][1]
 
 
-def as_proposer(drafter: Drafter | Proposer) -> Proposer:
+def as_proposer(drafter: Drafter | ContextNetwork | Proposer) -> Proposer:
     """The proposer that a network of this package makes."""
+    if isinstance(drafter, ContextNetwork):
+        return ContextProposer(drafter)
     return RecurrentProposer(drafter) if isinstance(drafter, Drafter) else drafter
 
 
@@ -291,6 +296,11 @@ def _conclusion(text: Text, policy: AdaptivePolicy, memory: Memory) -> Callable[
 
 def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
     rows, shape = proposer.num_rows, plan.shape
+    if proposer.max_length is not None and shape.length > proposer.max_length:
+        raise ConfigError(
+            f"beam_length must be at most {proposer.max_length} (the root counts as one), as far "
+            f"as the drafter's heads reach, got {shape.length}"
+        )
     if rows is None:
         return
     if shape.width > rows:

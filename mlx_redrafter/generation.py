@@ -91,8 +91,8 @@ def stream_generate(
             argument and on ``mx.random.state`` only.
         logits_processors: Functions of the tokens so far and the logits, in mlx-lm's form.
         prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
-            as in mlx-lm, those of a draft model; it holds the prompt and the tokens yielded once
-            the iterator has ended or was closed.
+            as in mlx-lm, those of a draft model or an EAGLE head; it holds the prompt and the
+            tokens yielded once the iterator has ended or was closed.
         prefill_step_size: As in `GenerationOptions`.
         kv_bits: As in `GenerationOptions`; a ``prompt_cache`` is a list whose layers are replaced
             by quantised ones, as in mlx-lm.

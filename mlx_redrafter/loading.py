@@ -18,16 +18,22 @@ from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.policy.precision import choose_precision
 from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
+from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
+from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
+from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
-from mlx_redrafter.recognition import CONFIG_ONLY, is_lookup, recognise
+from mlx_redrafter.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
 from mlx_redrafter.target.inspection import check_config
 from mlx_redrafter.target.target import Target
 
-LoadedDrafter = Drafter | DraftModel | Lookup
+LoadedDrafter = Drafter | Eagle | MedusaProposer | Mtp | DraftModel | Lookup
 
 
 def load(
@@ -51,9 +57,10 @@ def load(
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
             bundled one.
-        drafter: A recurrent drafter or a smaller model of the same token ids, likewise a folder or
-            a repository, or "lookup" for drafts out of the text itself. None loads none, or the
-            bundled drafter for the bundled model.
+        drafter: A recurrent drafter, an EAGLE head, Medusa heads or a smaller model of the same
+            token ids, likewise a folder or a repository; "mtp" for the model's own MTP module, or
+            "lookup" for drafts out of the text itself. None loads none, or the bundled drafter for
+            the bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
@@ -64,7 +71,7 @@ def load(
 
     Raises:
         CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model.
-        ConfigError: "lookup" is a folder as well.
+        ConfigError: "lookup" or "mtp" is a folder as well, or the model has no such module.
         NonFiniteError: The drafter's weights are not finite.
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
     """
@@ -79,7 +86,7 @@ def load(
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
     loaded: LoadedDrafter | None = None
     if drafter is not None:
-        loaded = _load_drafter(drafter, config)
+        loaded = _load_drafter(drafter, name, config)
     options = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
     model, tokenizer = _load_model(name, options, adapter_path, trust_remote_code)
     if is_bundled:
@@ -120,10 +127,12 @@ def _load_model(
     return model, tokenizer
 
 
-def _load_drafter(drafter: str | Path, target: Mapping[str, Any]) -> LoadedDrafter:
-    """Load what drafts for a target with this config, once its own config has been checked."""
-    if is_lookup(drafter):
+def _load_drafter(drafter: str | Path, name: str, target: Mapping[str, Any]) -> LoadedDrafter:
+    """Load what drafts for a target of this name and config, once its own has been checked."""
+    if is_word(drafter, LOOKUP):
         return Lookup()
+    if is_word(drafter, MTP):
+        return load_mtp(name)
     kind, config = recognise(drafter)
     text_config = target.get("text_config")
     values = text_config if isinstance(text_config, Mapping) else target
@@ -131,10 +140,15 @@ def _load_drafter(drafter: str | Path, target: Mapping[str, Any]) -> LoadedDraft
         # A repository's code is trusted for the target alone.
         model, tokenizer = _load_model(str(drafter), {}, None, trust_remote_code=False)
         return DraftModel(model, tokenizer)
+    if kind == "MTP module":
+        return load_mtp(drafter)
     vocab_size = values.get("vocab_size")
-    check_sizes(
-        DrafterConfig.from_dict(config),
-        values.get("hidden_size"),
-        vocab_size if isinstance(vocab_size, int) else None,
-    )
+    sizes = values.get("hidden_size"), vocab_size if isinstance(vocab_size, int) else None
+    if kind == "Medusa heads":
+        return MedusaProposer(load_medusa(drafter, lambda heads: check_sizes(heads, *sizes)))
+    if kind == "EAGLE head":
+        eagle = load_eagle(drafter)
+        check_sizes(eagle.config, *sizes)
+        return eagle
+    check_sizes(DrafterConfig.from_dict(config), *sizes)
     return load_drafter(drafter)

@@ -2,49 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
+from mlx_redrafter.checkpoint import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.eagle.published import is_eagle
+from mlx_redrafter.proposers.medusa.layouts import is_medusa
+from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.inspection import check_config
 
 CONFIG_ONLY = ["config.json"]
-LOOKUP = "lookup"
+PICKLES = (".bin", ".pt")
+LOOKUP, MTP = "lookup", "mtp"
+WORDS = {LOOKUP: "drafts out of the text itself", MTP: "the MTP module of the model itself"}
 
-Kind = Literal["recurrent drafter", "draft model"]
+Kind = Literal["recurrent drafter", "EAGLE head", "Medusa heads", "MTP module", "draft model"]
+Shapes = Mapping[str, tuple[int, ...]]
+# Formats that are not supported, as configs name them, without signs between the letters.
+REFUSED: Mapping[str, str] = {
+    "dflash": "DFlash drafter, which drafts blocks from states of many layers",
+    "dspark": "DSpark drafter, which drafts blocks",
+    "peagle": "P-EAGLE head, which drafts several tokens in parallel",
+    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
+    "mlpspeculator": "MLP speculator",
+}
 
 
-def _is_recurrent(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    has_tensors = any(name.startswith(("rnn_u.", "rnn_w.", "lm_head.0.")) for name in names)
+def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    has_tensors = any(name.startswith(("rnn_u.", "rnn_w.", "lm_head.0.")) for name in shapes)
     return config.get("model_type") == MODEL_TYPE or has_tensors
 
 
-def _is_model(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    return config.get("model_type", MODEL_TYPE) != MODEL_TYPE
+# Signs of networks that `load` takes.
+NETWORKS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
+    "EAGLE head": is_eagle,
+    "Medusa heads": is_medusa,
+    "MTP module": is_mtp,
+}
 
 
-# Signs of every kind: config.json, and names of tensors.
-SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Collection[str]], bool]] = {
+def _is_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    others = _is_recurrent(config, {}), *(sign(config, shapes) for sign in NETWORKS.values())
+    return "model_type" in config and not any(others)
+
+
+# Signs of every kind: config.json, and the tensors.
+SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
     "recurrent drafter": _is_recurrent,
+    **NETWORKS,
     "draft model": _is_model,
 }
 
 
-def is_lookup(drafter: str | Path | None) -> bool:
-    """Whether the word for drafts out of the text is meant.
+def is_word(drafter: str | Path | None, word: str) -> bool:
+    """Whether a word that stands for no checkpoint is meant, such as `LOOKUP`.
 
     Raises:
         ConfigError: There is a folder of that name, too.
     """
-    if drafter != LOOKUP:
+    if drafter != word:
         return False
-    if Path(LOOKUP).is_dir():
+    if Path(word).is_dir():
         raise ConfigError(
-            f"{LOOKUP!r} means drafts out of the text itself, and is a folder here as well; say "
-            f"./{LOOKUP} for the folder, or go to another one"
+            f"{word!r} means {WORDS[word]}, and is a folder here as well; say ./{word} for the "
+            "folder, or go to another one"
         )
     return True
 
@@ -58,9 +83,21 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     """
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
     folder = Path(drafter).expanduser()
+    refused = find_refused(config)
+    if refused is not None:
+        raise CheckpointError(
+            f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
+            "head or a smaller model of the same tokens"
+        )
     # A repository is downloaded once its config says what it is.
-    names = read_shapes(folder) if folder.is_dir() and _has_weights(folder) else {}
-    kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, names)]
+    shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
+    pickles = [path for suffix in PICKLES for path in folder.glob(f"*{suffix}")]
+    if folder.is_dir() and not shapes and pickles:
+        raise CheckpointError(
+            f"expected model*.safetensors in {folder}, found pickled weights; those of drafters "
+            "become loadable by `redrafter-mlx convert`"
+        )
+    kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, shapes)]
     if len(kinds) > 1:
         raise CheckpointError(
             f"{drafter} has the signs of several kinds of drafters: {', '.join(kinds)} (model_type "
@@ -73,5 +110,16 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     return kind, config
 
 
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("model*.safetensors"))
+def find_refused(config: Mapping[str, Any]) -> str | None:
+    """What a config describes, if it is a kind of drafter that is not supported."""
+    architectures = config.get("architectures")
+    speculator = config.get("speculators_model_type")
+    said = [config.get("model_type"), speculator]
+    said += architectures if isinstance(architectures, list) else []
+    letters = " ".join(re.sub("[^a-z0-9]", "", str(one).lower()) for one in said)
+    for sign, kind in REFUSED.items():
+        if sign in letters:
+            return kind
+    if speculator not in (None, "eagle3", "recurrent_drafting"):
+        return f"drafter of speculators_model_type {speculator!r}"
+    return None

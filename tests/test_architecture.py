@@ -16,6 +16,7 @@ PACKAGE = "mlx_redrafter"
 ORDER = [
     "version",
     "errors",
+    "wording",
     "config",
     "backend",
     "host",

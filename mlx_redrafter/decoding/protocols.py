@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.config import DraftPlan
@@ -37,6 +38,11 @@ class Proposer(Protocol):
         """Number of tokens that it can propose; None where a network's head does not bound it."""
         ...
 
+    @property
+    def max_length(self) -> int | None:
+        """Longest beams that it can draft, root included; None where nothing bounds them."""
+        ...
+
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """Raise `CheckpointError` unless it can draft for ``target``."""
         ...
@@ -55,12 +61,34 @@ class Proposer(Protocol):
         ...
 
 
+class StateReader(Protocol):
+    """One text's reader of states that the target has within."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers of the target whose inputs it reads, and `target.FINAL`; at least one."""
+        ...
+
+    def read(self, states: mx.array) -> None:
+        """Take in the states of the next prompt tokens, all but the last of them.
+
+        Args:
+            states: As `InFlight.states`, of a chunk of n tokens, shape (n, S).
+        """
+        ...
+
+
 class Drafting(Protocol):
     """One text's drafts, with all state that belongs to this text.
 
     After every forward pass of the target exactly one of `propose` and `skip` is called. What a
     pass after `propose` accepts is of those drafts.
     """
+
+    @property
+    def reader(self) -> StateReader | None:
+        """What reads states of every pass; None where the drafts need none."""
+        ...
 
     def outlook(self) -> Sequence[float] | None:
         """Probabilities of the drafts that a lookup in the text would propose now, best first.
@@ -78,7 +106,7 @@ class Drafting(Protocol):
         Args:
             flight: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, and
                 a network should not ask for those.
-            plan: Plan of the drafts.
+            plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
             noise: Noise of the target's choices after nodes of each depth below L; None where there
                 is none.
 

@@ -76,6 +76,8 @@ class InFlight:
         plan: Plan of the drafts verified; None for one token.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: Nodes as they would have been without merging.
+        states: States of the nodes that a `StateReader` asks for, shape (N, S); None where none
+            does.
     """
 
     outcome: mx.array
@@ -88,6 +90,7 @@ class InFlight:
     plan: DraftPlan | None
     num_nodes: int
     num_unmerged: int
+    states: mx.array | None = None
 
     @property
     def num_accepted(self) -> mx.array:
@@ -101,6 +104,22 @@ class InFlight:
         For a pass over one token, which accepts nothing, shape (1,) of junk.
         """
         return self.outcome if self.path is None else self.outcome[2 + self.path.shape[0] :]
+
+    @property
+    def following_tokens(self) -> mx.array:
+        """Tokens after each of the accepted path, the bonus token last, int32, shape (L,); junk
+        after them, which are tokens in any case.
+        """
+        path = self.path_tokens
+        is_last = mx.arange(path.shape[0]) == self.num_accepted
+        following = mx.concatenate([path[1:], path[:1]])
+        return mx.maximum(mx.where(is_last, self.root, following), 0)
+
+    @property
+    def path_states(self) -> mx.array:
+        """States after the tokens of the accepted path, shape (L, S); junk after them."""
+        assert self.states is not None
+        return self.states if self.path is None else self.states[self.path]
 
     @cached_property
     def rows(self) -> list[int]:

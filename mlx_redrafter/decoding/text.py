@@ -11,7 +11,7 @@ waits for the outcome: then the device is idle while the host builds the next fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -141,6 +141,12 @@ class Text:
             self.is_closed = True
 
     @property
+    def _layers(self) -> Sequence[int]:
+        """Layers whose states the drafting reads."""
+        reader = None if self.drafting is None else self.drafting.reader
+        return () if reader is None else reader.layers
+
+    @property
     def _needs_next(self) -> bool:
         """Whether the token in flight is processed, too."""
         return self.request.leave_as_stock or self._num_tokens + 1 != self.request.max_tokens
@@ -156,9 +162,18 @@ class Text:
         with mx.stream(generation_stream):
             prompt = mx.array(request.prompt, dtype=mx.int32)
             outputs = self.target.prefill(
-                prompt, self.cache, request.prefill_step_size, self._on_progress
+                prompt,
+                self.cache,
+                request.prefill_step_size,
+                self._on_progress,
+                self._layers,
+                self._read_states,
             )
             return self._dispatch_token(outputs, num_nodes=0)
+
+    def _read_states(self, states: mx.array) -> None:
+        if self.drafting is not None and self.drafting.reader is not None:
+            self.drafting.reader.read(states)
 
     def _on_progress(self, done: int, total: int) -> None:
         if self.is_cancelled:
@@ -170,7 +185,7 @@ class Text:
         with mx.stream(generation_stream):
             if self.processors is not None:
                 self.processors.extend(root)
-            outputs = self.target.advance(root, self.cache)
+            outputs = self.target.advance(root, self.cache, self._layers)
             return self._dispatch_token(outputs, num_nodes=1, plan=plan)
 
     def _dispatch_token(
@@ -185,7 +200,7 @@ class Text:
         noise = self.chooser.noise(position - 1, 1)
         log_probs, outcome = choose(self.chooser, logits, depths, noise, 1)
         hidden_state = outputs.hidden_states[0]
-        mx.async_eval(outcome, hidden_state, log_probs)
+        mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
         return InFlight(
             outcome=outcome,
             root=mx.maximum(outcome, 0),
@@ -197,6 +212,7 @@ class Text:
             plan=plan,
             num_nodes=num_nodes,
             num_unmerged=num_nodes,
+            states=outputs.states,
         )
 
     def _draft(self, plan: DraftPlan | None, flight: InFlight) -> Proposal | None:
@@ -231,7 +247,7 @@ class Text:
     def _verify_tree(self, plan: DraftPlan, tree: TokenTree, noise: GumbelNoise | None) -> InFlight:
         length = self.cache.length
         with mx.stream(generation_stream):
-            outputs = self.target.verify(tree, self.cache)
+            outputs = self.target.verify(tree, self.cache, self._layers)
             logits = outputs.logits
             if self.processors is not None:
                 self.processors.extend(tree.tokens[:1])
@@ -241,7 +257,7 @@ class Text:
             path, num_accepted, bonus = accept(tree, chosen)
             hidden_state = outputs.hidden_states[path[num_accepted]][0]
             outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
-            mx.async_eval(outcome, hidden_state, log_probs)
+            mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
         return InFlight(
             outcome=outcome,
             root=mx.maximum(bonus, 0),
@@ -253,6 +269,7 @@ class Text:
             plan=plan,
             num_nodes=tree.num_nodes,
             num_unmerged=tree.num_unmerged,
+            states=outputs.states,
         )
 
     def _accept(self, flight: InFlight) -> list[Token]:

@@ -24,6 +24,7 @@ from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.policy.calibration import Calibration, draft_features
 from mlx_redrafter.policy.candidates import (
     FITS,
+    LENGTHS,
     LONGEST,
     LOOKUP,
     PLACES,
@@ -142,6 +143,7 @@ class AdaptivePolicy:
         costs: Seconds of steps, as timed beforehand.
         before: Experience of the text before.
         clock: Seconds so far, by which learning is kept short.
+        max_length: Longest beams that the proposer can draft; None where nothing bounds them.
 
     Attributes:
         experience: Experience of this text so far.
@@ -153,6 +155,7 @@ class AdaptivePolicy:
         costs: StepCosts,
         before: Experience | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        max_length: int | None = None,
     ):
         self.experience = Experience([1, *costs.verify], before)
         self.waits = False
@@ -160,6 +163,10 @@ class AdaptivePolicy:
         self._timed_drafting = np.zeros(FITS.shape[:2])
         for place, shape in SHAPES.items() if costs.level else ():
             self._timed_drafting[place] = costs.drafting(shape)
+        self._fits, self._longest = FITS, LONGEST
+        if max_length is not None:
+            self._fits = FITS & (np.array(LENGTHS) <= max_length)[:, None]
+            self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
         self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
         self._until_survey, self._until_trial = SURVEY_EVERY // 2, TRIAL_AT_FIRST
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
@@ -244,7 +251,8 @@ class AdaptivePolicy:
         self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
-        speed, (w, length) = _highest(gains.chosen_tokens / gains.chosen_seconds)
+        speeds = np.where(self._fits.any(-1), gains.chosen_tokens / gains.chosen_seconds, 0.0)
+        speed, (w, length) = _highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
 
@@ -260,7 +268,7 @@ class AdaptivePolicy:
         for size, factor in zip(costs.verify, factors[1:], strict=True):
             # What took less than a plain step was timed in a quieter moment.
             self._verify[SIZES.index(size)] = max(self._plain, costs.verify[size] * factor)
-        self._seconds = np.where(FITS, self._verify + self._drafting[..., None], np.inf)
+        self._seconds = np.where(self._fits, self._verify + self._drafting[..., None], np.inf)
 
     def _time(self, done: Finished) -> None:
         """Learn from a step's time how slow steps are at present."""
@@ -293,11 +301,12 @@ class AdaptivePolicy:
         if self._until_trial <= 0 and self._rate * self._plain < CLOSE:
             return Choice(None)
         if self._until_survey <= 0:
-            extra = self._drafting[PLACES[LONGEST.shape]] - self._drafting[PLACES[best.plan.shape]]
+            longest, shape = self._longest.shape, best.plan.shape
+            extra = self._drafting[PLACES[longest]] - self._drafting[PLACES[shape]]
             extra += self._costs.wait if best.num_nodes is not None else 0.0
             if self._pay(extra):
                 self._until_survey = SURVEY_EVERY
-                return Choice(LONGEST)
+                return Choice(self._longest)
         return best
 
     def _explore_drafts(self) -> Choice:

@@ -27,6 +27,7 @@ PLACES = {shape: place for place, shape in SHAPES.items()}
 # that shows all others.
 PLANS = {place: DraftPlan(shape, shape.max_nodes) for place, shape in SHAPES.items()}
 SHORTEST, LONGEST = PLANS[0, 0], PLANS[len(WIDTHS) - 1, len(LENGTHS) - 1]
+WIDEST = PLANS[len(WIDTHS) - 1, 0]
 # Drafts out of the text take no time, so they are long.
 LOOKUP = DraftPlan(DraftShape(4, 16), SIZES[-1], from_text=True)
 # Whether a shape has that many nodes, shape (W, L, S).

@@ -141,7 +141,7 @@ def step_costs(
     if proposer is None:
         return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
     # The time of drafting does not depend on the context.
-    return _by_parts(seconds, short)
+    return _by_parts(seconds, short, proposer.max_length)
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -166,7 +166,9 @@ def time_steps(
         context: Tokens before the steps.
         quantisation: Quantisation of the rows of all of them; None for none.
     """
-    schedule = _Schedule(TIMED_LOOKUPS if proposer is None else TIMED)
+    schedule = _Schedule(TIMED_LOOKUPS)
+    if proposer is not None:
+        schedule = _Schedule(TIMED, proposer.max_length)
     chooser = _Contrary(SamplingParams(), target.vocab_size)
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
     cache = target.blank_cache(context, quantisation)
@@ -198,10 +200,12 @@ def _known_seconds(
     return {kind: seconds[name] for name, kind in kinds.items()}
 
 
-def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
+def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
     """Parts of steps; those of drafting as they are after a short context."""
+    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
     level = {
-        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]]) / (LONG - SHORT)
+        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
+        / max(1, levels - few_levels)
         for width in TIMED_WIDTHS
     }
     drafting = max(0.0, short[DRAFT] - short[PLAIN])
@@ -213,7 +217,7 @@ def _by_parts(seconds: Seconds, short: Seconds) -> StepCosts:
             for size, kind in VERIFY.items()
         },
         first={
-            width: max(0.0, short[SEARCH[width, SHORT]] - few - (SHORT - 1) * level[width])
+            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
             for width in TIMED_WIDTHS
         },
         level=level,
@@ -242,6 +246,8 @@ class _Contrary(KeyedChooser):
 class _Junk:
     """Drafts without meaning, made by the host once it knows the text, as those of a lookup."""
 
+    reader = None
+
     def outlook(self) -> Sequence[float]:
         """See `Drafting.outlook`."""
         return [1.0]
@@ -264,10 +270,16 @@ class _Schedule:
 
     A plain step is dispatched before the outcome of the one before is read, a draft likewise; so
     the first and the last step of a turn are partly ones of the kinds beside them.
+
+    Args:
+        timed: The kinds.
+        max_length: Longest beams of the proposer, None where nothing bounds them: those of longer
+            plans are as long, and their trees as large, with padding.
     """
 
-    def __init__(self, timed: Sequence[Kind]):
+    def __init__(self, timed: Sequence[Kind], max_length: int | None = None):
         self.is_done = False
+        self._max_length = max_length
         self._turns: dict[Kind, list[list[float]]] = {kind: [] for kind in timed}
         self._order = self._schedule()
         # Kinds of the steps chosen and not observed, and of the one whose drafts are there.
@@ -276,14 +288,18 @@ class _Schedule:
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
         self._chosen.append(next(self._order, UNTIMED))
-        return self._chosen[-1].plan
+        wanted = self._chosen[-1].plan
+        return wanted and wanted.within(self._max_length)
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts as decoding does."""
         kind = self._chosen[0]
         if kind.waits:
             tree.read()
-        return tree if kind.verifies else tree.first(1)
+        if not kind.verifies:
+            return tree.first(1)
+        assert kind.plan is not None
+        return tree.padded(kind.plan.num_nodes)
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`."""

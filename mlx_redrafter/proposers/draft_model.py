@@ -11,7 +11,6 @@ those accepted stay, as in mlx-lm; the host has to know how many they are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,8 +26,8 @@ from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.search import Levels, search
 from mlx_redrafter.target.caches.kinds import describe
-from mlx_redrafter.target.caches.levels import LevelCache, LevelMask, attend_to_levels
-from mlx_redrafter.target.hooks import HookPoint, TreePositions, install, tree_positions
+from mlx_redrafter.target.caches.levels import Descent, LevelCache, LevelMask, hook_attention
+from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -37,7 +36,6 @@ READ_STEP_SIZE = 512
 # Weight of the target's noise in the ranking of drafts. All of it: the model's distribution is its
 # own, not one that was fitted to greedy choices.
 COUPLING_WEIGHT = 1.0
-ATTENTION = "scaled_dot_product_attention"
 
 
 class DraftModel:
@@ -52,6 +50,8 @@ class DraftModel:
             drafts do not fit into its caches.
     """
 
+    max_length: int | None = None
+
     def __init__(self, model: nn.Module, tokenizer: Any):
         self.target = Target(model)
         others = _other_caches(make_prompt_cache(model))
@@ -61,9 +61,7 @@ class DraftModel:
                 f"{others}; use another draft model or a drafter"
             )
         self.tokenizer = tokenizer
-        for module in {type(module).__module__ for module in model.modules()}:
-            if hasattr(sys.modules.get(module), ATTENTION):
-                install(HookPoint(sys.modules[module], ATTENTION, attend_to_levels))
+        hook_attention(model)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -125,6 +123,8 @@ class ModelDrafting:
         couple_noise: Whether drafts are ranked with the target's noise.
         cached: mlx-lm caches to continue, [] for new ones.
     """
+
+    reader = None
 
     def __init__(
         self,
@@ -200,11 +200,7 @@ class ModelDrafting:
         self.cache.keep(self.length)
         self._shorten_unread()
         known = mx.array(self._unread, dtype=mx.int32)
-        path = flight.path_tokens
-        slots = mx.arange(path.shape[0])
-        following = mx.concatenate([path[1:], path[:1]])
-        accepted = mx.where(slots == flight.num_accepted, flight.root, following)
-        logits = self._forward(mx.concatenate([known, mx.maximum(accepted, 0)]))
+        logits = self._forward(mx.concatenate([known, flight.following_tokens]))
         self.length += len(self._unread)
         num_known = len(self._unread)
         self._unread = []
@@ -287,34 +283,19 @@ class _ChainLevels(_DraftLevels):
 class _TreeLevels(_DraftLevels):
     """A draft model that drafts a tree, each level in one pass."""
 
-    def __init__(self, drafting: ModelDrafting, flight: InFlight):
-        super().__init__(drafting, flight)
-        self._lineage: mx.array | None = None
-
     def first(self) -> mx.array:
         """See `Levels.first`."""
         logits = self.drafting.read_flight(self.flight)
-        num_rows, length = self.drafting.cache.num_rows, self.drafting.length
-        # Rows of committed tokens and of the accepted drafts up to the root.
-        self._seen = mx.arange(num_rows) <= length + self.flight.num_accepted
+        length = self.drafting.length
+        root = length + self.flight.num_accepted
+        self._descent = Descent(length, root, self.drafting.cache.num_rows)
         return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         """See `Levels.following`."""
-        width = tokens.shape[0]
-        own = mx.eye(width).astype(mx.bool_)
-        if self._lineage is not None:
-            before = self._lineage if beams is None else self._lineage[beams]
-            own = mx.concatenate([before, own], axis=1)
-        self._lineage = own
-        length = self.drafting.length
-        root = length + self.flight.num_accepted
-        positions = TreePositions(
-            mx.broadcast_to(root + depth, (width,)),
-            length,
-            self.drafting.cache.num_rows - length + depth,
+        logits = self.drafting.read_level(
+            tokens, *self._descent.extend(beams, tokens.shape[0], depth)
         )
-        logits = self.drafting.read_level(tokens, LevelMask(self._seen, own), positions)
         return log_probs(logits, self.num_rows)
 
 

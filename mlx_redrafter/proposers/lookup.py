@@ -69,6 +69,7 @@ class Lookup:
 
     num_layers = 0
     num_rows: int | None = None
+    max_length: int | None = None
     modules: tuple[nn.Module, ...] = ()
 
     def __init__(self, history: Sequence[Sequence[int]] = ()):
@@ -97,6 +98,8 @@ class LookupDrafting:
 
     The prompt is indexed when something is asked for first, so not before the first token is out.
     """
+
+    reader = None
 
     def __init__(self, prompt: Sequence[int], rates: MatchRates):
         self._prompt = prompt

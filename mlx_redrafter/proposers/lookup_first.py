@@ -39,6 +39,11 @@ class LookupFirst:
         return self.network.num_rows
 
     @property
+    def max_length(self) -> int | None:
+        """See `Proposer.max_length`."""
+        return self.network.max_length
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """See `Proposer.modules`."""
         return self.network.modules
@@ -63,6 +68,7 @@ class LookupFirstDrafting:
     def __init__(self, lookup: LookupDrafting, network: Drafting):
         self.lookup = lookup
         self.network = network
+        self.reader = network.reader
         # A pass that the lookup does not know yet, as the host had not read it.
         self._unseen: InFlight | None = None
 

@@ -56,6 +56,11 @@ class Levels(Protocol):
         ...
 
 
+def bounded(scores: mx.array) -> mx.array:
+    """The same scores, none of them below `LEAST_LOG_PROB` and none NaN."""
+    return mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
+
+
 def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """Score the best continuations of the root, and those of the W best nodes of every level.
 
@@ -75,9 +80,7 @@ def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expan
         """The best continuations of nodes with these scores, (1, K) of (W * V)."""
         if rank is not None:
             log_probs = rank(log_probs, depth)
-        scores = before[:, None] + log_probs
-        scores = mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
-        return top_k(scores.reshape(1, -1), count)
+        return top_k(bounded(before[:, None] + log_probs).reshape(1, -1), count)
 
     best = best_of(levels.first(), mx.zeros((1,)), 0)
     tokens, scores = levels.to_token_ids(best.indices[0]), best.values[0]

@@ -55,6 +55,8 @@ class HookPoint(NamedTuple):
 
 _positions: ContextVar[TreePositions | None] = ContextVar("positions", default=None)
 _outputs: ContextVar[list[mx.array] | None] = ContextVar("outputs", default=None)
+_replacement: ContextVar[mx.array | None] = ContextVar("replacement", default=None)
+_inputs: ContextVar[dict[int, mx.array] | None] = ContextVar("inputs", default=None)
 
 
 @contextmanager
@@ -76,6 +78,27 @@ def captured_output() -> Iterator[list[mx.array]]:
         yield outputs
     finally:
         _outputs.reset(token)
+
+
+@contextmanager
+def replaced_output(output: mx.array) -> Iterator[None]:
+    """Let modules hooked with `capture` that are called inside return this."""
+    token = _replacement.set(output)
+    try:
+        yield
+    finally:
+        _replacement.reset(token)
+
+
+@contextmanager
+def captured_inputs() -> Iterator[dict[int, mx.array]]:
+    """Collect what modules hooked with `capture_input` are given inside, by their ``id``."""
+    inputs: dict[int, mx.array] = {}
+    token = _inputs.set(inputs)
+    try:
+        yield inputs
+    finally:
+        _inputs.reset(token)
 
 
 def install(point: HookPoint) -> None:
@@ -211,12 +234,21 @@ class _Elsewhere:
 
 
 def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a backbone: remember what it returns while `captured_output` is active."""
-    result = call(*args, **kwargs)
+    """Hook for a backbone: `captured_output` remembers what it returns, or `replaced_output`."""
+    replacement = _replacement.get()
+    result = call(*args, **kwargs) if replacement is None else replacement
     outputs = _outputs.get()
     if outputs is not None:
         outputs.append(result)
     return result
+
+
+def capture_input(call: MethodType, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """Hook for a layer: remember what it is given while `captured_inputs` is active."""
+    inputs = _inputs.get()
+    if inputs is not None:
+        inputs[id(call.__self__)] = x
+    return call(x, *args, **kwargs)
 
 
 def _nodes_as_batch(x: mx.array) -> mx.array:

@@ -26,7 +26,7 @@ from mlx_redrafter.target.architectures import (
 )
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, holds_trees
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
-from mlx_redrafter.target.hooks import Hook, HookPoint, capture
+from mlx_redrafter.target.hooks import Hook, HookPoint, capture, install
 
 MLX_LM_MODELS = "mlx_lm.models."
 # Bounds on what a config file may claim, far above any model.
@@ -138,6 +138,18 @@ def find_parts(model: nn.Module) -> Parts:
         vocab_size=table.weight.shape[0],
         context_length=next(filter(None, lengths), None),
     )
+
+
+def hook_positions(network: nn.Module) -> None:
+    """Let rotary embeddings of mlx-lm in a network rotate nodes of a tree by their own positions.
+
+    Raises:
+        UnsupportedTargetError: There is one of an unknown kind.
+    """
+    for leaf, module in _named_modules(network):
+        if "rope" in leaf or "rotary" in leaf:
+            for point in _find_rope_hook(type(network).__name__, module):
+                install(point)
 
 
 def _find_text_config(name: str, config: Config) -> tuple[str, Config]:

@@ -15,16 +15,30 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_redrafter.config import Quantisation
+from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
-from mlx_redrafter.target.hooks import TreePositions, captured_output, install, tree_positions
+from mlx_redrafter.target.hooks import (
+    HookPoint,
+    TreePositions,
+    capture_input,
+    captured_inputs,
+    captured_output,
+    install,
+    replaced_output,
+    tree_positions,
+)
 from mlx_redrafter.target.inspection import find_parts
 from mlx_redrafter.tree import TokenTree
 
 ProgressCallback = Callable[[int, int], None]
+StatesCallback = Callable[[mx.array], None]
+
+# Stands for the last layer's output after the final norm, among layers whose inputs are asked for.
+FINAL = -1
 
 
 class TargetOutputs(NamedTuple):
@@ -33,10 +47,13 @@ class TargetOutputs(NamedTuple):
     Attributes:
         logits: Shape (N, V), the model's dtype.
         hidden_states: Backbone outputs after the final norm, which enter the LM head, shape (N, H).
+        states: Inputs of the layers that were asked for, beside each other, shape (N, S); None
+            where none were.
     """
 
     logits: mx.array
     hidden_states: mx.array
+    states: mx.array | None = None
 
 
 class Target:
@@ -45,6 +62,7 @@ class Target:
     Attributes:
         model: The model.
         embedding: The model's input embedding.
+        blocks: The model's layers, in order.
         num_layers: Number of its caches.
         hidden_size: Size of a hidden state, H.
         vocab_size: Number of rows of the input embedding, V.
@@ -59,6 +77,7 @@ class Target:
         parts = find_parts(model)
         self.model = model
         self.embedding = parts.embedding
+        self.blocks: list[nn.Module] = list(model.layers)
         self.num_layers = parts.num_layers
         self.hidden_size = parts.hidden_size
         self.vocab_size = parts.vocab_size
@@ -126,12 +145,22 @@ class Target:
         """Rows of the input embedding: ids of shape (n,) to an array of shape (n, H)."""
         return self.embedding(tokens)
 
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        """What the LM head makes of `TargetOutputs.hidden_states`, shape (n, H) to (n, V)."""
+        # Whatever comes before the head is built at most, and never computed.
+        tokens = mx.zeros((1, hidden_states.shape[0]), dtype=mx.int32)
+        with replaced_output(hidden_states[None]):
+            logits: mx.array = self.model(tokens)
+        return logits[0]
+
     def prefill(
         self,
         prompt: mx.array,
         cache: TreeCache,
         step_size: int,
         on_progress: ProgressCallback,
+        layers: Sequence[int] = (),
+        on_states: StatesCallback = lambda states: None,
     ) -> TargetOutputs:
         """Process the prompt in chunks, the last token alone as mlx-lm does.
 
@@ -142,6 +171,8 @@ class Target:
             cache: Gets the rows of all n tokens.
             step_size: Most tokens per chunk.
             on_progress: Called with the tokens processed and n.
+            layers: As in `verify`.
+            on_states: Called with the states of every chunk, not computed yet, if there are layers.
 
         Returns:
             Outputs of the last token, N = 1, not computed yet.
@@ -151,28 +182,38 @@ class Target:
         while total - done > 1:
             size = min(step_size, total - done - 1)
             cache.expect(None)
-            self.model(prompt[None, done : done + size], cache=cache.stock)
+            chunk = prompt[done : done + size]
+            if layers:
+                states = self._process(chunk, cache.stock, layers).states
+                assert states is not None
+                on_states(states)
+            else:
+                self.model(chunk[None], cache=cache.stock)
             cache.grow(size)
             mx.eval([layer.state for layer in cache.stock])
             done += size
             on_progress(done, total)
             mx.clear_cache()
-        return self.advance(prompt[done:], cache)
+        return self.advance(prompt[done:], cache, layers)
 
-    def advance(self, token: mx.array, cache: TreeCache) -> TargetOutputs:
-        """Process one token, shape (1,), as plain decoding does."""
+    def advance(
+        self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
+    ) -> TargetOutputs:
+        """Process one token, shape (1,), as plain decoding does; ``layers`` as in `verify`."""
         cache.expect(None)
-        with captured_output() as outputs:
-            logits = self.model(token[None], cache=cache.layers)
+        outputs = self._process(token, cache.layers, layers)
         cache.grow(1)
-        return TargetOutputs(logits[0], outputs[-1][0])
+        return outputs
 
-    def verify(self, tree: TokenTree, cache: TreeCache) -> TargetOutputs:
+    def verify(
+        self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
+    ) -> TargetOutputs:
         """Process all nodes of a tree at once, each seeing its ancestors and all committed tokens.
 
         Args:
             tree: N nodes; the token of node n sits at position ``cache.length + depths[n]``.
             cache: Gets the nodes' rows; `TreeCache.commit` keeps some of them.
+            layers: Layers whose inputs are wanted, which are watched, and `FINAL`.
 
         Returns:
             Outputs of every node.
@@ -180,6 +221,41 @@ class Target:
         cache.expect(tree)
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
         positions = TreePositions(cache.length + tree.depths, cache.length, tree.max_depth + 1)
-        with captured_output() as outputs, tree_positions(positions):
-            logits = self.model(tokens[None], cache=cache.layers)
-        return TargetOutputs(logits[0], outputs[-1][0])
+        with tree_positions(positions):
+            return self._process(tokens, cache.layers, layers)
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Hook layers, so that passes can tell what they are given; computes nothing.
+
+        Args:
+            layers: As in `verify`.
+
+        Raises:
+            UnsupportedTargetError: There is no such layer, or its input is not one row per token.
+        """
+        for layer in layers:
+            if layer == FINAL:
+                continue
+            if not 0 <= layer < len(self.blocks):
+                raise UnsupportedTargetError(
+                    f"expected layers 0 to {len(self.blocks) - 1} of the target to draft from, "
+                    f"found {layer}; use a drafter trained for this model"
+                )
+            install(HookPoint(self.blocks[layer], "__call__", capture_input))
+        states = self._process(mx.array([0]), None, layers).states
+        if states is None or states.shape != (1, self.hidden_size * len(layers)):
+            raise UnsupportedTargetError(
+                f"expected layers {list(layers)} of the target to take rows of {self.hidden_size} "
+                "numbers, found others; use a recurrent drafter for this model"
+            )
+
+    def _process(
+        self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
+    ) -> TargetOutputs:
+        with captured_output() as outputs, captured_inputs() as inputs:
+            logits = self.model(tokens[None], cache=caches)
+        final = outputs[-1][0]
+        if not layers:
+            return TargetOutputs(logits[0], final)
+        parts = [final if i == FINAL else inputs[id(self.blocks[i])][0] for i in layers]
+        return TargetOutputs(logits[0], final, mx.concatenate(parts, axis=-1))

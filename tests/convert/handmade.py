@@ -49,6 +49,17 @@ def tensors(config: Mapping[str, object] = CONFIG, seed: int = 0) -> dict[str, n
     }
 
 
+def medusa(num_heads: int, hidden: int = 8, rows: int = 70, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random heads of one block each, named as FasterDecoding does."""
+    random = np.random.default_rng(seed)
+    values = {}
+    for head in range(num_heads):
+        values[f"{head}.0.linear.weight"] = random.standard_normal((hidden, hidden))
+        values[f"{head}.0.linear.bias"] = random.standard_normal(hidden)
+        values[f"{head}.1.weight"] = random.standard_normal((rows, hidden))
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
 def write_config(folder: Path, values: Mapping[str, object] = CONFIG) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(values)))

@@ -9,16 +9,19 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from tests.convert import handmade
 from tests.convert.handmade import state_dict, text
@@ -26,7 +29,14 @@ from tests.convert.handmade import state_dict, text
 MAX_SECONDS = 3.0
 SMALL = {**handmade.CONFIG, "hidden_size": 2, "exit_dim": 3, "vocab_size": 5, "num_draft_layers": 1}
 CALL = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
-FILES = {"safetensors": "model.safetensors", "zip": "pytorch_model.bin", "legacy": "model.pt"}
+FILES = {
+    "safetensors": "model.safetensors",
+    "zip": "pytorch_model.bin",
+    "legacy": "model.pt",
+    "medusa": "medusa_lm_head.pt",
+}
+MEDUSA = "medusa"
+MEDUSA_CONFIG = {"medusa_num_heads": 2, "medusa_num_layers": 1}
 FORBIDDEN_EVENTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.", "pickle.")
 
 
@@ -54,17 +64,24 @@ VALUES = handmade.tensors(SMALL)
 HOSTILE = handmade.pickled(VALUES)[:-2] + text("x") + CALL + b"u."
 
 
-def zipped(content: bytes) -> bytes:
+HEADS = handmade.medusa(2, hidden=2, rows=5)
+
+
+def zipped(content: bytes, values: Mapping[str, np.ndarray] = VALUES) -> bytes:
     """An intact archive around a pickle, which damage to archives would rarely let through."""
     with tempfile.TemporaryDirectory() as name:
-        handmade.write_zip(Path(name) / "file", content, VALUES)
+        handmade.write_zip(Path(name) / "file", content, values)
         return (Path(name) / "file").read_bytes()
 
 
-def headed(header: bytes) -> bytes:
+def headed(header: bytes, values: Mapping[str, np.ndarray] = VALUES) -> bytes:
     """Intact values behind a safetensors header."""
-    values = b"".join(value.tobytes() for value in VALUES.values())
-    return struct.pack("<Q", len(header)) + header + values
+    content = b"".join(value.tobytes() for value in values.values())
+    return struct.pack("<Q", len(header)) + header + content
+
+
+def header_of(content: bytes, values: Mapping[str, np.ndarray]) -> bytes:
+    return content[8 : -sum(value.nbytes for value in values.values())]
 
 
 def unchanged(content: bytes) -> bytes:
@@ -75,7 +92,7 @@ SAFETENSORS = handmade.safetensors_bytes(VALUES)
 # What is damaged, and how it becomes a file afterwards.
 SEEDS: dict[str, tuple[str, bytes, Callable[[bytes], bytes]]] = {
     "safetensors": ("safetensors", SAFETENSORS, unchanged),
-    "header": ("safetensors", SAFETENSORS[8 : -sum(v.nbytes for v in VALUES.values())], headed),
+    "header": ("safetensors", header_of(SAFETENSORS, VALUES), headed),
     "zip": ("zip", zipped(handmade.pickled(VALUES)), unchanged),
     "zip, hostile": ("zip", zipped(HOSTILE), unchanged),
     "pickle": ("zip", handmade.pickled(VALUES), zipped),
@@ -87,6 +104,23 @@ SEEDS: dict[str, tuple[str, bytes, Callable[[bytes], bytes]]] = {
     ),
     "legacy, hostile": ("legacy", handmade.legacy_bytes(state_dict({"x": CALL}), {}), unchanged),
 }
+HEADS_IN_SAFETENSORS = handmade.safetensors_bytes(HEADS)
+MEDUSA_SEEDS: dict[str, tuple[str, bytes, Callable[[bytes], bytes]]] = {
+    f"{MEDUSA}, safetensors": ("safetensors", HEADS_IN_SAFETENSORS, unchanged),
+    f"{MEDUSA}, header": (
+        "safetensors",
+        header_of(HEADS_IN_SAFETENSORS, HEADS),
+        partial(headed, values=HEADS),
+    ),
+    f"{MEDUSA}, zip": (MEDUSA, zipped(handmade.pickled(HEADS), HEADS), unchanged),
+    f"{MEDUSA}, pickle": (MEDUSA, handmade.pickled(HEADS), partial(zipped, values=HEADS)),
+    f"{MEDUSA}, hostile": (
+        MEDUSA,
+        handmade.pickled(HEADS)[:-2] + text("x") + CALL + b"u.",
+        partial(zipped, values=HEADS),
+    ),
+}
+ALL_SEEDS = SEEDS | MEDUSA_SEEDS
 # Bytes that mean something to the formats: opcodes, magic numbers, sizes.
 TELLING = st.sampled_from(
     [
@@ -98,10 +132,10 @@ TELLING = st.sampled_from(
 
 
 @st.composite
-def mutations(draw: st.DrawFn) -> tuple[str, bytes]:
+def mutations(draw: st.DrawFn, seeds: Iterable[str]) -> tuple[str, bytes]:
     """One to six edits of a seed: overwrite, insert, delete, repeat, truncate."""
-    seed = draw(st.sampled_from(sorted(SEEDS)))
-    _, original, _ = SEEDS[seed]
+    seed = draw(st.sampled_from(sorted(seeds)))
+    _, original, _ = ALL_SEEDS[seed]
     content = bytearray(original)
     for _ in range(draw(st.integers(1, 6))):
         start = draw(st.integers(0, max(len(content) - 1, 0)))
@@ -123,10 +157,11 @@ def mutations(draw: st.DrawFn) -> tuple[str, bytes]:
 
 def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
     """Convert one damaged file in a fresh folder; True if it could still be used."""
-    file_format, _, complete = SEEDS[seed]
+    file_format, _, complete = ALL_SEEDS[seed]
+    is_medusa = seed.startswith(MEDUSA)
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "source", Path(name) / "out"
-        handmade.write_config(folder, SMALL)
+        handmade.write_config(folder, MEDUSA_CONFIG if is_medusa else SMALL)
         (folder / FILES[file_format]).write_bytes(complete(content))
         start = time.process_time()
         watch.is_on = True
@@ -143,18 +178,22 @@ def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
             assert [path.name for path in Path(name).iterdir()] == ["source"]
             return False
         assert sorted(path.name for path in Path(name).iterdir()) == ["out", "source"]
-        load_drafter(out)
+        network = load_medusa(out) if is_medusa else load_drafter(out)
+        assert network.config.head_rows >= 1
         return True
 
 
-@settings(
+FUZZ = settings(
     max_examples=3000,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(mutation=mutations())
+
+
+@FUZZ
+@given(mutation=mutations(SEEDS))
 def test_damaged_files_are_converted_or_refused(mutation: tuple[str, bytes], watch: Watch) -> None:
     seed, content = mutation
     convert_damaged(content, seed, watch)
@@ -162,8 +201,17 @@ def test_damaged_files_are_converted_or_refused(mutation: tuple[str, bytes], wat
     assert not Path("executed").exists()
 
 
+@settings(FUZZ, max_examples=2000)
+@given(mutation=mutations(MEDUSA_SEEDS))
+def test_damaged_medusa_heads_are_too(mutation: tuple[str, bytes], watch: Watch) -> None:
+    seed, content = mutation
+    convert_damaged(content, seed, watch)
+    assert watch.events == []
+    assert not Path("executed").exists()
+
+
 def test_the_seeds_themselves(watch: Watch) -> None:
-    for seed, (_, content, _) in SEEDS.items():
+    for seed, (_, content, _) in ALL_SEEDS.items():
         assert convert_damaged(content, seed, watch) == ("hostile" not in seed)
     assert watch.events == []
 

@@ -206,37 +206,12 @@ def test_weights_that_overflow_float16_are_named(tmp_path: Path) -> None:
     convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="bfloat16"))
 
 
-def medusa(heads: int, width: int = 8) -> dict[str, np.ndarray]:
-    values = {}
-    for head in range(heads):
-        values[f"{head}.0.linear.weight"] = np.zeros((width, width), np.float32)
-        values[f"{head}.0.linear.bias"] = np.zeros(width, np.float32)
-        values[f"{head}.1.weight"] = np.zeros((70, width), np.float32)
-    return values
-
-
-def eagle(prefix: str = "") -> dict[str, np.ndarray]:
-    names = ("fc.weight", "layers.0.self_attn.q_proj.weight", "embed_tokens.weight")
-    return {prefix + name: np.zeros((2, 2), np.float32) for name in names}
-
-
 FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
-    "five heads": (medusa(5), {"hidden_size": 8}, "a Medusa checkpoint (5 parallel heads"),
-    "one head": (medusa(1), {"hidden_size": 8}, "a Medusa checkpoint (1 parallel heads"),
-    "says so": (medusa(1), {"medusa_num_heads": 1}, "a Medusa checkpoint"),
-    "ambiguous": (medusa(1), {}, "either a ReDrafter head or a Medusa head"),
-    "eagle": (eagle(), {}, "an EAGLE checkpoint"),
-    "eagle, prefixed": (eagle("model."), {}, "an EAGLE checkpoint"),
-    "eagle-3": (
-        {"midlayer.x": np.zeros(2, np.float32), "d2t": np.zeros(2, np.float32)},
-        {},
-        "an EAGLE-3 checkpoint",
-    ),
-    "model type": (handmade.tensors(), {"model_type": "medusa"}, "a Medusa checkpoint"),
+    "ambiguous": (handmade.medusa(1), {}, "either a ReDrafter head or a Medusa head"),
     "speculators": (
         handmade.tensors(),
-        {"speculators_model_type": "eagle3"},
-        "an EAGLE-3 checkpoint",
+        {"speculators_model_type": "dflash"},
+        "a DFlash drafter",
     ),
     "a model": (
         {"model.embed_tokens.weight": np.zeros((2, 2), np.float32)},
@@ -258,14 +233,6 @@ def test_what_is_no_recurrent_drafter_is_refused_by_name(tmp_path: Path, case: s
     source = write(tmp_path / "source", values, config)
     assert kind in refusal(source)
     assert kind in inspect_checkpoint(source).kind
-
-
-def test_medusas_own_file_name(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    handmade.write_config(source, {"hidden_size": 8})
-    values = medusa(2)
-    handmade.write_zip(source / "medusa_lm_head.pt", handmade.pickled(values), values)
-    assert "a Medusa checkpoint (2 parallel heads" in refusal(source)
 
 
 def test_ranks_of_tensorrt_are_refused(tmp_path: Path) -> None:

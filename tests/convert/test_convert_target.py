@@ -19,10 +19,9 @@ from mlx_redrafter.config import DraftShape
 from mlx_redrafter.convert.conversion import (
     Conversion,
     ConversionOptions,
-    Quantization,
-    VocabularySlice,
     convert_drafter,
 )
+from mlx_redrafter.convert.options import Quantization, VocabularySlice
 from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.errors import CheckpointError

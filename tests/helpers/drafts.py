@@ -76,6 +76,7 @@ class Scripted:
 
     num_layers = 0
     num_rows: int | None = None
+    max_length: int | None = None
     modules: tuple[nn.Module, ...] = ()
 
     def __init__(
@@ -98,6 +99,8 @@ class Scripted:
 
 class ScriptedDrafting:
     """One text's drafts of a `Scripted` proposer."""
+
+    reader = None
 
     def __init__(self, proposer: Scripted):
         self.proposer = proposer

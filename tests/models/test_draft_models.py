@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import mlx.core as mx
 import pytest
 
@@ -14,6 +11,7 @@ from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
+from tests.helpers.flights import flight_of
 from tests.models.tiny_models import (
     WITH_WINDOWS,
     build,
@@ -43,13 +41,7 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
     drafting = DraftModel(model, None).open(Target(model), PROMPT, True, [])
     # The newest pass has verified a path of four tokens and accepted the first two drafts of it.
     path, bonus = [PROMPT[-1], 7, 8, 9], 30
-    flight: Any = SimpleNamespace(
-        root=mx.array([bonus], dtype=mx.int32),
-        num_accepted=mx.array([2], dtype=mx.int32),
-        path_tokens=mx.array(path, dtype=mx.int32),
-        length=len(PROMPT) - 1,
-        tokens=[7, 8, bonus],
-    )
+    flight = flight_of(path, 2, bonus, len(PROMPT) - 1)
     tree = drafting.propose(flight, DraftPlan.of(2, 4, 8), None)
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
     scores, depths, *_ = tree.read()

@@ -127,6 +127,8 @@ class ScriptedDrafts:
         stock: The text that is coming, from which drafts are made.
     """
 
+    reader = None
+
     def __init__(self, stock: list[int]):
         self.stock = stock
         self.num_known = 0

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from mlx_redrafter.host import to_floats, to_ints
-from mlx_redrafter.proposers.redrafter.config import KEYS, DrafterConfig
+from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.proposers.stored_config import KEYS
 
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
 WEIGHTS = tuple(twentieths / 20 for twentieths in range(4, 21))
@@ -33,6 +35,8 @@ TOP_TOKENS = 512
 # Predictions that are looked at, at least where there are as many, and at once.
 ENOUGH = 8192
 BATCH = 128
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class Calibration:
         """The scalars under their keys in a ``config.json``."""
         return {KEYS[name]: value for name, value in asdict(self).items()}
 
-    def applied(self, config: DrafterConfig) -> DrafterConfig:
-        """A config with these scalars."""
-        return replace(
+    def applied(self, config: C) -> C:
+        """The config of a drafter of any kind with these scalars."""
+        return replace(  # type: ignore[type-var]
             config,
             inverse_temperature=self.inverse_temperature,
             coupling_weight=self.coupling_weight,
@@ -117,31 +121,41 @@ def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[Text]) -> Calibrat
         embed: The target's input embedding.
         texts: Any number of texts; those beyond `ENOUGH` predictions are not read.
     """
+    return fit(drafter, (predict(drafter, embed, part) for text in texts for part in parts(text)))
+
+
+def fit(drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]) -> Calibration:
+    """The scalars that fit predictions; waits for the device.
+
+    Args:
+        drafter: The network.
+        predictions: Its predictions, part by part; parts beyond `ENOUGH` are not asked for.
+    """
     nats, matches, count = [0.0] * len(SCALES), [0] * len(WEIGHTS), 0
-    for text in texts:
+    for part in predictions:
+        for prediction in part:
+            nats = [a + b for a, b in zip(nats, _nats(drafter, prediction), strict=True)]
+            noise = mx.random.key(count)
+            found = _matches(drafter, prediction, noise)
+            matches = [a + b for a, b in zip(matches, found, strict=True)]
+            count += prediction.logits.shape[0]
         if count >= ENOUGH:
             break
-        for part in _parts(text):
-            for prediction in predict(drafter, embed, part):
-                nats = [a + b for a, b in zip(nats, _nats(drafter, prediction), strict=True)]
-                noise = mx.random.key(count)
-                found = _matches(drafter, prediction, noise)
-                matches = [a + b for a, b in zip(matches, found, strict=True)]
-                count += prediction.logits.shape[0]
     if count == 0:
         return Calibration()
     return Calibration(SCALES[nats.index(min(nats))], WEIGHTS[matches.index(max(matches))])
 
 
-def _parts(text: Text) -> Iterator[Text]:
+def parts(text: Text, least: int = 3) -> Iterator[Text]:
+    """Parts of `BATCH` tokens; those with fewer than ``least`` are left out."""
     length = text.tokens.shape[0]
     for start in range(0, length, BATCH):
         part = Text(*(array[start : start + BATCH] for array in text))
-        if part.tokens.shape[0] > 2:
+        if part.tokens.shape[0] >= least:
             yield part
 
 
-def _nats(drafter: Drafter, prediction: Prediction) -> list[float]:
+def _nats(drafter: DraftNetwork, prediction: Prediction) -> list[float]:
     """Nats of the choices under each of `SCALES`; those that the head cannot propose count 0."""
     logits = prediction.logits.astype(mx.float32)
     is_row = drafter.to_token_ids(mx.arange(logits.shape[-1])) == prediction.chosen[:, None]
@@ -154,7 +168,7 @@ def _nats(drafter: Drafter, prediction: Prediction) -> list[float]:
     return to_floats(mx.stack(nats))
 
 
-def _matches(drafter: Drafter, prediction: Prediction, key: mx.array) -> list[int]:
+def _matches(drafter: DraftNetwork, prediction: Prediction, key: mx.array) -> list[int]:
     """Under each of `WEIGHTS`, how many first ranks are what the target samples."""
     rows = prediction.logits.shape[0]
     noise = mx.random.gumbel((rows, drafter.config.vocab_size), key=key)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoint import (
+    WEIGHTS_PATTERNS,
     find_checkpoint,
     named_parameters,
     read_config,
@@ -23,10 +24,11 @@ from mlx_redrafter.checkpoint import (
 )
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
-PATTERNS = ["config.json", "model*.safetensors", "README.md"]
+PATTERNS = ["config.json", *WEIGHTS_PATTERNS, "README.md"]
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
 QUANTIZED_GROUP_SIZES = (32, 64, 128)
 # Apple's checkpoints may carry it; their forward pass never applies it.
@@ -50,22 +52,41 @@ def load_drafter(path_or_repo: str | Path) -> Drafter:
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
     values = read_config(folder)
-    config = DrafterConfig.from_dict(values)
-    stored = read_shapes(folder)
-    drafter = Drafter(config)
-    if "quantization" in values:
-        _quantize_as_stored(drafter, values["quantization"], stored)
-    _check_shapes(drafter, stored, folder)
-    tensors = read_tensors(folder)
-    drafter.load_weights([(n, t) for n, t in tensors.items() if n not in UNUSED_TENSORS])
-    check_finite(drafter, folder)
-    check_token_ids(drafter, folder)
-    drafter.eval()
+    drafter = Drafter(DrafterConfig.from_dict(values))
+    fill(drafter, folder, values)
     return drafter
 
 
+def fill(
+    drafter: nn.Module,
+    folder: Path,
+    values: Mapping[str, Any],
+    sources: Mapping[str, str] | None = None,
+) -> None:
+    """Give a new network the weights in a folder, quantised if they are; see `load_drafter`.
+
+    Args:
+        drafter: The network.
+        folder: The folder.
+        values: The object in its ``config.json``.
+        sources: Name of every tensor there by its name in the network, if they differ.
+    """
+    shapes = read_shapes(folder)
+    if sources is None:
+        sources = {name: name for name in shapes if name not in UNUSED_TENSORS}
+    stored = {own: shapes[name] for own, name in sources.items()}
+    if "quantization" in values:
+        quantize_as_stored(drafter, values["quantization"], stored)
+    check_shapes(drafter, stored, folder, sources)
+    tensors = read_tensors(folder)
+    drafter.load_weights([(own, tensors[name]) for own, name in sources.items()])
+    check_finite(drafter, folder)
+    check_token_ids(drafter, folder)
+    drafter.eval()
+
+
 def save_drafter(
-    drafter: Drafter, folder: str | Path, extra_config: Mapping[str, Any] | None = None
+    drafter: DraftNetwork, folder: str | Path, extra_config: Mapping[str, Any] | None = None
 ) -> None:
     """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all.
 
@@ -89,7 +110,7 @@ def copy_drafter(drafter: Drafter) -> Drafter:
     return copy
 
 
-def quantize_drafter(drafter: Drafter, bits: int, group_size: int) -> None:
+def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place; layers whose width does not divide stay.
 
     Raises:
@@ -119,7 +140,7 @@ def check_quantization(bits: Any, group_size: Any) -> None:
         )
 
 
-def check_finite(drafter: Drafter, name: str | Path) -> None:
+def check_finite(drafter: nn.Module, name: str | Path) -> None:
     """Raise `NonFiniteError` naming the tensors of ``drafter`` that hold NaN or infinity.
 
     Waits for the device.
@@ -138,12 +159,12 @@ def check_finite(drafter: Drafter, name: str | Path) -> None:
         )
 
 
-def check_token_ids(drafter: Drafter, name: str | Path) -> None:
+def check_token_ids(drafter: Any, name: str | Path) -> None:
     """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
 
     Equal siblings in a tree would both be accepted; an id out of range reads foreign memory.
     """
-    if drafter.config.draft_vocab_size is None:
+    if "token_ids" not in drafter:
         return
     last = drafter.config.vocab_size - 1
     dtype = drafter.token_ids.dtype
@@ -159,9 +180,19 @@ def check_token_ids(drafter: Drafter, name: str | Path) -> None:
     raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")
 
 
-def _quantize_as_stored(
-    drafter: Drafter, quantization: object, stored: Mapping[str, tuple[int, ...]]
+def quantize_as_stored(
+    drafter: nn.Module, quantization: object, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Quantise the layers of a new network whose stored weights are.
+
+    Args:
+        drafter: The network.
+        quantization: What ``config.json`` says of it.
+        stored: Shapes of the stored tensors by name.
+
+    Raises:
+        CheckpointError: MLX cannot quantise so.
+    """
     if not isinstance(quantization, Mapping):
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
@@ -182,13 +213,32 @@ def _quantize_as_stored(
         ) from error
 
 
-def _check_shapes(drafter: Drafter, stored: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_shapes(
+    drafter: nn.Module,
+    stored: Mapping[str, tuple[int, ...]],
+    folder: str | Path,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Check that stored tensors are those of a network.
+
+    Args:
+        drafter: The network.
+        stored: Shapes of the stored tensors, by the network's names.
+        folder: Name of the checkpoint.
+        names: Names in the checkpoint by the network's, where they differ.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or of other shapes, all of them named.
+    """
     expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
     found = {name: shape for name, shape in stored.items() if name not in UNUSED_TENSORS}
+    called = {name: (names or {}).get(name, name) for name in expected.keys() | found.keys()}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is not part of a drafter" for name in found.keys() - expected.keys()]
     problems += [
-        f"{name} has shape {list(found[name])}, expected {list(expected[name])}"
+        f"{called[name]} is not part of a drafter" for name in found.keys() - expected.keys()
+    ]
+    problems += [
+        f"{called[name]} has shape {list(found[name])}, expected {list(expected[name])}"
         for name in expected.keys() & found.keys()
         if tuple(found[name]) != tuple(expected[name])
     ]

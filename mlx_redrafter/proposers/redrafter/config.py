@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.config import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.stored_config import (
+    MAX_DIMENSION,
+    check_ranking,
+    read_fields,
+    write_fields,
+)
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-# Bounds on what a config file may claim, far above any model.
-MAX_DIMENSION = 2**24
 MAX_DRAFT_LAYERS = 64
-MAX_SCORE_SCALE = 100
-# Keys of the file that have other names here.
-KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
 
 Activation = Literal["silu", "identity"]
 
@@ -70,14 +71,7 @@ class DrafterConfig:
         for name in ("draft_top_k", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
-        scale = self.inverse_temperature
-        if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:
-            raise ConfigError(
-                f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
-            )
-        weight = self.coupling_weight
-        if not is_number(weight) or not 0 <= weight <= 1:
-            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
+        check_ranking(self.inverse_temperature, self.coupling_weight)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
@@ -94,19 +88,11 @@ class DrafterConfig:
                 "a PyTorch drafter is made loadable by `redrafter-mlx convert`"
             )
         required = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
-        missing = [name for name in required if name not in values]
-        if missing:
-            raise CheckpointError(f"the drafter's config.json lacks {', '.join(missing)}")
-        keys = {KEYS.get(field.name, field.name): field.name for field in fields(cls)}
-        try:
-            return cls(**{keys[key]: value for key, value in values.items() if key in keys})
-        except ConfigError as error:
-            raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
+        return read_fields(cls, values, required)
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of ``config.json`` that describe this drafter."""
-        values = {KEYS.get(name, name): value for name, value in asdict(self).items()}
-        return {"model_type": MODEL_TYPE, **values}
+        return write_fields(self, MODEL_TYPE)
 
     @property
     def has_input_proj(self) -> bool:
@@ -114,6 +100,26 @@ class DrafterConfig:
         return self.exit_dim != 2 * self.hidden_size
 
     @property
+    def summary(self) -> str:
+        """Sizes and the kind of state, in words."""
+        state = f"RNN ({self.rnn_activation})" if self.rnn else "sum of embeddings"
+        return (
+            f"hidden_size {self.hidden_size}, exit_dim {self.exit_dim}, num_draft_layers "
+            f"{self.num_draft_layers}, head of {self.head_rows} tokens, {state}"
+        )
+
+    @property
     def head_rows(self) -> int:
         """Rows of the final linear layer."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def head_names(self) -> list[str]:
+        """Tensors with a row for every token that is proposed."""
+        return [f"lm_head.{self.num_draft_layers}.weight"]
+
+    def reduced(self, num_rows: int) -> DrafterConfig:
+        """The same drafter with a head of ``num_rows`` tokens."""
+        top_k = self.draft_top_k
+        top_k = None if top_k is None or top_k >= num_rows else top_k
+        return replace(self, draft_vocab_size=num_rows, draft_top_k=top_k)

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 Layer = Callable[[mx.array], mx.array]
@@ -41,25 +42,24 @@ class InputTable:
 class ResBlock(nn.Module):
     """``x + silu(linear(x))``, shape (W, D) to (W, D)."""
 
-    def __init__(self, dims: int):
+    def __init__(self, dims: int, bias: bool = True):
         super().__init__()
-        self.linear = nn.Linear(dims, dims)
+        self.linear = nn.Linear(dims, dims, bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the block to ``x``, shape (..., D)."""
         return x + nn.silu(self.linear(x))
 
 
-class Drafter(nn.Module):
+class Drafter(DraftNetwork):
     """A small RNN that proposes the target's next tokens from its last hidden state.
-
-    ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
-    head covers only part of the vocabulary (``config.draft_vocab_size``); otherwise it is absent.
 
     Attributes:
         config: Sizes, and the calibration of the ranking.
         input_table: Table of `input_lookup`, None before it is made.
     """
+
+    config: DrafterConfig
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -79,22 +79,9 @@ class Drafter(nn.Module):
         self._split_weights: tuple[mx.array, Layer, Layer] | None = None
 
     @property
-    def has_draft_vocab(self) -> bool:
-        """Whether the head covers only part of the vocabulary."""
-        return self.config.draft_vocab_size is not None
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The floating-point dtype the network computes in."""
-        head = self.lm_head[-1]
-        return head.scales.dtype if "scales" in head else head.weight.dtype
-
-    @property
-    def quantization(self) -> dict[str, int] | None:
-        """``group_size`` and ``bits`` of quantised weights; None where there are none."""
-        layers = (module for module in self.modules() if isinstance(module, nn.QuantizedLinear))
-        layer = next(layers, None)
-        return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+    def output(self) -> Any:
+        """See `DraftNetwork.output`."""
+        return self.lm_head[-1]
 
     def project_input(self, embedding: mx.array) -> mx.array:
         """The term that a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
@@ -222,12 +209,6 @@ class Drafter(nn.Module):
             kth = mx.sort(logits, axis=-1)[..., -top_k, None]
             logits = mx.where(logits < kth, MASKED_LOGIT, logits)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-    def to_token_ids(self, rows: mx.array) -> mx.array:
-        """Token ids, int32, of rows of the head; any shape."""
-        if not self.has_draft_vocab:
-            return rows.astype(mx.int32)
-        return self.token_ids[rows].astype(mx.int32)
 
     def _activate(self, x: mx.array) -> mx.array:
         is_curved = self.config.rnn and self.config.rnn_activation == "silu"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.nn as nn
 
@@ -13,7 +13,6 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import expand, ranking
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.target.target import Target
@@ -28,6 +27,7 @@ class RecurrentProposer:
     """
 
     num_layers = 0
+    max_length: int | None = None
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -57,6 +57,8 @@ class RecurrentProposer:
 
 class RecurrentDrafting:
     """One text's drafts; see `Drafting`."""
+
+    reader = None
 
     def __init__(self, drafter: Drafter, project_input: Embed, couple_noise: bool):
         self.drafter = drafter
@@ -88,8 +90,22 @@ class RecurrentDrafting:
         """See `Drafting.settle`; there are no caches."""
 
 
+class Sizes(Protocol):
+    """A config of a network that drafts for one target."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The target's hidden size."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
+        ...
+
+
 def check_sizes(
-    config: DrafterConfig,
+    config: Sizes,
     hidden_size: int | None,
     vocab_size: int | None,
     tokenizer_size: int | None = None,

@@ -11,12 +11,17 @@ the mask of its cache, both parts are joined before it, which copies one layer a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
+from mlx_redrafter.target.hooks import HookPoint, TreePositions, install
+
+ATTENTION = "scaled_dot_product_attention"
 # Score of what a beam does not see.
 UNSEEN = -1e30
 
@@ -37,6 +42,43 @@ class LevelMask(NamedTuple):
         """Both parts for each beam, bool, shape (W, S + F)."""
         shape = (self.aside.shape[0], self.committed.shape[0])
         return mx.concatenate([mx.broadcast_to(self.committed, shape), self.aside], axis=1)
+
+
+class Descent:
+    """What the beams of level after level see, and where they stand.
+
+    Args:
+        length: Committed rows, before the pass that the drafts follow.
+        root: Row of the root, which the device knows, int32, shape (1,).
+        num_rows: Rows in the buffers, those beyond the root being junk.
+    """
+
+    def __init__(self, length: int, root: mx.array, num_rows: int):
+        self.length = length
+        self.root = root
+        self.num_rows = num_rows
+        self._seen = mx.arange(num_rows) <= root
+        self._lineage: mx.array | None = None
+
+    def extend(
+        self, beams: mx.array | None, width: int, depth: int
+    ) -> tuple[LevelMask, TreePositions]:
+        """The next level, each of whose rows continues a beam of the one before.
+
+        Args:
+            beams: Index of that beam, int32, shape (W,); None where it is the row's own, or the
+                root.
+            width: Rows of the level, W.
+            depth: Depth of the level, 1 for the children of the root.
+        """
+        own = mx.eye(width).astype(mx.bool_)
+        if self._lineage is not None:
+            before = self._lineage if beams is None else self._lineage[beams]
+            own = mx.concatenate([before, own], axis=1)
+        self._lineage = own
+        nodes = mx.broadcast_to(self.root + depth, (width,))
+        positions = TreePositions(nodes, self.length, self.num_rows - self.length + depth)
+        return LevelMask(self._seen, own), positions
 
 
 class NextPass:
@@ -155,6 +197,13 @@ def attend_to_levels(
     if isinstance(cache, LevelLayer):
         return cache.attend(call, (queries, keys, values), scale, mask, options)
     return call(queries, keys, values, cache, scale, mask, **options)
+
+
+def hook_attention(network: nn.Module) -> None:
+    """Let the attention of a network's layers, mlx-lm's own, work on `LevelLayer`."""
+    for name in {type(module).__module__ for module in network.modules()}:
+        if hasattr(sys.modules.get(name), ATTENTION):
+            install(HookPoint(sys.modules[name], ATTENTION, attend_to_levels))
 
 
 def attend_in_two_parts(

@@ -34,13 +34,15 @@ def _proposer(dtype: mx.Dtype = mx.float32) -> RecurrentProposer:
     return RecurrentProposer(random_drafter(64, 32, dtype=dtype))
 
 
-def _timed(per_node: float = 0.01, per_level: float = 0.1, read: float = 0.3) -> profiling.Seconds:
+def _timed(
+    per_node: float = 0.01, per_level: float = 0.1, read: float = 0.3, max_length: int = 99
+) -> profiling.Seconds:
     """Times of a machine where plain decoding takes 1, and searches take longer by their width."""
 
     def seconds(kind: profiling.Kind) -> float:
         if kind.plan is None:
             return 1.0
-        shape = kind.plan.shape
+        shape = kind.plan.within(max_length).shape
         drafting = 0.4 + per_level * shape.levels * shape.width / 2 + 0.05 * (shape.width - 2)
         if not kind.verifies:
             return 1 + drafting
@@ -67,15 +69,22 @@ def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> Non
     assert costs.wait == 0
 
 
-def test_parts_add_up_to_the_steps_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = _timed()
+@pytest.mark.parametrize("max_length", [2, 3, 5, 99])
+def test_parts_add_up_to_the_steps_that_were_timed(
+    monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    timed, proposer = _timed(max_length=max_length), _proposer()
+    proposer.max_length = max_length
     monkeypatch.setattr(profiling, "time_steps", lambda *_: timed)
-    costs = profiling.step_costs(Target(tiny_llama()), _proposer())
+    costs = profiling.step_costs(Target(tiny_llama()), proposer)
     for kind, seconds in timed.items():
         plan = kind.plan
         num_nodes = plan.num_nodes if plan and kind.verifies else 1
-        found = costs.step(plan and plan.shape, num_nodes, kind.waits)
+        shape = plan and plan.within(max_length).shape
+        found = costs.step(shape, num_nodes, kind.waits)
         assert found == pytest.approx(seconds)
+    if max_length < 6:
+        return
     between = costs.drafting(DraftShape(3, 6)) - costs.drafting(DraftShape(2, 6))
     assert between == pytest.approx(0.1 * 5 / 2 + 0.05), "widths in between are interpolated"
 

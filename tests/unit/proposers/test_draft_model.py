@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,27 +23,13 @@ from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel, ModelDrafting, check_ids
 from mlx_redrafter.target.target import Target
+from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60, 9]
 PLAN = DraftPlan.of(2, 5, 9)
-
-
-def _flight(path: Sequence[int], num_accepted: int, bonus: int, length: int) -> Any:
-    """A verify that accepted some of a path and is not read yet."""
-    path = list(path)
-    outcome = [num_accepted, bonus, *range(len(path)), *path]
-    return SimpleNamespace(
-        root=mx.array([bonus], dtype=mx.int32),
-        num_accepted=mx.array([num_accepted], dtype=mx.int32),
-        path_tokens=mx.array(path, dtype=mx.int32),
-        position=mx.array([length + 1 + num_accepted], dtype=mx.int32),
-        length=length,
-        tokens=[*path[1 : num_accepted + 1], bonus],
-        outcome=outcome,
-    )
 
 
 def _open(model: nn.Module, prompt: Sequence[int] = PROMPT, cached: Sequence[Any] = ()) -> Any:
@@ -83,7 +68,7 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
         drafts = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(5))]
         path = [text[-1], *(drafts if tree is None else _any_path(tree, rng))]
         num_accepted, bonus = rng.randrange(len(path)), rng.randrange(VOCAB_SIZE)
-        flight = _flight(path, num_accepted, bonus, length)
+        flight = flight_of(path, num_accepted, bonus, length)
         text += flight.tokens
         if rng.random() < 0.4:
             drafting.skip(flight)
@@ -113,18 +98,18 @@ MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3
 def test_scores_of_other_architectures(name: str, plan: DraftPlan) -> None:
     """Among them some whose attention is not one call with the rows of their cache."""
     model = MODELS.get(name) or build(tiny_config(name, "default"))
-    flight = _flight([PROMPT[-1], 7, 8, 9], 2, 30, len(PROMPT) - 1)
+    flight = flight_of([PROMPT[-1], 7, 8, 9], 2, 30, len(PROMPT) - 1)
     drafting = _open(model)
     tree = drafting.propose(flight, plan, None)
     _assert_scores(model, [*PROMPT, 7, 8, 30], tree)
-    drafting.skip(_flight([30], 0, 31, len(PROMPT) + 2))
-    tree = drafting.propose(_flight([31], 0, 32, len(PROMPT) + 3), plan, None)
+    drafting.skip(flight_of([30], 0, 31, len(PROMPT) + 2))
+    tree = drafting.propose(flight_of([31], 0, 32, len(PROMPT) + 3), plan, None)
     _assert_scores(model, [*PROMPT, 7, 8, 30, 31, 32], tree)
 
 
 def test_attention_of_common_models_has_two_parts() -> None:
     drafting = _open(MODELS["llama"])
-    drafting.propose(_flight([PROMPT[-1]], 0, 30, len(PROMPT) - 1), PLAN, None)
+    drafting.propose(flight_of([PROMPT[-1]], 0, 30, len(PROMPT) - 1), PLAN, None)
     assert all(layer.is_plain for layer in drafting.cache.layers)
 
 
@@ -133,7 +118,7 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     model, rng = MODELS["llama"], random.Random(1)
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(23)]
     drafting = _open(model, prompt)
-    tree = drafting.propose(_flight([prompt[-1]], 0, 30, len(prompt) - 1), PLAN, None)
+    tree = drafting.propose(flight_of([prompt[-1]], 0, 30, len(prompt) - 1), PLAN, None)
     _assert_scores(model, [*prompt, 30], tree)
 
 
@@ -141,10 +126,10 @@ def test_a_shared_cache_holds_the_text_in_the_end() -> None:
     model = MODELS["llama"]
     cached = make_prompt_cache(model)
     drafting = _open(model, PROMPT, cached)
-    drafting.propose(_flight([PROMPT[-1]], 0, 30, len(PROMPT) - 1), PLAN, None)
-    flight = _flight([30, 31, 32], 2, 33, len(PROMPT))
+    drafting.propose(flight_of([PROMPT[-1]], 0, 30, len(PROMPT) - 1), PLAN, None)
+    flight = flight_of([30, 31, 32], 2, 33, len(PROMPT))
     drafting.propose(flight, PLAN, None)
-    drafting.skip(_flight([33], 0, 34, len(PROMPT) + 3))
+    drafting.skip(flight_of([33], 0, 34, len(PROMPT) + 3))
     for length in (len(PROMPT) + 5, len(PROMPT) + 4, len(PROMPT) + 2):
         drafting.settle(length)
         text = [*PROMPT, 30, 31, 32, 33, 34][:length]
@@ -166,7 +151,7 @@ def test_equal_ids_fit_whatever_the_size_of_the_head() -> None:
         proposer.check_fit(Target(target), tokenizer)
         drafting = proposer.open(Target(target), PROMPT, True, [])
         assert isinstance(drafting, ModelDrafting)
-        tree = drafting.propose(_flight([PROMPT[-1]], 0, 3, len(PROMPT) - 1), PLAN, None)
+        tree = drafting.propose(flight_of([PROMPT[-1]], 0, 3, len(PROMPT) - 1), PLAN, None)
         assert max(to_ints(tree.tokens)) < 64
 
 

@@ -121,6 +121,8 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     class Network:
         """Notes what it is asked."""
 
+        reader = None
+
         def open(self, *_: Any) -> Any:
             return self
 

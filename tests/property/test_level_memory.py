@@ -1,8 +1,10 @@
-"""A draft model's levels copy no K/V buffer, and its memory does not grow with levels x context."""
+"""Levels of networks with K/V rows copy no buffer: memory does not grow with levels x context."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from mlx_redrafter import stream_generate
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
 from tests.helpers.memory import filled_cache, peak_of_steps
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 
@@ -24,9 +28,21 @@ def model() -> nn.Module:
     return tiny_llama(layers=LAYERS)
 
 
-def _peak(model: nn.Module, beam_length: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes in use at the peak of some steps after a long context of the draft model's alone."""
-    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
+def _head() -> Eagle:
+    config = EagleConfig(
+        3, 32, 48, 4, HEADS, VOCAB_SIZE, num_hidden_layers=LAYERS, captured_layers=(0, 1, 2)
+    )
+    return Eagle(config)
+
+
+DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
+    "a draft model": lambda model: DraftModel(model, None),
+    "an EAGLE head": lambda model: _head(),
+}
+
+
+def _peak(model: nn.Module, drafter: Any, beam_length: int) -> int:
+    """Bytes in use at the peak of some steps after a long context of the drafter's alone."""
     short, long = (
         filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length)
         for capacity, length in ((512, 3), (ROWS, ROWS - 1024))
@@ -35,7 +51,7 @@ def _peak(model: nn.Module, beam_length: int, monkeypatch: pytest.MonkeyPatch) -
         model,
         wrapped_tokenizer(VOCAB_SIZE),
         [1, 2, 3],
-        drafter=DraftModel(model, None),
+        drafter=drafter,
         max_tokens=90,
         prompt_cache=short + long,
         beam_width=2,
@@ -46,9 +62,14 @@ def _peak(model: nn.Module, beam_length: int, monkeypatch: pytest.MonkeyPatch) -
         return peak_of_steps(responses, first=20)
 
 
-def test_levels_copy_no_buffer(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    _peak(model, 3, monkeypatch)  # compile what will be compiled
-    few, many = (_peak(model, length, monkeypatch) for length in (3, 13))
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_levels_copy_no_buffer(
+    kind: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
+    drafter = DRAFTERS[kind](model)
+    _peak(model, drafter, 3)  # compile what will be compiled
+    few, many = (_peak(model, drafter, length) for length in (3, 13))
     # Ten levels more. One copy of a layer's rows a level would be 21 MB, of all layers 63 MB; the
     # scores of two beams over all rows, with so small heads, are a quarter of a layer's rows.
     assert many - few < 2 * LAYER_BYTES

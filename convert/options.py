@@ -1,0 +1,90 @@
+"""What a conversion is asked for, and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree
+from mlx_redrafter.proposers.redrafter.checkpoint import check_quantization
+from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantisation as in mlx-lm.
+
+    Attributes:
+        bits: Bits per weight.
+        group_size: Number of weights that share a scale and a bias.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_quantization(self.bits, self.group_size)
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, groups of {self.group_size}"
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """A reduced vocabulary: the most frequent tokens of some text files.
+
+    Attributes:
+        num_rows: Number of tokens.
+        texts: Text files, tokenised by the target's tokenizer.
+    """
+
+    num_rows: int
+    texts: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """Options of a conversion.
+
+    Attributes:
+        dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
+        quantization: Quantisation of the weights, None for no quantisation.
+        target: Folder or repository of the model that the drafter was trained for; None skips the
+            self-test.
+        rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
+        vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
+        tree: Kind of the trees of Medusa heads, of which "static" needs ``target``; None for that
+            of the checkpoint, or "dynamic".
+    """
+
+    dtype: str = "float16"
+    quantization: Quantization | None = None
+    target: str | Path | None = None
+    rnn_activation: Activation | None = None
+    vocabulary: VocabularySlice | None = None
+    tree: Tree | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
+            raise ConfigError("a vocabulary slice needs a target, for the tokenizer, and texts")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of a conversion.
+
+    Attributes:
+        config: The drafter's config.
+        provenance: Provenance, as in ``config.json``.
+        warnings: Warnings about the drafter, for the user.
+    """
+
+    config: DrafterConfig | EagleConfig | MedusaConfig
+    provenance: dict[str, Any]
+    warnings: tuple[str, ...]

@@ -1,0 +1,1 @@
+"""EAGLE heads as proposers."""

@@ -1,0 +1,192 @@
+"""The shape of an EAGLE head, as stored in the ``config.json`` beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.errors import CheckpointError, ConfigError
+
+MODEL_TYPE = "redrafter_eagle"
+# Bounds on what a config file may claim, far above any model.
+MAX_DIMENSION, MAX_LAYERS, MAX_CAPTURED = 2**24, 16, 64
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+FLAGS = (
+    "attention_bias",
+    "mlp_bias",
+    "fc_bias",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+)
+LAYER_TYPES = ("llama", "qwen3")
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of an EAGLE head.
+
+    EAGLE-2 has the weights of EAGLE-1, and a tree that depends on the drafts, as all are here.
+
+    Attributes:
+        version: 1 reads the target's hidden state after its final norm, 3 the inputs of several of
+            its layers.
+        hidden_size: Hidden size of the head and of the target, H.
+        intermediate_size: Width of the MLP.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key heads.
+        vocab_size: Size of the target's vocabulary.
+        draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
+        head_dim: Size of a head; None for H divided by the query heads.
+        num_hidden_layers: Decoder layers.
+        layer_type: "llama", or "qwen3", whose queries and keys are normalised.
+        rms_norm_eps: Epsilon of the norms.
+        rope_theta: Base of the rotary embedding.
+        rope_scaling: Its scaling, as mlx-lm reads it; None for none.
+        max_position_embeddings: Positions that the head was made for.
+        attention_bias: Whether the projections of the attention have biases.
+        mlp_bias: Whether those of the MLP do.
+        fc_bias: Whether the layer that joins the inputs does.
+        captured_layers: EAGLE-3: layers of the target whose inputs are read; None for layers 2,
+            L // 2 and L - 3 of its L.
+        norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
+        norm_before_fc: EAGLE-3: whether the states are normalised as one row before ``fc``.
+        fc_norm: EAGLE-3: whether those of every layer are.
+        norm_output: EAGLE-3: whether what is fed back is normalised (EAGLE 3.1).
+    """
+
+    version: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    draft_vocab_size: int | None = None
+    head_dim: int | None = None
+    num_hidden_layers: int = 1
+    layer_type: str = "llama"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    captured_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise ConfigError(f"EAGLE version must be 1 or 3, got {self.version!r}")
+        if self.layer_type not in LAYER_TYPES:
+            raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
+        for name in (*SIZES, "max_position_embeddings"):
+            check_int(name, getattr(self, name), 1, MAX_DIMENSION)
+        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
+        if self.draft_vocab_size is not None:
+            check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+        if self.head_dim is not None:
+            check_int("head_dim", self.head_dim, 1, MAX_DIMENSION)
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        if not isinstance(self.rope_scaling, (Mapping, type(None))):
+            raise ConfigError(f"rope_scaling must be an object or null, got {self.rope_scaling!r}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, got "
+                f"{self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size must be a multiple of num_attention_heads without head_dim, got "
+                f"{self.hidden_size} and {self.num_attention_heads}"
+            )
+        check_int(
+            "num_attention_heads times head_dim",
+            self.num_attention_heads * (self.head_dim or 1),
+            1,
+            MAX_DIMENSION,
+        )
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
+        layers = self.captured_layers
+        if layers is None:
+            return
+        if not 1 <= len(layers) <= MAX_CAPTURED:
+            raise ConfigError(f"expected 1 to {MAX_CAPTURED} captured layers, got {len(layers)}")
+        for layer in layers:
+            check_int("each of captured_layers", layer, 0, MAX_DIMENSION)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EagleConfig:
+        """Read a ``config.json``; keys that belong to other programs are ignored.
+
+        Raises:
+            CheckpointError: The file lacks a key, or has a value out of range.
+        """
+        missing = [name for name in ("version", *SIZES) if name not in values]
+        if missing:
+            raise CheckpointError(f"the EAGLE head's config.json lacks {', '.join(missing)}")
+        known = {field.name for field in fields(cls)}
+        given = {name: value for name, value in values.items() if name in known}
+        layers = given.get("captured_layers")
+        if isinstance(layers, list):
+            given["captured_layers"] = tuple(layers)
+        elif layers is not None:
+            raise CheckpointError(
+                f"captured_layers in the EAGLE head's config.json must be a list, got {layers!r}"
+            )
+        try:
+            return cls(**given)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"the EAGLE head's config.json is out of range: {error}"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of ``config.json`` that describe this head."""
+        return {"model_type": MODEL_TYPE, **asdict(self)}
+
+    @property
+    def name(self) -> str:
+        """The kind of head, in words."""
+        return "EAGLE-3" if self.version == 3 else "EAGLE-1/2"
+
+    @property
+    def summary(self) -> str:
+        """Kind and sizes, in words."""
+        return (
+            f"{self.name}, hidden_size {self.hidden_size}, intermediate_size "
+            f"{self.intermediate_size}, head of {self.head_rows} tokens"
+        )
+
+    @property
+    def num_captured(self) -> int:
+        """Number of the target's states that enter ``fc``."""
+        if self.version == 1:
+            return 1
+        return 3 if self.captured_layers is None else len(self.captured_layers)
+
+    @property
+    def head_rows(self) -> int:
+        """Tokens that it proposes."""
+        return self.draft_vocab_size or self.vocab_size

@@ -1,0 +1,184 @@
+"""The networks of EAGLE-1 and EAGLE-3, and nothing about search.
+
+Axes: n tokens, H hidden size, C states of the target, V rows of the head.
+
+Sources: arXiv 2401.15077, 2406.16858 and 2503.01840, SafeAILab/EAGLE (``cnets1.py``, ``cnets.py``)
+and vllm-project/speculators (``models/eagle3``), whose parameter names are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.base import create_attention_mask
+
+from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.target.target import FINAL, Target
+
+# Fields of `EagleConfig` that mlx-lm's layers are made from, under the same names.
+LAYER_ARGS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+)
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer of mlx-lm whose attention begins differently.
+
+    That of EAGLE-1 has no norm there. With ``e`` the embedding and ``g`` the feature, EAGLE-3's is
+
+        h = r + attention([input_layernorm(e), hidden_norm(g)])
+        h = h + mlp(post_attention_layernorm(h))
+
+    where the residual ``r`` is ``g``, or ``hidden_norm(g)`` with ``norm_before_residual``.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        layer = _decoder_layer(config)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        if config.version == 3:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                rows = self.self_attn[name].weight.shape[0]
+                self.self_attn[name] = nn.Linear(2 * hidden, rows, bias=config.attention_bias)
+            self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
+            self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+
+    def __call__(self, features: mx.array, embeddings: mx.array, mask: Any, cache: Any) -> mx.array:
+        """Features and embeddings, shape (1, n, H), to that shape; EAGLE-1's know the tokens."""
+        x = features
+        if self.config.version == 3:
+            normalised = self.hidden_norm(features)
+            x = mx.concatenate([self.input_layernorm(embeddings), normalised], axis=-1)
+            features = normalised if self.config.norm_before_residual else features
+        h = features + self.self_attn(x, mask, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Eagle(ContextNetwork):
+    """An EAGLE head.
+
+    ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
+    head covers only part of the vocabulary; otherwise it is absent. EAGLE-1 uses the target's head.
+
+    Attributes:
+        config: Sizes and variants.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        joined = config.num_captured if config.version == 3 else 2
+        self.fc = nn.Linear(joined * hidden, hidden, bias=config.fc_bias)
+        rest = [_decoder_layer(config) for _ in range(1, config.num_hidden_layers)]
+        self.layers = [FirstLayer(config), *rest]
+        if config.version == 3:
+            self.norm = nn.RMSNorm(hidden, eps=eps)
+            self.lm_head = nn.Linear(hidden, config.head_rows, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(joined * hidden, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(hidden, eps=eps) for _ in range(joined)]
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+
+    @property
+    def num_layers(self) -> int:
+        """See `ContextNetwork.num_layers`."""
+        return self.config.num_hidden_layers
+
+    @property
+    def num_rows(self) -> int:
+        """See `ContextNetwork.num_rows`."""
+        return self.config.head_rows
+
+    @property
+    def row_ids(self) -> mx.array | None:
+        """See `ContextNetwork.row_ids`."""
+        return self.get("token_ids")
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The floating-point dtype the network computes in."""
+        return self.layers[0].post_attention_layernorm.weight.dtype
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        """See `ContextNetwork.check_fit`."""
+        config = self.config
+        check_sizes(config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
+
+    def captured_layers(self, target: Target) -> Sequence[int]:
+        """See `ContextNetwork.captured_layers`."""
+        if self.config.version == 1:
+            return (FINAL,)
+        if self.config.captured_layers is not None:
+            return self.config.captured_layers
+        num_blocks = len(target.blocks)
+        return 2, num_blocks // 2, num_blocks - 3
+
+    def fuse(self, states: mx.array) -> mx.array:
+        """See `ContextNetwork.fuse`; EAGLE-1 takes the states as they are."""
+        if self.config.version == 1:
+            return states
+        states = states.astype(self.dtype)
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        if self.config.fc_norm:
+            parts = mx.split(states, len(self.fc_norm), axis=-1)
+            normalised = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            states = mx.concatenate(normalised, axis=-1)
+        return self.fc(states)
+
+    def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
+        """See `ContextNetwork.__call__`."""
+        h, embeddings = (rows[None].astype(self.dtype) for rows in (features, embeddings))
+        if self.config.version == 1:
+            h = self.fc(mx.concatenate([embeddings, h], axis=-1))
+        mask = create_attention_mask(h, caches[0])
+        h = self.layers[0](h, embeddings, mask, caches[0])
+        for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
+            h = layer(h, mask, cache)
+        return h[0]
+
+    def feed_back(self, outputs: mx.array) -> mx.array:
+        """See `ContextNetwork.feed_back`."""
+        return self.norm(outputs) if self.config.norm_output else outputs
+
+    def logits(self, outputs: mx.array, target: Target) -> mx.array:
+        """See `ContextNetwork.logits`."""
+        if self.config.version == 1:
+            return target.logits(outputs)
+        return self.lm_head(self.norm(outputs))
+
+
+def _decoder_layer(config: EagleConfig) -> nn.Module:
+    """A layer of mlx-lm with the sizes of a head."""
+    values = {
+        "model_type": config.layer_type,
+        "tie_word_embeddings": False,
+        **{name: getattr(config, name) for name in LAYER_ARGS},
+        "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+    }
+    if config.layer_type == "qwen3":
+        return qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(values))
+    return llama.TransformerBlock(llama.ModelArgs.from_dict(values))

@@ -1,0 +1,163 @@
+"""EAGLE heads as others publish them: their configs and the names of their tensors.
+
+    SafeAILab EAGLE-1     fc, layers.0.*, embed_tokens
+    SafeAILab EAGLE-3     fc, midlayer.*, norm, lm_head, d2t, t2d
+    speculators EAGLE-3   fc, layers.{i}.*, norm, lm_head, d2t, t2d, embed_tokens, verifier_*
+
+Their config.json often says no more than that of a language model, so names decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
+
+# The target's own tensors, and a mask that only training needs.
+LEFT_OUT = (
+    "embed_tokens.weight",
+    "t2d",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
+# Offsets from rows of the head to token ids.
+OFFSETS = "d2t"
+# Keys that a language model's config has under the same name.
+SAME_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "head_dim",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+)
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+CAPTURED = "eagle_aux_hidden_state_layer_ids"
+
+
+def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a config and the names of tensors are those of an EAGLE head."""
+    if config.get("model_type") == MODEL_TYPE or config.get("speculators_model_type") == "eagle3":
+        return True
+    if names:
+        own = set(own_names(names))
+        has_norm = "layers.0.input_layernorm.weight" in own
+        has_layer = "layers.0.self_attn.q_proj.weight" in own
+        is_third = "layers.0.hidden_norm.weight" in own
+        return "fc.weight" in own and has_layer and (is_third or not has_norm)
+    return "eagle3" in str(config.get("architectures")).lower() or (
+        "draft_vocab_size" in config and config.get("model_type") == "llama"
+    )
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """Published names by those of `Eagle`, without what is left out.
+
+    Raises:
+        CheckpointError: Two names stand for the same tensor.
+    """
+    found = {}
+    for name in names:
+        own = name.removeprefix("model.")
+        if own not in LEFT_OUT and not own.endswith("rotary_emb.inv_freq"):
+            own = re.sub("^midlayer[.]", "layers.0.", own)
+            own = "token_ids" if own == OFFSETS else own
+            if own in found:
+                raise CheckpointError(
+                    f"{found[own]!r} and {name!r} both stand for {own}; keep one of them"
+                )
+            found[own] = name
+    return found
+
+
+def published_config(
+    values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> EagleConfig:
+    """The config of a published head.
+
+    Args:
+        values: Its ``config.json``.
+        shapes: Shapes of its tensors by the names of `Eagle`.
+
+    Raises:
+        CheckpointError: A value is missing or out of range, or of a variant that is not supported.
+    """
+    nested = values.get("transformer_layer_config")
+    layer = nested if isinstance(nested, Mapping) else values
+    _check_variant(values, layer)
+    is_third = "layers.0.hidden_norm.weight" in shapes
+    config = {key: layer[key] for key in SAME_KEYS if layer.get(key) is not None}
+    heads = layer.get("num_attention_heads")
+    given = layer.get("num_key_value_heads")
+    rows = shapes.get("token_ids")
+    return EagleConfig.from_dict(
+        {
+            **config,
+            **rope_of(layer),
+            "version": 3 if is_third else 1,
+            "num_key_value_heads": heads if given is None else given,
+            "draft_vocab_size": rows[0] if rows else None,
+            "layer_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in shapes else "llama",
+            "fc_bias": False if is_third else values.get("bias", True),
+            "captured_layers": _captured(values) if is_third else None,
+            **{key: values[key] for key in VARIANTS if key in values},
+        }
+    )
+
+
+def to_token_ids(offsets: mx.array) -> mx.array:
+    """Token ids, int32, of the rows of a head from their offsets (``d2t``), integer, shape (V,)."""
+    return mx.arange(offsets.shape[0], dtype=mx.int32) + offsets.astype(mx.int32)
+
+
+def target_of(values: Mapping[str, Any]) -> str | None:
+    """The model that a published config says it was trained for."""
+    for path in (("speculators_config", "verifier", "name_or_path"), ("base_model_name_or_path",)):
+        found: Any = values
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Base and scaling of the rotary embedding in a config, which newer ones have in one object."""
+    joined = layer.get("rope_parameters")
+    joined = joined if isinstance(joined, Mapping) else {}
+    scaling = layer.get("rope_scaling")
+    if scaling is None and joined.get("rope_type", "default") != "default":
+        scaling = joined
+    theta = layer.get("rope_theta", joined.get("rope_theta"))
+    return {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
+
+
+def _captured(values: Mapping[str, Any]) -> Any:
+    nested = values.get("eagle_config")
+    given = values.get(CAPTURED)
+    return nested.get(CAPTURED) if given is None and isinstance(nested, Mapping) else given
+
+
+def _check_variant(values: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
+    found = None
+    if layer.get("hidden_act", "silu") != "silu":
+        found = f"hidden_act {layer['hidden_act']!r}, not 'silu'"
+    elif values.get("embed_requires_grad"):
+        found = "embed_requires_grad, an embedding that is not the target's"
+    elif "sliding_attention" in (layer.get("layer_types") or ()):
+        found = "layer_types with 'sliding_attention', not layers that attend to all tokens"
+    elif values.get("target_hidden_size") not in (None, layer.get("hidden_size")):
+        found = f"target_hidden_size {values['target_hidden_size']!r}, not its own hidden_size"
+    if found is not None:
+        raise CheckpointError(
+            f"this EAGLE head's config.json has {found}, which is not supported; use another head"
+        )

@@ -1,0 +1,141 @@
+"""The shape of Medusa heads, as stored in the ``config.json`` beside their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.stored_config import (
+    MAX_DIMENSION,
+    check_ranking,
+    read_fields,
+    write_fields,
+)
+
+MODEL_TYPE = "redrafter_medusa"
+MAX_HEADS = MAX_LAYERS = 64
+# Most ranks of a head whose accuracies are stored.
+MAX_RANKS = 32
+
+Tree = Literal["dynamic", "static"]
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """The shape of Medusa heads, as stored in their ``config.json``.
+
+    Attributes:
+        vocab_size: Size of the target's vocabulary.
+        hidden_size: Size of the target's last hidden state, H.
+        num_heads: Number of heads, K; head k proposes the drafts k + 1 after the root.
+        num_layers: Number of residual SiLU blocks of a head before its final linear layer.
+        bias: Whether the blocks have biases.
+        draft_vocab_size: Rows of the heads when they propose only part of the vocabulary, else
+            None.
+        tree: "dynamic" for the drafts with the largest products of the heads' probabilities,
+            "static" for those with the largest products of ``rank_accuracies``, which is the same
+            tree of ranks at every step, as in the paper.
+        rank_accuracies: Chances that the target's token is the r-th most probable one of head k, a
+            tuple for each head; None where they have not been measured.
+        inverse_temperature: See `DrafterConfig.inverse_temperature`.
+        coupling_weight: See `DrafterConfig.coupling_weight`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    bias: bool = True
+    draft_vocab_size: int | None = None
+    tree: Tree = "dynamic"
+    rank_accuracies: tuple[tuple[float, ...], ...] | None = None
+    inverse_temperature: float = 1.0
+    coupling_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size"):
+            check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
+        check_int("drafter num_heads", self.num_heads, 1, MAX_HEADS)
+        check_int("drafter num_layers", self.num_layers, 0, MAX_LAYERS)
+        if not isinstance(self.bias, bool):
+            raise ConfigError(f"drafter bias must be true or false, got {self.bias!r}")
+        if self.draft_vocab_size is not None:
+            check_int("drafter draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+        check_ranking(self.inverse_temperature, self.coupling_weight)
+        if self.tree not in ("dynamic", "static"):
+            raise ConfigError(f"drafter tree must be 'dynamic' or 'static', got {self.tree!r}")
+        if self.rank_accuracies is not None:
+            table = _as_table(self.rank_accuracies, self.num_heads, self.head_rows)
+            object.__setattr__(self, "rank_accuracies", table)
+        elif self.tree == "static":
+            raise ConfigError("drafter tree 'static' needs rank_accuracies")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MedusaConfig:
+        """Read a ``config.json``; keys that belong to other programs are ignored.
+
+        Raises:
+            CheckpointError: The file describes another kind of model, lacks a key, or has a value
+                out of range.
+        """
+        model_type = values.get("model_type")
+        if model_type != MODEL_TYPE:
+            raise CheckpointError(
+                f"expected heads with model_type {MODEL_TYPE!r}, found {model_type!r}"
+            )
+        required = ("vocab_size", "hidden_size", "num_heads", "num_layers")
+        return read_fields(cls, values, required)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of ``config.json`` that describe these heads."""
+        return write_fields(self, MODEL_TYPE)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the final linear layers."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def static_accuracies(self) -> tuple[tuple[float, ...], ...] | None:
+        """``rank_accuracies`` if the tree is static, else None."""
+        return self.rank_accuracies if self.tree == "static" else None
+
+    @property
+    def summary(self) -> str:
+        """Sizes and kind of tree in words."""
+        return (
+            f"hidden_size {self.hidden_size}, {self.num_heads} heads of {self.head_rows} tokens "
+            f"with {self.num_layers} blocks, {self.tree} tree"
+        )
+
+    @property
+    def head_names(self) -> list[str]:
+        """Tensors with a row for every token that is proposed."""
+        return [f"heads.{k}.{self.num_layers}.weight" for k in range(self.num_heads)]
+
+    def reduced(self, num_rows: int) -> MedusaConfig:
+        """The same heads with ``num_rows`` tokens."""
+        table = self.rank_accuracies
+        kept = None if table is None else tuple(row[:num_rows] for row in table)
+        return replace(self, draft_vocab_size=num_rows, rank_accuracies=kept)
+
+
+def _as_table(values: Any, num_heads: int, num_rows: int) -> tuple[tuple[float, ...], ...]:
+    """Accuracies of ranks out of a file."""
+    num_ranks = min(MAX_RANKS, num_rows)
+    is_table = isinstance(values, (list, tuple)) and len(values) == num_heads
+    if is_table and all(isinstance(row, (list, tuple)) for row in values):
+        are_right = (len(row) == num_ranks and all(map(_is_chance, row)) for row in values)
+        if all(are_right):
+            return tuple(tuple(map(float, row)) for row in values)
+    raise ConfigError(
+        f"drafter rank_accuracies must be {num_heads} lists of {num_ranks} numbers above 0 and at "
+        "most 1"
+    )
+
+
+def _is_chance(value: object) -> bool:
+    return is_number(value) and 0 < value <= 1  # type: ignore[operator]

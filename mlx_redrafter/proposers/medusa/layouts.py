@@ -1,0 +1,249 @@
+"""Names of Medusa heads in published files: i < n residual blocks of head k, then a final layer.
+
+    FasterDecoding      {k}.{i}.linear.weight, .bias    {k}.{n}.weight
+    vLLM                blocks.{k}.layers.{i}.weight    lm_heads.{k}.weight    token_map
+    this package        heads.{k}.{i}.linear.weight     heads.{k}.{n}.weight   token_ids
+
+The first two may stand behind ``medusa_head.`` or ``medusa_heads.``. vLLM's blocks may have biases,
+its heads may share one final layer (``original_lm_head``), and ``token_map`` has the token ids of
+its rows. Published configs say two heads where there are five, so tensors are counted.
+
+Source: FasterDecoding's ``medusa_model.py`` and vLLM's ``model_executor/models/medusa.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
+from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.wording import join_shortened, quote
+
+Shapes = Mapping[str, tuple[int, ...]]
+NameSet = Literal["fasterdecoding", "vllm"]
+
+_VLLM_MODEL_TYPE = "medusa"
+_PREFIX = re.compile(r"^(?:medusa_heads?|heads)\.")
+_NUMBER = "([0-9]{1,4})"
+_BLOCK: Mapping[NameSet, re.Pattern[str]] = {
+    "fasterdecoding": re.compile(rf"{_NUMBER}\.{_NUMBER}\.linear\.(weight|bias)"),
+    "vllm": re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)"),
+}
+_FINAL: Mapping[NameSet, re.Pattern[str]] = {
+    "fasterdecoding": re.compile(rf"{_NUMBER}\.{_NUMBER}\.weight"),
+    "vllm": re.compile(rf"lm_heads\.{_NUMBER}\.weight"),
+}
+_TOKEN_IDS = ("token_ids", "token_map")
+_BASE = "embed_tokens.weight"
+# Our keys by those of published configs, which no tensor may contradict; the last is vLLM's alone.
+_STATED = {
+    "hidden_size": "hidden_size",
+    "medusa_num_layers": "num_layers",
+    "medusa_num_heads": "num_heads",
+    "num_heads": "num_heads",
+}
+_STATED_BY_VLLM = {"num_hidden_layers": "num_layers"}
+
+
+class NamedHeads(NamedTuple):
+    """The heads of a checkpoint.
+
+    Attributes:
+        config: Their shape.
+        name_set: Naming convention of the checkpoint.
+        sources: Name in the checkpoint by this package's name.
+        notes: Notes for the user.
+    """
+
+    config: MedusaConfig
+    name_set: NameSet
+    sources: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def is_medusa(values: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Whether a config or tensors say Medusa.
+
+    A single stack "0.*" can be a recurrent drafter's head as well, whose layers are twice as wide
+    as the target's hidden state.
+    """
+    if values.get("model_type") in (MODEL_TYPE, _VLLM_MODEL_TYPE):
+        return True
+    if any(key.startswith("medusa") for key in values):
+        return True
+    if any(name.startswith("medusa_head") or _BLOCK["vllm"].fullmatch(name) for name in shapes):
+        return True
+    stacks = heads_of(shapes)
+    width = {shape[-1:] for name, shape in shapes.items() if name.startswith("0.")}
+    return bool(stacks) and (stacks != {0} or width == {(values.get("hidden_size"),)})
+
+
+def heads_of(names: Iterable[str]) -> set[int]:
+    """Numbers of the stacks that are named as FasterDecoding names heads."""
+    patterns = _BLOCK["fasterdecoding"], _FINAL["fasterdecoding"]
+    matches = (pattern.fullmatch(name) for name in names for pattern in patterns)
+    return {int(match[1]) for match in matches if match}
+
+
+def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
+    """Find the heads in a checkpoint.
+
+    Args:
+        values: The object in its ``config.json``.
+        shapes: Shapes of its tensors.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or of other shapes, all of them named; the
+            config contradicts them; or the heads belong to a base that was trained with them.
+    """
+    bases = [name for name in shapes if name.endswith(_BASE)]
+    if bases:
+        raise CheckpointError(
+            f"expected Medusa heads alone, found {quote(bases[0])} of their base as well: "
+            "in a Medusa-2 model both were trained, so its heads fit no other base, and mlx-lm "
+            "does not load it"
+        )
+    bare = {name: _PREFIX.sub("", name, count=1) for name in shapes}
+    is_vllm = any(
+        pattern.fullmatch(name)
+        for name in bare.values()
+        for pattern in (_BLOCK["vllm"], _FINAL["vllm"])
+    )
+    name_set: NameSet = "vllm" if is_vllm else "fasterdecoding"
+    num_layers = _count_layers(bare.values(), name_set)
+    sources: dict[str, str] = {}
+    unknown = []
+    for name in sorted(shapes):
+        own = _own_name(bare[name], name_set, num_layers)
+        if own is None:
+            unknown.append(quote(name))
+        elif own in sources:
+            raise CheckpointError(
+                f"{quote(sources[own])} and {quote(name)} both stand for {own}; keep one of them"
+            )
+        else:
+            sources[own] = name
+    if unknown:
+        raise CheckpointError(
+            f"found tensors that are not part of Medusa heads: {join_shortened(unknown)}"
+        )
+    notes: list[str] = []
+    if values.get("model_type") == MODEL_TYPE:
+        config = MedusaConfig.from_dict(values)
+    else:
+        config = _infer_config(values, shapes, sources, num_layers, notes)
+    _check_shapes(config, name_set, sources, shapes)
+    return NamedHeads(config, name_set, sources, tuple(notes))
+
+
+def _count_layers(bare: Iterable[str], name_set: NameSet) -> int:
+    matches = (_BLOCK[name_set].fullmatch(name) for name in bare)
+    return 1 + max((int(match[2]) for match in matches if match), default=-1)
+
+
+def _own_name(bare: str, name_set: NameSet, num_layers: int) -> str | None:
+    if bare in _TOKEN_IDS:
+        return _TOKEN_IDS[0]
+    if match := _BLOCK[name_set].fullmatch(bare):
+        return f"heads.{int(match[1])}.{int(match[2])}.linear.{match[3]}"
+    if match := _FINAL[name_set].fullmatch(bare):
+        layer = num_layers if name_set == "vllm" else int(match[2])
+        return f"heads.{int(match[1])}.{layer}.weight"
+    return None
+
+
+def _name_in_file(own: str, name_set: NameSet) -> str:
+    if own == _TOKEN_IDS[0]:
+        return _TOKEN_IDS[1]
+    _, head, layer, *parts = own.split(".")
+    if name_set == "fasterdecoding":
+        return own.partition(".")[2]
+    is_block = len(parts) == 2
+    return f"blocks.{head}.layers.{layer}.{parts[1]}" if is_block else f"lm_heads.{head}.weight"
+
+
+def _infer_config(
+    values: Mapping[str, Any],
+    shapes: Shapes,
+    sources: dict[str, str],
+    num_layers: int,
+    notes: list[str],
+) -> MedusaConfig:
+    """The shape of published heads; fills ``sources`` in where they share their final layer."""
+    num_heads = 1 + max((int(own.split(".")[1]) for own in sources if "." in own), default=-1)
+    first = f"heads.0.{num_layers}.weight"
+    final = shapes[sources[first]] if first in sources else ()
+    if len(final) != 2:
+        raise CheckpointError(
+            f"expected the final layer of the first head, [vocabulary, hidden size], found "
+            f"{list(final) or 'none'}; check that the checkpoint is complete"
+        )
+    if values.get("original_lm_head") is True:
+        for head in range(num_heads):
+            sources.setdefault(f"heads.{head}.{num_layers}.weight", sources[first])
+    rows, hidden_size = final
+    vocab_size = values.get("vocab_size", rows)
+    if _TOKEN_IDS[0] in sources and rows == vocab_size:
+        del sources[_TOKEN_IDS[0]]  # of heads that have a row for every token
+    has_map = _TOKEN_IDS[0] in sources
+    if vocab_size != rows and not has_map:
+        raise CheckpointError(
+            f"config.json says vocab_size {vocab_size!r}, but the heads have {rows} rows and no "
+            "token_map; use heads and a config of one model"
+        )
+    found = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
+    _check_stated(values, found, notes)
+    try:
+        return MedusaConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            bias=any(own.endswith(".bias") for own in sources),
+            draft_vocab_size=rows if has_map else None,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"the heads are out of range: {error}") from error
+
+
+def _check_stated(values: Mapping[str, Any], found: Mapping[str, int], notes: list[str]) -> None:
+    """Compare a published config with the tensors; only the number of heads may be larger here."""
+    is_vllm = values.get("model_type") == _VLLM_MODEL_TYPE
+    for key, own in (_STATED | _STATED_BY_VLLM if is_vllm else _STATED).items():
+        stated = values.get(key, found[own])
+        if own == "num_heads" and isinstance(stated, int) and stated < found[own]:
+            notes.append(f"config.json says {key} {stated}, the file has {found[own]} heads")
+        elif stated != found[own]:
+            raise CheckpointError(
+                f"config.json says {key} {stated!r}, but the tensors are those of {own} "
+                f"{found[own]}; check that the checkpoint is complete"
+            )
+
+
+def _check_shapes(
+    config: MedusaConfig, name_set: NameSet, sources: Mapping[str, str], shapes: Shapes
+) -> None:
+    expected = {name: tensor.shape for name, tensor in named_parameters(Medusa(config)).items()}
+    problems = [
+        f"{_name_in_file(own, name_set)} is missing, expected shape {list(expected[own])}"
+        for own in sorted(expected.keys() - sources.keys())
+    ]
+    problems += [
+        f"{sources[own]} of shape {list(shapes[sources[own]])} is unexpected"
+        for own in sorted(sources.keys() - expected.keys())
+    ]
+    problems += [
+        f"{sources[own]} has shape {list(shapes[sources[own]])}, expected {list(expected[own])}"
+        for own in sorted(expected.keys() & sources.keys())
+        if tuple(shapes[sources[own]]) != tuple(expected[own])
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors do not fit {config.num_heads} Medusa heads of hidden_size "
+            f"{config.hidden_size}, {config.num_layers} blocks and {config.head_rows} tokens: "
+            f"{join_shortened(problems, '; ')}"
+        )

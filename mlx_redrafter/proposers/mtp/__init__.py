@@ -1,0 +1,1 @@
+"""MTP modules: a layer that a model was trained with, and mlx-lm leaves out."""

@@ -1,0 +1,119 @@
+"""EAGLE heads through the converter: pickles and safetensors, what it says of them and refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from mlx_redrafter.bundled import find_bundled  # noqa: E402
+from mlx_redrafter.checkpoint import named_parameters, read_config  # noqa: E402
+from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
+from mlx_redrafter.convert.eagle import EagleTest  # noqa: E402
+from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
+from mlx_redrafter.convert.options import Quantization  # noqa: E402
+from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
+from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
+from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
+from mlx_redrafter.proposers.eagle.network import Eagle  # noqa: E402
+from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
+
+
+def _pickled(folder: Path) -> None:
+    """Put the tensors of a folder into a pickle, as older heads have them."""
+    path = folder / "model.safetensors"
+    from safetensors.torch import load_file
+
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+
+
+@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3", "speculators 3.1"])
+def test_a_converted_head_is_the_published_one(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_head(source, LAYOUTS[name])
+    published = load_eagle(source)
+    _pickled(source)
+    with pytest.raises(CheckpointError, match=r"no model\*.safetensors"):
+        load_eagle(source)
+    conversion = convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
+    assert conversion.config == published.config
+    converted = load_eagle(tmp_path / "out")
+    found, expected = named_parameters(converted), named_parameters(published)
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[key], expected[key]).item() for key in found)
+
+
+def test_quantised_heads_load(tmp_path: Path) -> None:
+    write_head(tmp_path / "source", LAYOUTS["EAGLE-3"])
+    options = ConversionOptions(quantization=Quantization(4, 32))
+    convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
+    assert load_eagle(tmp_path / "out").lm_head.bits == 4
+    with pytest.raises(CheckpointError, match="not quantised"):
+        convert_drafter(tmp_path / "out", tmp_path / "again", options)
+
+
+def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
+    write_head(tmp_path, LAYOUTS["speculators"])
+    config = read_config(tmp_path)
+    config["speculators_config"] = {"verifier": {"name_or_path": "org/model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    inspection = inspect_checkpoint(tmp_path)
+    assert inspection.kind == "EAGLE-3 head, with speculators' names, for 'org/model'"
+    assert inspection.config is not None
+    assert "embed_tokens.weight" in inspection.notes[0]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "fc_norm": True}))
+    refused = inspect_checkpoint(tmp_path)
+    assert refused.config is None
+    assert "exclude each other" in refused.notes[0]
+
+
+def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
+    write_head(tmp_path / "source", LAYOUTS["EAGLE-1"])
+    with pytest.raises(ConfigError, match="no recurrence"):
+        convert_drafter(
+            tmp_path / "source", tmp_path / "out", ConversionOptions(rnn_activation="silu")
+        )
+
+
+def test_the_target_tells_how_much_it_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a random head, with its rotary embedding and with the target's."""
+    monkeypatch.setattr("mlx_redrafter.convert.eagle.TOKENS_PER_PROMPT", 8)
+    target = find_bundled("target")
+    values = read_config(target)
+    sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
+    config = EagleConfig(
+        3, intermediate_size=64, num_key_value_heads=1, captured_layers=(0, 1), **sizes
+    )
+    head = Eagle(config)
+    measured = []
+    for theta in (3.0, values["rope_theta"]):
+        head.config = replace(config, rope_theta=theta)
+        save_eagle(head, tmp_path / "source")
+        options = ConversionOptions(target=target, dtype="float32")
+        conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+        measured.append(conversion.provenance["self_test"])
+    assert "probably trained for another model" in conversion.warnings[0]
+    other, own = measured
+    assert own["positions"] == 32
+    assert own["acceptance"] < 0.2
+    assert own["other_rope"] is None
+    assert other["other_rope"] == own["acceptance"]
+    write_head(tmp_path / "other", LAYOUTS["EAGLE-3"])
+    with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's"):
+        convert_drafter(tmp_path / "other", tmp_path / "none", options)
+
+
+def test_a_head_that_fits_with_the_targets_rope_is_told_so() -> None:
+    message = EagleTest(256, 0.3, 0.6, other_is_better=True).warning()
+    assert message is not None
+    assert "only 30% of the first drafts match the target, but 60% do" in message
+    assert EagleTest(256, 0.6, 0.5, other_is_better=False).warning() is None

@@ -1,0 +1,103 @@
+"""EAGLE heads leave every text as stock mlx-lm has it, whatever they propose."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
+
+PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
+NUM_TOKENS = 24
+MODELS: dict[str, nn.Module] = {
+    "llama": tiny_llama(seed=4, vocab_size=VOCAB_SIZE),
+    "qwen3": tiny_qwen3(seed=2, vocab_size=VOCAB_SIZE),
+    "gemma2": build(tiny_config("gemma2")),
+}
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"beam_width": 1, "beam_length": 6},
+    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
+]
+
+
+def _head(model: nn.Module, version: int) -> Eagle:
+    embedding: Any = model
+    hidden_size = embedding.model.embed_tokens.weight.shape[1]
+    mx.random.seed(version)
+    config = EagleConfig(
+        version,
+        hidden_size,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE,
+        draft_vocab_size=70 if version == 3 else None,
+        captured_layers=(0, 1, 1),
+    )
+    head = Eagle(config)
+    mx.eval(head.parameters())
+    return head
+
+
+def _tokens(model: nn.Module, head: Eagle | None, **options: Any) -> list[int]:
+    prompt = options.pop("prompt", PROMPT)
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=head, **options)]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_plain_decoding(name: str, version: int) -> None:
+    model = MODELS[name]
+    head = _head(model, version)
+    expected = stock_tokens(model, PROMPT, NUM_TOKENS)
+    sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
+    sampled = _tokens(model, None, **sampling)
+    # How much is drafted depends on the first one, which times its steps.
+    for shape in SHAPES if name == "llama" else SHAPES[1:]:
+        found = _tokens(model, head, max_tokens=NUM_TOKENS, prefill_step_size=4, **shape)
+        assert_same_tokens(expected, found, shape)
+        assert _tokens(model, head, **sampling, **shape) == sampled
+    assert _tokens(model, head, couple=False, **sampling, **SHAPES[2]) == sampled
+
+
+@pytest.mark.parametrize(("name", "version"), [("llama", 1), ("qwen3", 3), ("gemma2", 3)])
+def test_turns_on_one_prompt_cache(name: str, version: int) -> None:
+    """With the target's layers alone, and with those of the head after them."""
+    model = MODELS[name]
+    head = _head(model, version)
+    turns = [PROMPT, [60], [7, 8, 9]]
+    for shape in SHAPES[1:]:
+        for own in ([], make_prompt_cache(head)):
+            stock, cache = make_prompt_cache(model), make_prompt_cache(model)
+            for number, turn in enumerate(turns, start=1):
+                expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
+                shared = cache + own
+                found = _tokens(
+                    model, head, prompt=turn, max_tokens=9, prompt_cache=shared, **shape
+                )
+                assert found == expected
+                # Every turn leaves out one pair.
+                assert {layer.offset for layer in own} <= {cache[0].offset - number}
+
+
+def test_threads_share_a_head() -> None:
+    model = MODELS["llama"]
+    head = _head(model, 3)
+    expected = ids(stock_tokens(model, PROMPT, 16))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(lambda _: _tokens(model, head, max_tokens=16, beam_width=2), range(4))
+        )
+    assert found == [expected] * 4

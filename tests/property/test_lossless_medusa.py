@@ -1,0 +1,147 @@
+"""Medusa heads leave every text as plain decoding has it, with trees of either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter import engine, stream_generate
+from mlx_redrafter.engine import Engine
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.policy.profiling import step_costs
+from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree
+from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.models.tiny_models import build, tiny_config
+
+VOCAB_SIZE = 64
+PROMPT = [5, 17, 3, 60, 9]
+NUM_TOKENS = 30
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"beam_width": 1, "beam_length": 5},
+    {"beam_width": 3, "beam_length": 4, "tree_nodes": 12},
+    {"beam_width": 2, "beam_length": 4, "select": "beam"},
+]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: tiny_llama(seed=4),
+    "qwen3": lambda: tiny_qwen3(seed=4),
+    "gemma2": lambda: build(tiny_config("gemma2", "default")),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module", params=["dynamic", "static"])
+def heads(request: pytest.FixtureRequest, model: nn.Module) -> MedusaProposer:
+    """Heads that are right in a good part of the greedy text."""
+    text = ids(stock_tokens(model, PROMPT, NUM_TOKENS))
+    network = fitted_medusa(model, [*PROMPT, *text[: NUM_TOKENS // 2]])
+    return MedusaProposer(with_static_tree(network) if request.param == "static" else network)
+
+
+def _responses(model: nn.Module, drafter: Any, **options: Any) -> list[Any]:
+    options = {"max_tokens": NUM_TOKENS, **options}
+    prompt = options.pop("prompt", PROMPT)
+    tokenizer = wrapped_tokenizer(int(model.args.vocab_size))
+    return list(stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
+
+
+def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
+    return [response.token for response in _responses(model, drafter, **options)]
+
+
+def test_greedy_texts_are_stock_mlx_lms(model: nn.Module, heads: MedusaProposer) -> None:
+    expected = stock_tokens(model, PROMPT, NUM_TOKENS)
+    for shape in SHAPES:
+        responses = _responses(model, heads, **shape)
+        assert_same_tokens(expected, [response.token for response in responses], shape)
+        if shape:
+            counts = responses[-1].stats.accepted_counts
+            assert sum(counts[2:]) > 0, "nothing was accepted"
+
+
+def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: MedusaProposer) -> None:
+    options = {"temp": 0.8, "top_p": 0.95, "seed": 11}
+    expected = _tokens(model, None, **options)
+    for shape in (*SHAPES[:3], {**SHAPES[2], "couple": False}):
+        assert _tokens(model, heads, **options, **shape) == expected, shape
+
+
+def test_a_stock_sampler(model: nn.Module, heads: MedusaProposer) -> None:
+    mx.random.seed(3)
+    expected = stock_tokens(model, PROMPT, 16, sampler=make_sampler(temp=0.8))
+    mx.random.seed(3)
+    shape = SHAPES[2]
+    found = _tokens(model, heads, max_tokens=16, sampler=make_sampler(temp=0.8), **shape)
+    assert_same_tokens(expected, found)
+
+
+def test_turns_on_one_prompt_cache(model: nn.Module, heads: MedusaProposer) -> None:
+    for shape in SHAPES[:3]:
+        stock, cache = make_prompt_cache(model), make_prompt_cache(model)
+        for turn in (PROMPT, [60], [7, 8, 9]):
+            expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
+            found = _tokens(model, heads, prompt=turn, max_tokens=9, prompt_cache=cache, **shape)
+            assert found == expected
+
+
+def test_threads_share_the_heads(model: nn.Module, heads: MedusaProposer) -> None:
+    shared = Engine(model, wrapped_tokenizer(int(model.args.vocab_size)), heads)
+    prompts = [[*PROMPT, i] for i in range(1, 5)]
+
+    def tokens(prompt: list[int]) -> list[int]:
+        return [r.token for r in shared.stream(prompt, max_tokens=12, **SHAPES[2])]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(tokens, prompts))
+    assert found == [ids(stock_tokens(model, prompt, 12)) for prompt in prompts]
+
+
+def test_the_policy_never_asks_for_more_than_the_heads_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama(seed=4)
+    heads = MedusaProposer(random_medusa(num_heads=2))
+    asked: list[int] = []
+    original = heads.open
+
+    def spy(*args: Any) -> Any:
+        drafting = original(*args)
+        propose = drafting.propose
+
+        def note(flight: Any, plan: Any, noise: Any) -> Any:
+            asked.append(plan.shape.length)
+            return propose(flight, plan, noise)
+
+        drafting.propose = note  # type: ignore[method-assign]
+        return drafting
+
+    monkeypatch.setattr(heads, "open", spy)
+    monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones, whose plans are longer
+    _tokens(model, heads, max_tokens=60)
+    assert len(asked) > 20
+    assert max(asked) == 3
+    with pytest.raises(ConfigError, match=r"beam_length must be at most 3 \(the root counts"):
+        _tokens(model, heads, beam_length=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((64, 16), "hidden_size 16 does not match"), ((65, 32), "vocab_size 65 does not match")],
+)
+def test_heads_for_another_model_are_refused(sizes: tuple[int, int], message: str) -> None:
+    heads = MedusaProposer(random_medusa(*sizes))
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tiny_llama(), wrapped_tokenizer(VOCAB_SIZE), heads)

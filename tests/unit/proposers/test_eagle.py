@@ -1,0 +1,209 @@
+"""EAGLE heads against their published equations, whatever the steps before, and their files."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from mlx_redrafter.checkpoint import read_tensors  # noqa: E402
+from mlx_redrafter.config import DraftPlan  # noqa: E402
+from mlx_redrafter.engine import as_proposer  # noqa: E402
+from mlx_redrafter.errors import (  # noqa: E402
+    CheckpointError,
+    NonFiniteError,
+    UnsupportedTargetError,
+)
+from mlx_redrafter.host import to_ints  # noqa: E402
+from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
+from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
+from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
+from mlx_redrafter.recognition import recognise  # noqa: E402
+from mlx_redrafter.target.target import Target  # noqa: E402
+from tests.helpers.flights import flight_of  # noqa: E402
+from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402
+from tests.helpers.published_eagle import (  # noqa: E402
+    HIDDEN,
+    LAYOUTS,
+    VOCAB,
+    PublishedHead,
+    write_head,
+)
+
+TOLERANCE = 1e-5
+MODEL = tiny_llama(seed=4, vocab_size=VOCAB)
+PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4)]
+
+
+def _published(name: str, tensors: Any) -> PublishedHead:
+    model: Any = MODEL
+    embedding, head = (
+        torch.from_numpy(np.array(weight))
+        for weight in (model.model.embed_tokens.weight, model["lm_head"].weight)
+    )
+    return PublishedHead(LAYOUTS[name], tensors, embedding, head)
+
+
+def _assert_scores(
+    published: PublishedHead, states: mx.array, text: Sequence[int], tree: Any
+) -> None:
+    """Every node's score is that of its parent and the log-probability of its token."""
+    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
+    scores = [0.0, *tree.read().scores]
+    assert tokens[0] == text[-1]
+    for node in range(1, len(tokens)):
+        drafts, above = [], parents[node]
+        while above:
+            drafts.insert(0, tokens[above])
+            above = parents[above]
+        log_probs = published.log_probs(torch.from_numpy(np.array(states)), text[1:], drafts)[-1]
+        ids = published.to_ids(torch.arange(len(log_probs)))
+        (row,) = (ids == tokens[node]).nonzero()[0].tolist()
+        found = scores[node] - scores[parents[node]]
+        assert found == pytest.approx(log_probs[row].item(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_levels_are_those_of_the_equations_whatever_the_steps_before(
+    name: str, tmp_path: Path
+) -> None:
+    tensors = write_head(tmp_path, LAYOUTS[name])
+    published = _published(name, tensors)
+    eagle = load_eagle(tmp_path)
+    rng, width = random.Random(name), (3 if LAYOUTS[name].version == 3 else 1) * HIDDEN
+
+    def draw(count: int) -> tuple[list[int], mx.array]:
+        key = mx.random.key(rng.randrange(10**6))
+        states = 2 * mx.random.normal((count, width), key=key)
+        return [rng.randrange(VOCAB) for _ in range(count)], states
+
+    text, states = draw(7)
+    drafting: Any = as_proposer(eagle).open(Target(MODEL), text, True, [])
+    for start in (0, 4):  # the prompt in chunks, the last token apart
+        drafting.reader.read(states[start : min(start + 4, 6)])
+    flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
+    text.append(9)
+    for step in range(7):
+        if step % 3 == 1:
+            drafting.skip(flight)
+        else:
+            _assert_scores(published, states, text, drafting.propose(flight, PLANS[step % 2], None))
+        path, nodes = draw(rng.randrange(1, 5))
+        path[0] = text[-1]
+        num_accepted = rng.randrange(len(path))
+        flight = flight_of(path, num_accepted, 11, len(text) - 1, nodes)
+        text += [*path[1 : num_accepted + 1], 11]
+        states = mx.concatenate([states, nodes[: num_accepted + 1]])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_heads_are_recognised_and_written_in_one_layout(
+    name: str, tmp_path: Path
+) -> None:
+    write_head(tmp_path / "published", LAYOUTS[name])
+    assert recognise(tmp_path / "published")[0] == "EAGLE head"
+    eagle = load_eagle(tmp_path / "published")
+    quantize_drafter(eagle, 8, 32)
+    save_eagle(eagle, tmp_path / "own")
+    assert recognise(tmp_path / "own")[0] == "EAGLE head"
+    again = load_eagle(tmp_path / "own")
+    assert again.config == eagle.config
+    rows = mx.random.normal((3, eagle.config.num_captured * HIDDEN), key=mx.random.key(1))
+    tokens = mx.random.normal((3, HIDDEN), key=mx.random.key(2))
+    one, other = (net(net.fuse(rows), tokens, net.make_cache()) for net in (eagle, again))
+    assert mx.array_equal(one, other).item()
+
+
+def test_layers_are_those_of_the_target_where_a_file_names_none(tmp_path: Path) -> None:
+    write_head(tmp_path, LAYOUTS["speculators"])
+    eagle = load_eagle(tmp_path)
+    assert eagle.captured_layers(Target(tiny_llama(layers=8))) == (2, 4, 5)
+
+
+def _change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[64, 192\]"),
+        ({"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight is missing"),
+        ({"norm_before_fc": True}, "input_norm.weight is missing"),
+        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight has shape \[48, 32\], expected"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"intermediate_size": "48"}, "intermediate_size must be an integer"),
+        ({"rope_scaling": 3}, "rope_scaling must be an object"),
+    ],
+    ids=str,
+)
+def test_contradicting_configs_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_head(tmp_path, LAYOUTS["EAGLE-3"])
+    _change(tmp_path, **values)
+    with pytest.raises(CheckpointError, match=message):
+        load_eagle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("norm.weight", float("nan"), NonFiniteError, "NaN or infinite weights in norm.weight"),
+        ("d2t", 3, CheckpointError, "token_ids in .* ids from 0 to 63"),
+    ],
+)
+def test_bad_values_are_refused(
+    name: str, value: float, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    write_head(tmp_path, LAYOUTS["EAGLE-3"])
+    tensors = read_tensors(tmp_path)
+    tensors[name] = tensors[name] + (value if name != "d2t" else mx.arange(40))
+    mx.eval(tensors)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    with pytest.raises(error, match=message):
+        load_eagle(tmp_path)
+
+
+def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB)
+    write_head(tmp_path, LAYOUTS["speculators 3.1"])
+    proposer = as_proposer(load_eagle(tmp_path))
+    proposer.check_fit(Target(MODEL), tokenizer)
+    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 1 .* found 2"):
+        proposer.check_fit(Target(tiny_llama(layers=2)), tokenizer)
+    with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
+        proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
+        ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
+        ({"architectures": ["LlamaForCausalLMPEagle"]}, "is a P-EAGLE head"),
+        ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
+    ],
+    ids=str,
+)
+def test_other_formats_are_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        recognise(tmp_path)
+
+
+def test_configs_are_read_back() -> None:
+    config = EagleConfig(3, 32, 48, 4, 2, 64, captured_layers=(0, 1))
+    assert EagleConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -1,0 +1,233 @@
+"""MTP modules: their levels against torch, texts that stay the target's, and their files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter import generate, load, stream_generate
+from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.engine import as_proposer
+from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.recognition import recognise
+from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.target import Target
+from tests.conftest import Trained
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.flights import flight_of
+from tests.helpers.mimo import CONFIG, PREFIX, module_tensors, tiny_mimo, write
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
+
+PROMPT = [5, 17, 3, 60, 9]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"beam_width": 1, "beam_length": 5},
+    {"beam_width": 3, "beam_length": 4, "tree_nodes": 12},
+]
+TIED = {**CONFIG, "tie_word_embeddings": True}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return TIED if request.param else CONFIG
+
+
+@pytest.fixture(scope="module")
+def model(config: dict[str, Any]) -> nn.Module:
+    return tiny_mimo(config=config)
+
+
+@pytest.fixture(scope="module")
+def module(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_mtp(write(tmp_path_factory.mktemp("mtp"), module_tensors(config), config))
+
+
+def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
+    Target(model)
+    with captured_output() as outputs:
+        model(mx.array([text]))
+    return np.array(outputs[-1][0])
+
+
+def published(torch: Any, tensors: Mapping[str, mx.array], pairs: np.ndarray) -> Any:
+    """The equations of vLLM's ``mimo_mtp.py`` for pairs of h and e, shape (n, 2 H) to (n, H)."""
+    functional = torch.nn.functional
+    weights = {n.removeprefix(PREFIX): torch.from_numpy(np.array(t)) for n, t in tensors.items()}
+    num_heads, num_key_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
+    size = CONFIG["hidden_size"] // num_heads
+
+    def norm(x: Any, name: str) -> Any:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + CONFIG["rms_norm_eps"])
+        return x * scale * weights[f"{name}.weight"]
+
+    def linear(x: Any, name: str) -> Any:
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def rotated(x: Any) -> Any:
+        half = size // 2
+        frequencies = CONFIG["rope_theta"] ** (-torch.arange(half) / half)
+        angles = torch.arange(x.shape[1])[:, None] * frequencies
+        a, b = x[..., :half], x[..., half:]
+        parts = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
+        return torch.cat(parts, dim=-1)
+
+    h, e = (part.float() for part in torch.from_numpy(pairs).chunk(2, dim=-1))
+    joined = torch.cat([norm(h, "hidden_layernorm"), norm(e, "token_layernorm")], dim=-1)
+    x = linear(joined, "input_proj")
+    y = norm(x, "input_layernorm")
+    q, k, v = (
+        linear(y, f"self_attn.{name}_proj").view(len(y), count, size).transpose(0, 1)
+        for name, count in (("q", num_heads), ("k", num_key_heads), ("v", num_key_heads))
+    )
+    k, v = (t.repeat_interleave(num_heads // num_key_heads, dim=0) for t in (rotated(k), v))
+    attended = functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+    x = x + linear(attended.transpose(0, 1).reshape(len(y), -1), "self_attn.o_proj")
+    y = norm(x, "post_attention_layernorm")
+    gated = functional.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj")
+    return norm(x + linear(gated, "mlp.down_proj"), "final_layernorm")
+
+
+@pytest.mark.torch
+def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
+    model: nn.Module, module: Any, config: dict[str, Any]
+) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    tensors, target = module_tensors(config), Target(model)
+    drafting = as_proposer(module).open(target, PROMPT, True, [])
+    embed = lambda tokens: np.array(target.embed(mx.array(tokens)))  # noqa: E731
+    drafting.reader.read(mx.array(states_of(model, PROMPT)[:-1]))
+    text = [*PROMPT]
+    for drafts, num_accepted, bonus, skips in (
+        ([], 0, 11, False),
+        ([7, 8, 9], 2, 30, False),
+        ([4, 2], 0, 21, True),
+        ([33, 1, 6], 3, 50, False),
+    ):
+        length, path = len(text) - 1, [text[-1], *drafts]
+        states = states_of(model, [*text, *drafts])[length:]
+        flight = flight_of(path, num_accepted, bonus, length, mx.array(states))
+        text += [*drafts[:num_accepted], bonus]
+        if skips:
+            drafting.skip(flight)
+            continue
+        tree = drafting.propose(flight, DraftPlan.of(1, 4, 4), None)
+        chain = to_ints(tree.tokens)[1:]
+        scores = np.diff([0.0, *tree.read().scores])
+        # A pair for every token but the first: the state before it, and its embedding.
+        pairs = np.concatenate([states_of(model, text)[:-1], embed(text[1:])], axis=1)
+        for token, score in zip(chain, scores, strict=True):
+            output = published(torch, tensors, pairs)[-1:].numpy()
+            logits = target.logits(mx.array(output))[0]
+            log_probs = np.array(logits - mx.logsumexp(logits))
+            assert score == pytest.approx(float(log_probs[token]), abs=1e-5)
+            pairs = np.concatenate([pairs, np.concatenate([output, embed([token])], axis=1)])
+
+
+def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
+    tokenizer, prompt = wrapped_tokenizer(64), options.pop("prompt", PROMPT)
+    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)]
+
+
+def test_texts_are_those_of_plain_decoding(model: nn.Module, module: Any) -> None:
+    expected = stock_tokens(model, PROMPT, 24)
+    sampling: dict[str, Any] = {"temp": 0.9, "seed": 3, "max_tokens": 24}
+    sampled = _tokens(model, None, **sampling)
+    for shape in SHAPES:
+        assert_same_tokens(expected, _tokens(model, module, max_tokens=24, **shape), shape)
+        assert _tokens(model, module, **sampling, **shape) == sampled
+
+
+def test_turns_on_one_prompt_cache(model: nn.Module, module: Any) -> None:
+    for own in ([], module.make_cache()):
+        stock, cache = make_prompt_cache(model), make_prompt_cache(model)
+        for turn in (PROMPT, [60], [7, 8, 9]):
+            expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
+            options = {"max_tokens": 9, "prompt_cache": cache + own, **SHAPES[2]}
+            assert _tokens(model, module, prompt=turn, **options) == expected
+
+
+def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) -> Path:
+    """A published MiMo: the model, its MTP module and a tokenizer."""
+    config = {**CONFIG, "vocab_size": 512, "eos_token_id": 2}
+    model = named_parameters(tiny_mimo(config=config))
+    write(folder, {**model, **tensors}, config)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (stories.folder / name).exists():
+            shutil.copy(stories.folder / name, folder / name)
+    return folder
+
+
+def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path) -> None:
+    folder = own_folder(stories, tmp_path / "mimo", module_tensors())
+    sidecar = write(tmp_path / "mtp", module_tensors(), {**CONFIG, "vocab_size": 512})
+    assert recognise(sidecar)[0] == "MTP module"
+    assert "an MTP module, which needs no conversion" in inspect_checkpoint(sidecar).kind
+    for drafter in ("mtp", sidecar):
+        model, tokenizer, module = load(folder, drafter=drafter)
+        options: dict[str, Any] = {"max_tokens": 20, "beam_width": 2}
+        plain, drafted = (
+            generate(model, tokenizer, "Lily", drafter=one, **options) for one in (None, module)
+        )
+        assert drafted == plain
+
+
+def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
+    tensors = {**module_tensors(), PREFIX + name: tensor}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]] = {
+    "none": ({"model.norm.weight": mx.ones(3)}, CONFIG, CheckpointError, "no tensors model.mtp_la"),
+    "missing": (
+        changed("self_attn.k_proj.bias", None),
+        CONFIG,
+        CheckpointError,
+        r"self_attn\.k_proj\.bias is missing",
+    ),
+    "shape": (
+        changed("input_proj.weight", mx.ones((32, 32))),
+        CONFIG,
+        CheckpointError,
+        r"input_proj\.weight has shape \[32, 32\], expected \[32, 64\]",
+    ),
+    "unexpected": (changed("x.weight", mx.ones(2)), CONFIG, CheckpointError, r"x\.weight is not"),
+    "not finite": (
+        changed("final_layernorm.weight", mx.full((32,), mx.nan)),
+        CONFIG,
+        NonFiniteError,
+        r"final_layernorm\.weight",
+    ),
+    "another family": (
+        module_tensors(),
+        {**CONFIG, "model_type": "llama"},
+        ConfigError,
+        "of type mimo with an MTP module, found 'llama'",
+    ),
+    "sizes": (module_tensors(), {**CONFIG, "vocab_size": 0}, CheckpointError, "vocab_size 0"),
+    "no config": (module_tensors(), {"model_type": "mimo"}, CheckpointError, "does not describe"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
+    tensors, config, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        load_mtp(write(tmp_path, tensors, config))
+
+
+def test_modules_of_other_models_are_refused(module: Any) -> None:
+    target = Target(tiny_llama(vocab_size=65))
+    with pytest.raises(CheckpointError, match="vocab_size 64 does not match"):
+        as_proposer(module).check_fit(target, wrapped_tokenizer(65))

@@ -1,0 +1,63 @@
+"""States of a target's layers, and logits of states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.tree import TokenTree
+from tests.helpers.models import tiny_llama
+from tests.models.tiny_models import build, tiny_config
+
+PROMPT = [5, 17, 3, 60, 9, 12, 7]
+LAYERS = (2, 0, FINAL)
+
+
+def _layer_inputs(model: Any, tokens: list[int]) -> mx.array:
+    """Inputs of layers 2 and 0 and the final output, one layer after another."""
+    h = model.model.embed_tokens(mx.array([tokens]))
+    inputs = []
+    for layer in model.model.layers:
+        inputs.append(h)
+        h = layer(h, "causal", None)
+    return mx.concatenate([inputs[2], inputs[0], model.model.norm(h)], axis=-1)[0]
+
+
+def test_states_are_those_of_the_layers_and_logits_stay() -> None:
+    model = tiny_llama(seed=4)
+    plain = Target(tiny_llama(seed=4))
+    target = Target(model)
+    target.watch(LAYERS)
+    prompt = mx.array(PROMPT)
+    expected = _layer_inputs(model, [*PROMPT, 8, 9])
+    chunks: list[mx.array] = []
+    cache, other = target.new_cache(), plain.new_cache()
+    ignore: Any = lambda *_: None  # noqa: E731
+    outputs = target.prefill(prompt, cache, 4, ignore, LAYERS, chunks.append)
+    reference = plain.prefill(prompt, other, 4, ignore)
+    assert reference.states is None
+    assert mx.array_equal(outputs.logits, reference.logits).item()
+    assert [chunk.shape[0] for chunk in chunks] == [4, 2]
+    states = mx.concatenate([*chunks, outputs.states])
+    assert mx.allclose(states, expected[: len(PROMPT)], atol=1e-5).item()
+    tree = TokenTree.of([8, 9, 30], [0, 0, 0])
+    outputs, reference = target.verify(tree, cache, LAYERS), plain.verify(tree, other)
+    assert mx.array_equal(outputs.logits, reference.logits).item()
+    assert mx.allclose(outputs.states[:2], expected[len(PROMPT) :], atol=1e-5).item()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "granite", "gpt_neox"])
+def test_logits_of_states_are_the_models(model_type: str) -> None:
+    """With the scales and caps that models have after their heads."""
+    target = Target(build(tiny_config(model_type)))
+    outputs = target.advance(mx.array([7]), target.new_cache())
+    assert mx.allclose(target.logits(outputs.hidden_states), outputs.logits, atol=1e-5).item()
+
+
+def test_layers_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 2 of the target .* found 3"):
+        Target(tiny_llama()).watch((0, 3))
