@@ -181,7 +181,7 @@ def _test(eagle: Eagle, name: str | Path) -> EagleTest:
     prompts = [encode_question(tokenizer, prompt) for prompt in PROMPTS]
     texts = [(*_decode(target, prompt, layers), len(prompt)) for prompt in prompts]
     found = [match for text in texts for match in _compare(eagle, target, *text)]
-    other = _with_rope(eagle, rope_of(read_config(find_checkpoint(name, CONFIG_ONLY))))
+    other = with_rope(eagle, rope_of(read_config(find_checkpoint(name, CONFIG_ONLY))))
     if other is None:
         return EagleTest(len(found), sum(found) / len(found), None, False)
     others = [match for text in texts for match in _compare(other, target, *text)]
@@ -194,7 +194,7 @@ def _test(eagle: Eagle, name: str | Path) -> EagleTest:
     )
 
 
-def _with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
+def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
     """The same weights with another rotary embedding; None where it is the same."""
     config = replace(eagle.config, **rope)
     if config == eagle.config:
