@@ -65,7 +65,7 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     Raises:
         CheckpointError: Two names stand for the same tensor.
     """
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
         own = name.removeprefix("model.")
         if own not in LEFT_OUT and not own.endswith("rotary_emb.inv_freq"):
