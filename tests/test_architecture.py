@@ -24,6 +24,7 @@ ORDER = [
     "topk",
     "tree",
     "target",
+    "kernels",
     "decoding",
     "proposers",
     "policy",
