@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_redrafter import loading, stream_generate
+from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.kernels.layers import choices, quantised_layers
 from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
@@ -170,6 +171,15 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
     model = _model()
     use_kernels(model)
     assert choices(model) == ()
+
+
+def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+    monkeypatch.setattr(loading, "use_kernels", tried.append)
+    Pair(no_kernels=True).load()
+    assert tried == []
+    model, *_ = Pair().load()
+    assert tried == [model]
 
 
 @needs_emulator
