@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_redrafter.cli.check_kernels import check_available, check_kernels
 from mlx_redrafter.cli.loading import AdaptedPair
 from mlx_redrafter.cli.options import (
     PROMPT,
@@ -59,6 +60,14 @@ def check(
     text: CheckedText,
     drafting: Drafting,
     ignore_chat_template: IgnoreChatTemplate = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Compare and time this package's kernels for Apple GPUs instead, on the target's "
+            "weights.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -68,6 +77,10 @@ def check(
     float16 kernels for one and for several tokens may break differently. With --kv-bits the same
     rounding may change a code, which counts for more: gaps may be larger, in any dtype.
     """
+    if kernels:
+        check_available()
+        check_kernels(pair.load(kernels=False)[0], as_json)
+        return
     check_int("max_tokens", text.max_tokens, 1)
     options = generation_options(text, drafting)  # checked before anything is loaded
     target, tokenizer, drafter = pair.load()

@@ -53,6 +53,14 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Run code from the target's checkpoint.", rich_help_panel=MODEL
     ),
 ]
+NoKernels = Annotated[
+    bool,
+    typer.Option(
+        "--no-kernels",
+        help="Only MLX's own kernels; so does MLX_REDRAFTER_KERNELS=0.",
+        rich_help_panel=MODEL,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Pair:
 
     model: Model = None
     drafter: AnyDrafter = None
+    no_kernels: NoKernels = False
 
     @property
     def drafter_name(self) -> str | None:
@@ -79,7 +88,8 @@ class Pair:
         from mlx_redrafter.loading import load
         from mlx_redrafter.proposers.lookup import Lookup
 
-        model, tokenizer, drafter = load(self.model, **{"drafter": self.drafter, **options})
+        own = {"drafter": self.drafter, "kernels": not self.no_kernels}
+        model, tokenizer, drafter = load(self.model, **{**own, **options})
         if self.model is None:
             _say_bundled(model)
         return model, tokenizer, Lookup() if drafter is None else drafter

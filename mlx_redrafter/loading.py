@@ -16,6 +16,7 @@ from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
 from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, first_line
+from mlx_redrafter.policy.kernel_trials import use_kernels
 from mlx_redrafter.policy.precision import choose_precision
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
@@ -43,6 +44,7 @@ def load(
     tokenizer_config: Mapping[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
+    kernels: bool = True,
 ) -> tuple[nn.Module, TokenizerWrapper, LoadedDrafter | None]:
     """Load a model with mlx-lm, and what drafts for it.
 
@@ -64,6 +66,8 @@ def load(
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
+        kernels: Whether quantised layers may verify trees with kernels of this package, on Apple
+            GPUs, where a trial shows the bits of MLX's own and less time.
 
     Returns:
         The stock mlx-lm model, its tokenizer, and the drafter or None; all weights in memory, so
@@ -99,6 +103,8 @@ def load(
     target = Target(model)
     if loaded is not None:
         as_proposer(loaded).check_fit(target, tokenizer)
+    if kernels:
+        use_kernels(model)
     if isinstance(loaded, Drafter):
         loaded = choose_precision(loaded, target)
     return model, tokenizer, loaded

@@ -25,6 +25,7 @@ ORDER = [
     "topk",
     "tree",
     "target",
+    "kernels",
     "decoding",
     "proposers",
     "policy",

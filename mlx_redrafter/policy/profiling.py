@@ -22,6 +22,7 @@ from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import InFlight, Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
 from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.timing_cache import load_or_measure
@@ -115,9 +116,9 @@ def step_costs(
 ) -> StepCosts:
     """What steps take, by their parts; timed unless a file knows it.
 
-    Times take a few seconds and are kept per model, dtype, proposer, device and MLX version in the
-    user's cache folder. Attention takes time in proportion to the context, so the part of a long
-    one is timed once and scaled.
+    Times take a few seconds and are kept per model, dtype, kernels, proposer, device and MLX
+    version in the user's cache folder. Attention takes time in proportion to the context, so the
+    part of a long one is timed once and scaled.
 
     Args:
         target: The model.
@@ -195,7 +196,7 @@ def _known_seconds(
         seconds = time_steps(target, proposer, context, quantisation)
         return {name: seconds[kind] for name, kind in kinds.items()}
 
-    what = timed, context, quantisation
+    what = (timed, context, quantisation, *choices(target.model))
     seconds = load_or_measure(what, (target.model, *modules), kinds, measure)
     return {kind: seconds[name] for name, kind in kinds.items()}
 

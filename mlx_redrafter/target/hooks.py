@@ -69,6 +69,11 @@ def tree_positions(positions: TreePositions) -> Iterator[None]:
         _positions.reset(token)
 
 
+def is_verifying() -> bool:
+    """Whether a forward pass over a tree is being built."""
+    return _positions.get() is not None
+
+
 @contextmanager
 def captured_output() -> Iterator[list[mx.array]]:
     """Collect the outputs of modules hooked with `capture` that are called inside."""

@@ -1,0 +1,1 @@
+"""Kernels of this package for Apple GPUs."""

@@ -1,0 +1,115 @@
+"""Layers with quantised matrices, and the use of `small_t` in them.
+
+A layer uses it while a tree is verified and at no other time, so that prompts are processed as
+mlx-lm does, with its kernels.
+
+Axes: T rows of inputs, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.kernels.small_t import small_t
+from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape, Variant
+from mlx_redrafter.target.hooks import HookPoint, install, is_verifying
+
+# The methods that multiply.
+METHODS: dict[type[nn.Module], str] = {
+    nn.QuantizedLinear: "__call__",
+    nn.QuantizedEmbedding: "as_linear",
+}
+# Where mlx-lm's layers with adapters are; those inside them are left alone.
+ADAPTERS = "mlx_lm.tuner."
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer uses.
+
+    Attributes:
+        shape: Shape of its matrix.
+        variant: Variant of the kernel.
+        rows: Values of T for which the kernel takes the place of MLX's.
+    """
+
+    shape: MatrixShape
+    variant: Variant
+    rows: tuple[int, ...]
+
+
+def is_available() -> bool:
+    """Whether there is an Apple GPU, and it is what computes."""
+    return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
+
+
+def quantised_layers(model: nn.Module) -> dict[MatrixShape, list[nn.Module]]:
+    """The layers that may use kernels, in the model's order, by their matrices' shapes."""
+    modules = model.modules()
+    adapted = {
+        id(inner)
+        for module in modules
+        if type(module).__module__.startswith(ADAPTERS)
+        for inner in module.modules()
+    }
+    found: dict[MatrixShape, list[nn.Module]] = {}
+    for module in modules:
+        if _stock_type(module) in METHODS and id(module) not in adapted:
+            shape = _shape(module)
+            if shape is not None and shape.is_offered:
+                found.setdefault(shape, []).append(module)
+    return found
+
+
+def stock_product(layer: nn.Module) -> Callable[[mx.array], mx.array]:
+    """The layer's own method: inputs of shape (..., K) to outputs of shape (..., N)."""
+    return cast(Any, getattr(layer, METHODS[_stock_type(layer)]))
+
+
+def product(layer: nn.Module, x: mx.array, variant: Variant) -> mx.array:
+    """What `stock_product` returns for x of shape (T, K), by `small_t`; shape (T, N)."""
+    y = small_t(x, layer["weight"], layer["scales"], layer["biases"], variant)
+    return y + layer["bias"] if "bias" in layer else y
+
+
+def use(layer: nn.Module, choice: Choice) -> None:
+    """Let a layer use the kernel from now on."""
+    layer.redrafter_kernel = choice
+    install(HookPoint(layer, METHODS[_stock_type(layer)], _multiply))
+
+
+def choices(model: nn.Module) -> tuple[str, ...]:
+    """What the layers of a model use, in a form that can be part of a key; often nothing."""
+    found = {repr(vars(module).get("redrafter_kernel")) for module in model.modules()}
+    return tuple(sorted(found - {repr(None)}))
+
+
+def _multiply(call: MethodType, x: mx.array) -> mx.array:
+    """Hook for a layer that uses a kernel."""
+    layer = cast(Any, call.__self__)
+    choice: Choice = layer.redrafter_kernel
+    rows = x.size // choice.shape.inputs
+    dtype = DTYPES[choice.variant.dtype]
+    if not is_verifying() or rows not in choice.rows or x.dtype != dtype or not is_available():
+        return call(x)
+    y = product(layer, x.reshape(rows, -1), choice.variant)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _stock_type(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "redrafter_stock", type(module))
+
+
+def _shape(layer: Any) -> MatrixShape | None:
+    """Shape of an affine matrix; None for one of another mode."""
+    if layer.mode != "affine":
+        return None
+    outputs, words = layer.weight.shape
+    dtype = str(layer.scales.dtype).removeprefix("mlx.core.")
+    return MatrixShape(layer.bits, layer.group_size, dtype, words * WORD // layer.bits, outputs)

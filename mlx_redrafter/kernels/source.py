@@ -1,0 +1,144 @@
+"""The Metal source of `small_t`: a product with a quantised matrix for several rows at once.
+
+Every row is computed in the order of MLX's kernel for one row, expression by expression: the same
+inputs per lane, blocks, additions, and at the end the sum over a SIMD group. Only loops are
+exchanged: MLX unpacks a weight once for every row of inputs, this kernel once for all of them.
+
+Axes: T rows of inputs, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from mlx_redrafter.kernels.variant import Variant
+
+# Most rows of one launch: with more, sums of a thread would not fit into its registers.
+MOST_ROWS = 8
+# SIMD groups per threadgroup, as in MLX.
+SIMD_GROUPS = 2
+
+SOURCE = """\
+typedef {dtype} number;
+constexpr int BITS = {bits};
+constexpr int GROUP = {group_size};   // weights per scale and bias
+constexpr int ROWS = {rows};          // T
+constexpr int TILE = {tile};          // outputs per SIMD group
+constexpr int VALUES = {values};      // inputs of a lane per block
+constexpr int BLOCK = 32 * VALUES;
+
+const int K = x_shape[1];
+const int N = w_shape[0];
+const int groups = K / GROUP;
+const int bytes = K / 8 * BITS;
+const int lane = thread_index_in_simdgroup;
+// The last tile is moved back and computes some outputs again, to the same bits.
+const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
+
+const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
+const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
+const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
+const device number* xl = x + lane * VALUES;
+
+float results[TILE][ROWS] = {{}};
+for (int k = lane * VALUES; k < K; k += BLOCK) {{
+  float dots[TILE][ROWS] = {{}};
+  float sums[ROWS] = {{}};
+  for (int i = 0; i < VALUES; i += 4) {{
+    float inputs[ROWS][4];
+    for (int t = 0; t < ROWS; t++) {{
+      const device number* v = xl + t * K + i;
+{load}
+    }}
+    for (int r = 0; r < TILE; r++) {{
+      const device uchar* packed = wl + r * bytes + i * BITS / 8;
+{unpack}
+      for (int t = 0; t < ROWS; t++) {{
+        const thread float* v = inputs[t];
+{multiply}
+      }}
+    }}
+  }}
+  for (int r = 0; r < TILE; r++) {{
+    const float s = sl[r * groups];
+    const float b = bl[r * groups];
+    for (int t = 0; t < ROWS; t++) {{
+      results[r][t] += s * dots[r][t] + sums[t] * b;
+    }}
+  }}
+  wl += BLOCK * BITS / 8;
+  sl += BLOCK / GROUP;
+  bl += BLOCK / GROUP;
+  xl += BLOCK;
+}}
+
+for (int r = 0; r < TILE; r++) {{
+  for (int t = 0; t < ROWS; t++) {{
+    const float total = simd_sum(results[r][t]);
+    if (lane == 0) {{
+      y[size_t(t) * N + first + r] = static_cast<number>(total);
+    }}
+  }}
+}}
+"""
+
+# Four inputs: their sum, and what weights that stay where they are packed are multiplied by.
+LOAD = {
+    4: """\
+      sums[t] += {sum};
+      inputs[t][0] = v[0];
+      inputs[t][1] = v[1] / 16.0f;
+      inputs[t][2] = v[2] / 256.0f;
+      inputs[t][3] = v[3] / 4096.0f;""",
+    8: """\
+      for (int j = 0; j < 4; j++) {{
+        sums[t] += v[j];
+        inputs[t][j] = v[j];
+      }}""",
+}
+SUM = {
+    True: "float(v[0]) + float(v[1]) + float(v[2]) + float(v[3])",
+    False: "v[0] + v[1] + v[2] + v[3]",
+}
+# The four weights.
+UNPACK = {
+    4: """\
+      const ushort u = *(const device ushort*)packed;
+      const float q[4] = {
+          float(u & 0x000f), float(u & 0x00f0), float(u & 0x0f00), float(u & 0xf000)};""",
+    8: """\
+      const float q[4] = {
+          float(packed[0]), float(packed[1]), float(packed[2]), float(packed[3])};""",
+}
+MULTIPLY = {
+    4: """\
+        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];""",
+    8: """\
+        for (int j = 0; j < 4; j++) {
+          dots[r][t] += v[j] * q[j];
+        }""",
+}
+
+
+def tile(rows: int) -> int:
+    """Outputs per SIMD group: as many as leave a thread's sums in its registers."""
+    return 4 if rows <= 5 else 2
+
+
+def metal_source(variant: Variant, rows: int) -> str:
+    """The body of the kernel for T rows, as `mx.fast.metal_kernel` takes it.
+
+    Its arguments are x of shape (T, K), w of shape (N, K * bits / 32), scales and biases of shape
+    (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w, which is uint32.
+    One SIMD group computes `tile` outputs of all rows.
+    """
+    bits = variant.bits
+    return SOURCE.format(
+        dtype={"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}[variant.dtype],
+        bits=bits,
+        group_size=variant.group_size,
+        rows=rows,
+        tile=tile(rows),
+        values=variant.values,
+        load=LOAD[bits].format(sum=SUM[variant.sums == "float32"]),
+        unpack=UNPACK[bits],
+        multiply=MULTIPLY[bits],
+    )

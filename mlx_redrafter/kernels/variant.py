@@ -1,0 +1,99 @@
+"""Variants of the kernel: what its arithmetic depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+BITS, GROUP_SIZES = (4, 8), (32, 64, 128)
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+# Lanes of a SIMD group, and bits of a word of packed weights.
+LANES, WORD = 32, 32
+# Input sizes for which MLX has one-row kernels of another kind, with four lanes.
+FOUR_LANES = (64, 128)
+# MLX's own tiles; smaller matrices take another way through its kernels.
+LEAST_OUTPUTS = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An order of additions over weights of one format.
+
+    Attributes:
+        bits: Bits of a weight.
+        group_size: Weights that share a scale and a bias.
+        dtype: Name of the dtype of inputs, scales, biases and outputs.
+        order: MLX's one-row kernel whose order it is: "qmv_fast" gives a lane two words of weights
+            in a row, "qmv" one.
+        sums: Dtype in which four inputs are added up: "float32" since MLX 0.32.3 or 0.32.4, before
+            that it was ``dtype``. Only with 4 bits is there a difference.
+    """
+
+    bits: int
+    group_size: int
+    dtype: str
+    order: Literal["qmv_fast", "qmv"] = "qmv_fast"
+    sums: str = "float32"
+
+    @property
+    def values(self) -> int:
+        """Inputs of a lane per block."""
+        return (2 if self.order == "qmv_fast" else 1) * WORD // self.bits
+
+    @property
+    def block(self) -> int:
+        """Inputs of all lanes per block."""
+        return LANES * self.values
+
+    def __str__(self) -> str:
+        sums = "" if self.sums == "float32" else f"_{self.sums}_sums"
+        return f"{self.order}_{self.bits}_bits_{self.group_size}_{self.dtype}{sums}"
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """Format and size of a quantised matrix of N rows and K columns.
+
+    Attributes:
+        bits: Bits of a weight.
+        group_size: Weights that share a scale and a bias.
+        dtype: Name of the dtype of scales and biases.
+        inputs: K.
+        outputs: N.
+    """
+
+    bits: int
+    group_size: int
+    dtype: str
+    inputs: int
+    outputs: int
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether there are kernels for it."""
+        return (
+            self.bits in BITS
+            and self.group_size in GROUP_SIZES
+            and self.dtype in DTYPES
+            and self.inputs not in FOUR_LANES
+            and self.outputs >= LEAST_OUTPUTS
+        )
+
+    def variants(self) -> Iterator[Variant]:
+        """What MLX's one-row kernel may be for it; the likeliest comes first."""
+        own_sums = () if self.bits == 8 or self.dtype == "float32" else (self.dtype,)
+        for sums in ("float32", *own_sums):
+            fast = Variant(self.bits, self.group_size, self.dtype, "qmv_fast", sums)
+            if self.inputs % fast.block == 0:
+                yield fast
+            yield Variant(self.bits, self.group_size, self.dtype, "qmv", sums)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.outputs} x {self.inputs}, {self.bits} bits, groups of {self.group_size}, "
+            f"{self.dtype}"
+        )

@@ -1,0 +1,31 @@
+"""The kernel's sources: those on record, and on an Apple GPU what its compiler makes of them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter.kernels.layers import quantised_layers
+from mlx_redrafter.kernels.variant import BITS, DTYPES
+from mlx_redrafter.policy import kernel_trials
+from mlx_redrafter.policy.kernel_trials import try_kernel
+from tests.golden.record_small_t import FILE, record
+
+
+def test_sources_are_those_on_record() -> None:
+    assert record() == FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
+@pytest.mark.parametrize("number", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_on_an_apple_gpu(monkeypatch: pytest.MonkeyPatch, number: int, dtype: str) -> None:
+    monkeypatch.setattr(kernel_trials, "load_or_measure", lambda *args: args[-1]())
+    model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100))
+    model.set_dtype(DTYPES[dtype])
+    nn.quantize(model, 32, number)
+    for shape, layers in quantised_layers(model).items():
+        trial = try_kernel(shape, layers)
+        assert trial.failure is None, f"{shape}: {trial.failure}"

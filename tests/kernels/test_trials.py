@@ -1,0 +1,304 @@
+"""Trials at load accept kernels that are equal and faster, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.tuner.lora import LoRALinear
+
+from mlx_redrafter import loading, stream_generate
+from mlx_redrafter.cli.loading import Pair
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.kernels.layers import choices, quantised_layers
+from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
+from mlx_redrafter.kernels.variant import MatrixShape, Variant
+from mlx_redrafter.policy import kernel_trials
+from mlx_redrafter.policy.kernel_trials import KERNEL, ROWS, STOCK, try_kernel, use_kernels
+from mlx_redrafter.target.target import Target
+from tests.helpers.cli import run
+from tests.helpers.drafts import Scripted, grow, make_tree
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.kernels.emulator import Kernels, bits, needs_emulator
+from tests.kernels.stand_in import emulated, stand_in
+
+VOCAB_SIZE = 64
+FORMAT = Variant(4, 32, "float16", "qmv")
+# Constants of the arithmetic: how each stands in the source, and another one.
+CONSTANTS = {
+    4: [
+        ("VALUES = 16", "VALUES = 8"),
+        ("/ 16.0f", "/ 32.0f"),
+        ("/ 256.0f", "/ 128.0f"),
+        ("/ 4096.0f", "/ 2048.0f"),
+        ("0x000f", "0x0007"),
+        ("0x00f0", "0x0070"),
+        ("0x0f00", "0x0700"),
+        ("0xf000", "0x7000"),
+    ],
+    8: [
+        ("VALUES = 8", "VALUES = 4"),
+        ("packed[3]", "packed[2]"),
+        ("BITS = 8", "BITS = 4"),
+        ("GROUP = 32", "GROUP = 64"),
+        ("BLOCK = 32", "BLOCK = 16"),
+        ("i += 4", "i += 8"),
+        ("sums[t] * b", "b"),
+    ],
+}
+
+
+def _half_as_long(layers: object, variant: object, x: object) -> dict[str, float]:
+    """Times of a machine where our kernels take half of MLX's time, but not for 5 rows."""
+    return {
+        f"{way} {rows}": 1.0 if way == STOCK or rows == 5 else 0.5
+        for rows in ROWS
+        for way in (STOCK, KERNEL)
+    }
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    """What the layers of `_model` may use."""
+    variants = [FORMAT, Variant(4, 32, "float16", "qmv", sums="float16")]
+    return emulated((variant, t) for variant in variants for t in range(2, MOST_ROWS + 1))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    """A machine with an Apple GPU, as far as these tests can tell."""
+    stand_in(monkeypatch, kernels)
+    monkeypatch.setattr(kernel_trials, "time_products", _half_as_long)
+
+
+def _model() -> nn.Module:
+    """A tiny model in float16 and 4 bits but where 48 inputs are no multiple of a group."""
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=2)
+    model.set_dtype(mx.float16)
+
+    def fits(_: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] == 32
+
+    nn.quantize(model, 32, 4, class_predicate=fits)
+    mx.eval(model.parameters())
+    return model
+
+
+def _layer(number: int, outputs: int = 32, inputs: int = 512) -> tuple[MatrixShape, nn.Module]:
+    layer = nn.QuantizedLinear(inputs, outputs, group_size=32, bits=number)
+    return MatrixShape(number, 32, "float32", inputs, outputs), layer
+
+
+def _logits(model: nn.Module, follow: bool) -> list[mx.array]:
+    """Bits of the logits of a tree's nodes, at once or, to ``follow``, token by token."""
+    target, text = Target(model), mx.array([1, 5, 9])
+    tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
+
+    def start() -> Any:
+        cache = target.new_cache()
+        target.prefill(text, cache, 512, lambda done, total: None)
+        return cache
+
+    if not follow:
+        logits = target.verify(make_tree(tokens, parents, 4), start()).logits
+        return [bits(row) for row in logits[: len(tokens)]]
+    found = []
+    for node in range(len(tokens)):
+        path = [node]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        cache = start()
+        for above in path[::-1]:
+            logits = target.advance(mx.array([tokens[above]]), cache).logits
+        found.append(bits(logits[0]))
+    return found
+
+
+def _are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
+    return all(mx.array_equal(*pair) for pair in zip(first, second, strict=True))
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_logits_of_trees_have_the_bits_of_single_tokens() -> None:
+    model = _model()
+    plain = _logits(model, follow=True)
+    assert not _are_equal(_logits(model, follow=False), plain)  # another order of additions
+    use_kernels(model)
+    assert _are_equal(_logits(model, follow=False), plain)
+    assert _are_equal(_logits(model, follow=True), plain)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_drafted_text_is_plain_text() -> None:
+    model, tokenizer = _model(), wrapped_tokenizer(VOCAB_SIZE)
+    plain = stock_tokens(model, [1, 5, 9], 16)
+    use_kernels(model)
+    drafted = [
+        response.token
+        for response in stream_generate(
+            model, tokenizer, [1, 5, 9], drafter=Scripted(ids(plain), VOCAB_SIZE), max_tokens=16
+        )
+    ]
+    assert_same_tokens(plain, drafted, "with kernels")
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_equal_kernels_are_used_where_they_are_faster() -> None:
+    model = _model()
+    before = choices(model)
+    use_kernels(model)
+    assert before == ()
+    (*_, last) = choices(model)
+    assert len(choices(model)) == 4  # N is 16, 32, 48 and 64; a part of the key of step times
+    assert "rows=(2, 3, 4, 6, 7, 8" in last
+    assert "16)" in last
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel_trials.SWITCH, "0")
+    model = _model()
+    use_kernels(model)
+    assert choices(model) == ()
+
+
+def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+    monkeypatch.setattr(loading, "use_kernels", tried.append)
+    Pair(no_kernels=True).load()
+    assert tried == []
+    model, *_ = Pair().load()
+    assert tried == [model]
+
+
+@needs_emulator
+@pytest.mark.parametrize(("number", "wrong"), [(n, w) for n in CONSTANTS for w in CONSTANTS[n]])
+def test_a_wrong_constant_is_refused(
+    monkeypatch: pytest.MonkeyPatch, number: int, wrong: tuple[str, str]
+) -> None:
+    shape, layer = _layer(number)
+    variant = Variant(number, 32, "float32")
+    source = metal_source(variant, 3)
+    assert wrong[0] in source
+    kernels = Kernels({(variant, 3): source.replace(*wrong)})
+    stand_in(monkeypatch, kernels)
+    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
+    trial = try_kernel(shape, [layer])
+    assert (trial.variant, trial.error) == (None, None)
+    assert trial.failure == "its bits are not those of MLX's kernel for one row"
+
+
+@needs_emulator
+def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, layer = _layer(8)
+    variant = Variant(8, 32, "float32")
+    stand_in(monkeypatch, emulated([(variant, 3)]))
+    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    trial = try_kernel(shape, [layer])
+    assert trial.variant == variant
+    assert trial.times[3].kernel > trial.times[3].stock > 0  # threads are slow in the emulator
+    assert trial.rows == ()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
+    """A machine whose compiler takes no kernel."""
+
+    def refuse(*args: object) -> Callable[..., object]:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
+
+    monkeypatch.setattr("mlx_redrafter.kernels.small_t._kernel", refuse)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("broken")
+def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    model = _model()
+    with caplog.at_level(logging.WARNING):
+        use_kernels(model)
+    assert choices(model) == ()
+    (line,) = caplog.messages
+    assert line == (
+        "MLX's kernels are used for 4 of 4 shapes of matrices: for 64 x 32, 4 bits, groups of 32, "
+        "float16, [metal::Device] Unable to build metal library from source; "
+        "`redrafter-mlx check --kernels` shows all"
+    )
+
+
+def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
+    model = nn.Sequential(
+        LoRALinear.from_base(nn.QuantizedLinear(32, 16, group_size=32, bits=4)),
+        nn.QuantizedLinear(32, 16, group_size=32, bits=3),
+        nn.QuantizedLinear(64, 16, group_size=32, bits=4),  # MLX has a kernel for 64 inputs
+        nn.QuantizedLinear(32, 16, group_size=32, mode="mxfp4"),
+        nn.QuantizedLinear(32, 24, group_size=32, bits=4),
+        nn.QuantizedEmbedding(40, 32, group_size=32, bits=8),
+    )
+    found = [(shape.outputs, len(layers)) for shape, layers in quantised_layers(model).items()]
+    assert found == [(24, 1), (40, 1)]
+
+
+def test_the_order_of_variants() -> None:
+    names = [str(one) for one in MatrixShape(4, 64, "float16", 1024, 8).variants()]
+    assert names == [
+        "qmv_fast_4_bits_64_float16",
+        "qmv_4_bits_64_float16",
+        "qmv_fast_4_bits_64_float16_float16_sums",
+        "qmv_4_bits_64_float16_float16_sums",
+    ]
+    names = [str(one) for one in MatrixShape(8, 32, "bfloat16", 320, 8).variants()]
+    assert names == ["qmv_8_bits_32_bfloat16"]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded: list[dict[str, Any]] = []
+
+    def load(*args: object, **options: Any) -> tuple[nn.Module, None, None]:
+        loaded.append(options)
+        return _model(), None, None
+
+    monkeypatch.setattr(loading, "load", load)
+    shown = run(capsys, "check", "--kernels", "--model", "a")
+    assert (shown.code, shown.err) == (0, "")
+    assert loaded[0]["kernels"] is False
+    first, second, third, fourth, *_ = shown.out.splitlines()
+    assert first.startswith("chip ")
+    assert "mlx 0." in first
+    assert second == "64 x 32, 4 bits, groups of 32, float16; layers: 2"
+    assert third == "  equal: qmv_4_bits_32_float16"
+    assert fourth == "   2 rows: 500.000 ms, MLX's 1000.000 ms, used"
+    assert "   5 rows: 1000.000 ms, MLX's 1000.000 ms\n" in shown.out
+
+
+@needs_emulator
+@pytest.mark.usefixtures("broken")
+def test_the_table_of_what_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (_model(), None, None))
+    shown = run(capsys, "check", "--kernels", "--model", "a", "--json")
+    assert shown.code == 1
+    (shape, *_) = json.loads(shown.out)["shapes"]
+    assert shape["failure"].startswith("[metal::Device] Unable to build")
+    assert shape["rows"] == []
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is an Apple GPU")
+def test_the_table_needs_an_apple_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run(capsys, "check", "--kernels")
+    assert (shown.code, shown.out) == (2, "")
+    assert "--kernels needs an Apple GPU, found Device(" in shown.err
