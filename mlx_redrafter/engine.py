@@ -124,31 +124,55 @@ class Engine:
                 or the engine is closed.
             UnsupportedTargetError: Trees in this prompt cache would not be exact.
         """
-        if self._is_closed:
-            raise ConfigError("the engine is closed; make a new one")
-        chosen = GenerationOptions(**options)
+        layers = _as_list("prompt_cache", prompt_cache)
+        _claims.check(layers)  # first of all, as caches in use hold what they may
+        chosen = self._options(options)
         if sampler is not None and chosen.given_sampling:
             given = ", ".join(chosen.given_sampling)
             raise ConfigError(f"sampler= replaces {given}; give one or the other")
         _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
         processors = _as_list("logits_processors", logits_processors)
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
-        layers = _as_list("prompt_cache", prompt_cache)
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
-        _claims.check(layers)  # first of all, as caches in use hold what they may
-        ids = encode_prompt(self.tokenizer, prompt)
-        request = Request(
-            prompt=ids,
-            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
-            max_tokens=chosen.max_tokens,
-            prefill_step_size=chosen.prefill_step_size,
+        request = self._request(
+            prompt,
+            chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
         text = self._open(request, chosen, history, sampler, processors, prompt_cache)
         stream = ResponseStream(text, self.tokenizer)
         _claims.claim(layers, stream)
+        self._streams.add(stream)
+        return stream
+
+    def stream_batch(
+        self,
+        prompts: Sequence[str | Sequence[int] | mx.array],
+        *,
+        batch_size: int = 8,
+        **options: Any,
+    ) -> BatchStream:
+        """Texts that share their forward passes; each is what `stream` makes of its prompt.
+
+        Args:
+            prompts: Texts, or token ids; the texts come in this order as others end.
+            batch_size: Most texts at once.
+            **options: Fields of `GenerationOptions`, which hold for every text, the seed too.
+
+        Raises:
+            ConfigError: As `stream`; an error says which prompt is meant.
+            UnsupportedTargetError: The model has layers that do not attend to all tokens.
+        """
+        chosen = self._options(options)
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
+        if chosen.quantisation is not None:
+            raise ConfigError("kv_bits has no batches; leave it out, or use stream for each text")
+        requests = [self._request(prompt, chosen) for prompt in prompts]
+        texts = (self._open(request, chosen, (), None, (), None) for request in requests)
+        stream = BatchStream(Batch(self.target), texts, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
 
@@ -167,6 +191,27 @@ class Engine:
         self._is_closed = True
         for stream in list(self._streams):
             stream.cancel()
+
+    def _options(self, options: dict[str, Any]) -> GenerationOptions:
+        if self._is_closed:
+            raise ConfigError("the engine is closed; make a new one")
+        return GenerationOptions(**options)
+
+    def _request(
+        self,
+        prompt: str | Sequence[int] | mx.array,
+        options: GenerationOptions,
+        on_progress: ProgressCallback = lambda done, total: None,
+        leave_as_stock: bool = False,
+    ) -> Request:
+        return Request(
+            prompt=encode_prompt(self.tokenizer, prompt),
+            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
+            max_tokens=options.max_tokens,
+            prefill_step_size=options.prefill_step_size,
+            on_progress=on_progress,
+            leave_as_stock=leave_as_stock,
+        )
 
     def _open(
         self,

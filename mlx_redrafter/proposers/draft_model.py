@@ -310,7 +310,7 @@ class _TreeLevels(_DraftLevels):
         length = self.drafting.length
         root = length + self.flight.num_accepted
         positions = TreePositions(
-            mx.broadcast_to(root + depth, (width,)),
+            mx.broadcast_to(root + depth, (1, width)),
             length,
             self.drafting.cache.num_rows - length + depth,
         )

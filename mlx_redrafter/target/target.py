@@ -15,8 +15,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_redrafter.config import Quantisation
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.caches.batch import BatchCache
 from mlx_redrafter.target.caches.full import reserve_rows
-from mlx_redrafter.target.caches.kinds import LAYER_CACHES, parts_of
+from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, parts_of
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -103,6 +105,20 @@ class Target:
         check_prompt_cache(prompt_cache, own)
         return list(prompt_cache)
 
+    def new_batch_cache(self) -> BatchCache:
+        """A cache for several texts at once.
+
+        Raises:
+            UnsupportedTargetError: A layer does not attend to all tokens.
+        """
+        others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
+        if others:
+            raise UnsupportedTargetError(
+                f"expected a model whose layers attend to all tokens, found one with caches "
+                f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
+            )
+        return BatchCache(self.num_layers)
+
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
 
@@ -179,7 +195,24 @@ class Target:
         """
         cache.expect(tree)
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
-        positions = TreePositions(cache.length + tree.depths, cache.length, tree.max_depth + 1)
+        positions = TreePositions(
+            (cache.length + tree.depths)[None], cache.length, tree.max_depth + 1
+        )
         with captured_output() as outputs, tree_positions(positions):
             logits = self.model(tokens[None], cache=cache.layers)
         return TargetOutputs(logits[0], outputs[-1][0])
+
+    def verify_batch(self, trees: Sequence[TokenTree], cache: BatchCache) -> TargetOutputs:
+        """Process the trees of several texts at once, as `verify` does one.
+
+        Args:
+            trees: One per slot of the cache, all of N nodes.
+            cache: Gets the nodes' rows; `BatchCache.commit` keeps some of them.
+
+        Returns:
+            Outputs of the nodes of each slot, shapes (slots, N, V) and (slots, N, H).
+        """
+        positions = cache.expect(trees)
+        with captured_output() as outputs, tree_positions(positions):
+            logits = self.model(cache.step.tokens, cache=cache.layers)
+        return TargetOutputs(logits, outputs[-1])
