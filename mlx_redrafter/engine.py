@@ -23,11 +23,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.batch_stream import BatchStream
 from mlx_redrafter.chat import check_not_empty, encode_prompt
 from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
+from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposer
+from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
 from mlx_redrafter.decoding.text import Text
@@ -35,6 +37,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import LONGEST, SHORTEST
 from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.joint import JointPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
@@ -93,7 +96,7 @@ class Engine:
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
-        self._streams: weakref.WeakSet[ResponseStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
         self._is_closed = False
 
     def stream(
@@ -170,9 +173,10 @@ class Engine:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
         if chosen.quantisation is not None:
             raise ConfigError("kv_bits has no batches; leave it out, or use stream for each text")
-        requests = [self._request(prompt, chosen) for prompt in prompts]
-        texts = (self._open(request, chosen, (), None, (), None) for request in requests)
-        stream = BatchStream(Batch(self.target), texts, self.tokenizer, batch_size)
+        batch, requests = Batch(self.target), [self._request(one, chosen) for one in prompts]
+        new_policy = self._batch_policy(batch, chosen)
+        texts = (self._open(request, chosen, policy=new_policy()) for request in requests)
+        stream = BatchStream(batch, texts, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
 
@@ -217,10 +221,11 @@ class Engine:
         self,
         request: Request,
         options: GenerationOptions,
-        history: Sequence[Sequence[int]],
-        sampler: Sampler | None,
-        logits_processors: Sequence[LogitsProcessor],
-        prompt_cache: Any,
+        history: Sequence[Sequence[int]] = (),
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        prompt_cache: Any = None,
+        policy: DraftPolicy | None = None,
     ) -> Text:
         target, ids = self.target, request.prompt
         num_layers = 0 if self.proposer is None else self.proposer.num_layers
@@ -234,44 +239,56 @@ class Engine:
         chooser: TokenChooser = (
             KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
         )
-        drafting, policy = self._plan(options, history, ids, cache.length, own)
+        drafting = None
+        if self.proposer is not None:
+            proposer, policy = self._plan(options, history, cache.length + len(ids), policy)
+            drafting = proposer.open(target, ids, options.couple, own)
         processors = ProcessorChain(logits_processors, ids) if logits_processors else None
         text = Text(target, cache, chooser, request, drafting, policy, processors)
         if isinstance(policy, AdaptivePolicy):
             text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
         return text
 
+    def _batch_policy(
+        self, batch: Batch, options: GenerationOptions
+    ) -> Callable[[], DraftPolicy | None]:
+        """Who says how much each text of a batch drafts; a lookup drafts by a fixed plan only."""
+        plan, proposer = options.plan, self.proposer
+        if proposer is None:
+            return lambda: None
+        if plan is not None:
+            return lambda: FixedPolicy(plan)
+        network = None if isinstance(proposer, Lookup) else proposer
+        costs = step_costs(self.target, network, CONTEXT, self.memory.timed)
+        before = self.memory.experience if options.couple else None
+        return JointPolicy(costs, lambda: batch.num_slots, before).of_text
+
     def _plan(
         self,
         options: GenerationOptions,
         history: Sequence[Sequence[int]],
-        ids: list[int],
-        num_cached: int,
-        cached: Sequence[Any],
-    ) -> tuple[Drafting | None, DraftPolicy | None]:
-        """Who proposes, and who says how much."""
-        proposer, plan = self.proposer, options.plan
-        if proposer is None:
-            return None, None
-        length, quantisation = num_cached + len(ids), options.quantisation
-        if quantisation is not None:
-            quantisation = quantisation.of_text(length)
+        length: int,
+        policy: DraftPolicy | None,
+    ) -> tuple[Proposer, DraftPolicy]:
+        """Who proposes for a text that begins with ``length`` tokens, and who says how much."""
+        proposer, plan, timed = self.proposer, options.plan, self.memory.timed
+        assert proposer is not None
+        quantisation = options.quantisation and options.quantisation.of_text(length)
         if isinstance(proposer, Lookup):
             proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
         _check_plan(plan or DraftPlan(LONGEST.shape, SHORTEST.num_nodes), proposer)
-        policy: DraftPolicy
+        if policy is not None:
+            return proposer, policy
         if plan is not None:
-            costs = step_costs(self.target, None, CONTEXT, self.memory.timed, quantisation)
-            policy = FixedPolicy(plan, costs)
-        else:
-            network = None if isinstance(proposer, Lookup) else proposer
-            costs = step_costs(self.target, network, length, self.memory.timed, quantisation)
-            if network is not None:
-                proposer = LookupFirst(self.memory.lookup.after(history), network)
-            # Acceptance of uncoupled drafts is not that of coupled ones.
-            policy = AdaptivePolicy(costs, self.memory.experience if options.couple else None)
-        return proposer.open(self.target, ids, options.couple, cached), policy
+            costs = step_costs(self.target, None, CONTEXT, timed, quantisation)
+            return proposer, FixedPolicy(plan, costs)
+        network = None if isinstance(proposer, Lookup) else proposer
+        costs = step_costs(self.target, network, length, timed, quantisation)
+        if network is not None:
+            proposer = LookupFirst(self.memory.lookup.after(history), network)
+        # Acceptance of uncoupled drafts is not that of coupled ones.
+        return proposer, AdaptivePolicy(costs, self.memory.experience if options.couple else None)
 
 
 class Memories:

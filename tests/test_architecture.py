@@ -29,6 +29,7 @@ ORDER = [
     "policy",
     "chat",
     "responses",
+    "batch_stream",
     "claims",
     "engine",
     "conversation",

@@ -57,6 +57,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self._seats)
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of a forward pass, B; idle ones take time, too."""
+        return self._cache.num_slots
+
     def add(self, text: Text) -> None:
         """Take in a text whose first step, the prompt, is done."""
         cache, taken = self._cache, {seat.slot for seat in self._seats}
@@ -111,9 +116,7 @@ class Batch:
             seat.send(TargetOutputs(*(part[seat.slot, nodes] for part in outputs)))
 
     def _shrink(self) -> None:
-        slots = [seat.slot for seat in self._seats]
-        longest = max((self._cache.lengths[slot] for slot in slots), default=0)
-        self._cache.resize(slots, self._cache.num_slots // 2, longest)
+        self._cache.shrink([seat.slot for seat in self._seats], self._cache.num_slots // 2)
         for slot, seat in enumerate(self._seats):
             seat.slot = slot
             seat.text.cache = SlotCache(self._cache, slot)

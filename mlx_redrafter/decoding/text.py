@@ -22,8 +22,8 @@ from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, InFlight, Request, Token
-from mlx_redrafter.decoding.sampling import GumbelNoise, TokenChooser
+from mlx_redrafter.decoding.records import InFlight, Request, Token
+from mlx_redrafter.decoding.sampling import GumbelNoise, TokenChooser, choose
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.target.caches.batch import SlotCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -110,7 +110,11 @@ class Text:
         """The same for a batch, whose texts share their forward passes."""
         if self._flight is None:
             # Nothing that comes after the first token delays it: to dispatch may mean to wait.
-            self._flight = self._prefill()
+            try:
+                self._flight = self._prefill()
+            except _Cancelled:
+                self.is_finished = True
+                return []
             self._is_read = True
             return self._accept(self._flight)
         if self._is_read:
@@ -307,7 +311,7 @@ class Text:
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(flight, num_accepted)
-        finish_reason, kept = find_end(tokens, self._num_tokens, self.request)
+        finish_reason, kept = self.request.find_end(tokens, self._num_tokens)
         self.is_finished = finish_reason is not None
         self._num_tokens += kept
         self._num_cut = len(tokens) - kept
@@ -368,8 +372,6 @@ def decode(text: Text) -> Iterator[Token]:
                     mx.clear_cache()
                 with text.clock.away():
                     yield token
-    except _Cancelled:
-        return
     except GeneratorExit:
         raise
     except BaseException:
@@ -377,42 +379,3 @@ def decode(text: Text) -> Iterator[Token]:
         raise
     finally:
         text.close(stats.num_tokens)
-
-
-def choose(
-    chooser: TokenChooser,
-    logits: mx.array,
-    depths: mx.array,
-    noise: GumbelNoise | None,
-    num_levels: int,
-) -> tuple[mx.array, mx.array]:
-    """The target's token after each node; the arguments are those of `TokenChooser.sample`.
-
-    Returns:
-        Natural log-probabilities, shape (N, V), and token ids, int32, shape (N,), `NOT_A_NUMBER`
-        where there are none, so that no draft is accepted there.
-    """
-    log_probs, is_finite = normalise(logits)
-    chosen = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return log_probs, mx.where(is_finite, chosen, NOT_A_NUMBER)
-
-
-def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
-
-    Also whether each row has any, bool, shape (N,): one number tells of NaN in all its logits.
-    """
-    normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - normaliser, mx.isfinite(normaliser[:, 0])
-
-
-def find_end(tokens: list[int], num_before: int, request: Request) -> tuple[str | None, int]:
-    """Why and after how many of these tokens decoding ends: (None, all of them) if it goes on."""
-    has_limit = request.max_tokens >= 0
-    left = request.max_tokens - num_before if has_limit else len(tokens)
-    for i, token in enumerate(tokens[:left]):
-        if token in request.stop_tokens:
-            return "stop", i + 1
-    if has_limit and left <= len(tokens):
-        return "length", left
-    return None, len(tokens)

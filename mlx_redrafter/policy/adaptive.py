@@ -185,17 +185,15 @@ class AdaptivePolicy:
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
-        wanted = self._next.num_nodes
-        self.waits = not plan.from_text and wanted is None
+        self.waits = not plan.from_text and self._next.num_nodes is None
         if plan.from_text:
             return tree.subtree(self._worth(np.exp(tree.read().scores)))
         self._seen = SeenDrafts(plan, tree)
-        if wanted is not None:
-            most = min(wanted, tree.size)
-            if most == 1:
-                return tree.first(1)
-            return tree.first(max(size for size in self._costs.verify if size <= most))
-        return tree.subtree(self._worth(self._seen.chances(self.experience.calibration)))
+        return self._select(self._seen, tree)
+
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """The same for drafts that nothing is learnt from, those of another text."""
+        return self._select(SeenDrafts(plan, tree), tree)
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
@@ -223,6 +221,19 @@ class AdaptivePolicy:
                 kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
+
+    def forget_drafts(self) -> None:
+        """The next step is another text's: what follows it says nothing of drafts so far."""
+        self._pending.clear()
+
+    def _select(self, seen: SeenDrafts, tree: TokenTree) -> TokenTree:
+        wanted = self._next.num_nodes
+        if wanted is None:
+            return tree.subtree(self._worth(seen.chances(self.experience.calibration)))
+        most = min(wanted, tree.size)
+        if most == 1:
+            return tree.first(1)
+        return tree.first(max(size for size in self._costs.verify if size <= most))
 
     def _decide(self) -> None:
         """Find the choice with the most expected tokens per second, and what exploring rests on."""

@@ -194,6 +194,16 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
     return result
 
 
+def mask_groups(call: MethodType, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+    """Hook for Gemma 2's attention, whose scores have an axis for the heads that share a key head.
+
+    Its masks are made for one text; those of a batch, shape (B, 1, N, rows), lack that axis.
+    """
+    if isinstance(mask, mx.array) and mask.ndim == 4 and cast(Any, call.__self__).repeats > 1:
+        mask = mask[:, None]
+    return call(x, mask, cache)
+
+
 class _Elsewhere:
     """A cache that says it is at another position.
 

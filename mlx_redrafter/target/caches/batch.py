@@ -170,22 +170,18 @@ class BatchLayer:
 
     def resize(self, slots: Sequence[int], num_slots: int, capacity: int) -> None:
         """Keep some slots, in this order, and add blank ones, with room for ``capacity`` rows."""
-        rows, self._fresh = self._rows, None
-        if rows is None:
-            return
         kept = mx.array(list(slots), dtype=mx.int32)
-        self._keys, self._values = (
-            mx.pad(
-                part[kept, :, : min(capacity, part.shape[2] - SCRATCH)],
-                [
-                    (0, num_slots - len(slots)),
-                    (0, 0),
-                    (0, max(SCRATCH, capacity + SCRATCH - part.shape[2])),
-                    (0, 0),
-                ],
-            )
-            for part in rows
-        )
+        blank = (0, num_slots - len(slots)), (0, 0)
+
+        def resized(part: mx.array) -> mx.array:
+            rows = part[kept, :, : min(capacity, part.shape[2] - SCRATCH)]
+            return mx.pad(rows, [*blank, (0, capacity + SCRATCH - rows.shape[2]), (0, 0)])
+
+        if self._rows is not None:
+            self._keys, self._values = map(resized, self._rows)
+        if self._fresh is not None:
+            keys, values = (mx.pad(part[kept], [*blank, (0, 0), (0, 0)]) for part in self._fresh)
+            self._fresh = keys, values
 
     def write(self, places: Places, new: tuple[mx.array, mx.array] | None) -> None:
         """Write accepted rows that are not in place, and new ones, shape (B, H, N, D)."""
@@ -232,6 +228,8 @@ class BatchCache:
         # For each slot, the accepted nodes of the newest tree that are not in place, and the row
         # where they begin.
         self._moves: list[tuple[Sequence[int], int]] = []
+        # Nodes of the newest trees.
+        self._num_nodes = 0
 
     @property
     def num_slots(self) -> int:
@@ -244,10 +242,11 @@ class BatchCache:
         Returns:
             The positions of their nodes.
         """
-        longest = max(self.lengths) + trees[0].size
+        self._num_nodes = trees[0].size
+        longest = max(self.lengths) + self._num_nodes
         if longest > self.capacity:
             self.resize(range(self.num_slots), self.num_slots, longest)
-        places = self._places(trees[0].size)
+        places = self._places(self._num_nodes)
         self.step = BatchPass(trees, self.lengths, places)
         self._moves = [((), 0)] * self.num_slots
         first = min(self.lengths)
@@ -282,13 +281,18 @@ class BatchCache:
         self.lengths[slot], self._moves[slot] = 0, ((), 0)
         return TreeCache(caches, length)
 
+    def shrink(self, slots: Sequence[int], num_slots: int) -> None:
+        """Keep some slots, in this order, among ``num_slots``, with room for what they hold."""
+        # The rows of trees that are not accepted yet stand behind the committed ones.
+        longest = max((self.lengths[slot] for slot in slots), default=0)
+        self.resize(slots, num_slots, longest + self._num_nodes)
+
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
         """Keep some slots, in this order, and add idle ones, with room for so many rows."""
-        self._write_aside()
         self.capacity = -(-num_rows // ROWS_STEP) * ROWS_STEP
         num_idle = num_slots - len(slots)
         self.lengths = [self.lengths[slot] for slot in slots] + [0] * num_idle
-        self._moves = [((), 0)] * num_slots
+        self._moves = [self._moves[slot] for slot in slots] + [((), 0)] * num_idle
         for layer in self.layers:
             layer.resize(slots, num_slots, self.capacity)
 
