@@ -273,7 +273,7 @@ class _Bench:
 
     def decode_until(self, num_tokens: int) -> Window:
         """The window that ends with ``num_tokens`` generated."""
-        stats, cache = self.text.stats, self.text.cache
+        stats, cache = self.text.stats, self.text.own_cache
         tokens, steps, start = stats.num_tokens, stats.steps, cache.length
         self.watch.begin()
         alone: dict[str, list[float]] = {}
@@ -311,7 +311,7 @@ class _Bench:
     @property
     def _known_bytes(self) -> int:
         """Bytes of weights, K/V rows and the second cache."""
-        return _kv_bytes(self.text.cache) + self._constant_bytes
+        return _kv_bytes(self.text.own_cache) + self._constant_bytes
 
     @cached_property
     def _constant_bytes(self) -> int:

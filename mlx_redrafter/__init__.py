@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_redrafter.conversation import Conversation
     from mlx_redrafter.engine import Engine
     from mlx_redrafter.errors import RedrafterError
-    from mlx_redrafter.generation import generate, stream_generate
+    from mlx_redrafter.generation import generate, generate_batch, stream_generate
     from mlx_redrafter.loading import load
     from mlx_redrafter.proposers.draft_model import DraftModel
     from mlx_redrafter.proposers.lookup import Lookup
@@ -39,6 +39,7 @@ _HOMES = {
     "Lookup": "proposers.lookup",
     "RedrafterError": "errors",
     "generate": "generation",
+    "generate_batch": "generation",
     "load": "loading",
     "load_drafter": "proposers.redrafter.checkpoint",
     "save_drafter": "proposers.redrafter.checkpoint",
@@ -56,6 +57,7 @@ __all__ = [
     "RedrafterError",
     "__version__",
     "generate",
+    "generate_batch",
     "load",
     "load_drafter",
     "save_drafter",

@@ -23,11 +23,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.batch_stream import BatchStream
 from mlx_redrafter.chat import check_not_empty, encode_prompt
 from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
+from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposer
+from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
 from mlx_redrafter.decoding.text import Text
@@ -35,6 +37,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.joint import JointPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
 from mlx_redrafter.proposers.context_drafting import ContextProposer
 from mlx_redrafter.proposers.context_network import ContextNetwork
@@ -95,7 +98,7 @@ class Engine:
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
-        self._streams: weakref.WeakSet[ResponseStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
         self._is_closed = False
 
     def stream(
@@ -126,31 +129,56 @@ class Engine:
                 or the engine is closed.
             UnsupportedTargetError: Trees in this prompt cache would not be exact.
         """
-        if self._is_closed:
-            raise ConfigError("the engine is closed; make a new one")
-        chosen = GenerationOptions(**options)
+        layers = _as_list("prompt_cache", prompt_cache)
+        _claims.check(layers)  # first of all, as caches in use hold what they may
+        chosen = self._options(options)
         if sampler is not None and chosen.given_sampling:
             given = ", ".join(chosen.given_sampling)
             raise ConfigError(f"sampler= replaces {given}; give one or the other")
         _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
         processors = _as_list("logits_processors", logits_processors)
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
-        layers = _as_list("prompt_cache", prompt_cache)
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
-        _claims.check(layers)  # first of all, as caches in use hold what they may
-        ids = encode_prompt(self.tokenizer, prompt)
-        request = Request(
-            prompt=ids,
-            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
-            max_tokens=chosen.max_tokens,
-            prefill_step_size=chosen.prefill_step_size,
+        request = self._request(
+            prompt,
+            chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
         text = self._open(request, chosen, history, sampler, processors, prompt_cache)
         stream = ResponseStream(text, self.tokenizer)
         _claims.claim(layers, stream)
+        self._streams.add(stream)
+        return stream
+
+    def stream_batch(
+        self,
+        prompts: Sequence[str | Sequence[int] | mx.array],
+        *,
+        batch_size: int = 8,
+        **options: Any,
+    ) -> BatchStream:
+        """Texts that share their forward passes; each is what `stream` makes of its prompt.
+
+        Args:
+            prompts: Texts, or token ids; the texts come in this order as others end.
+            batch_size: Most texts at once.
+            **options: Fields of `GenerationOptions`, which hold for every text, the seed too.
+
+        Raises:
+            ConfigError: As `stream`; an error says which prompt is meant.
+            UnsupportedTargetError: The model has layers that do not attend to all tokens.
+        """
+        chosen = self._options(options)
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
+        if chosen.quantisation is not None:
+            raise ConfigError("kv_bits has no batches; leave it out, or use stream for each text")
+        batch, requests = Batch(self.target), [self._request(one, chosen) for one in prompts]
+        new_policy = self._batch_policy(batch, chosen)
+        texts = (self._open(request, chosen, policy=new_policy()) for request in requests)
+        stream = BatchStream(batch, texts, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
 
@@ -170,14 +198,36 @@ class Engine:
         for stream in list(self._streams):
             stream.cancel()
 
+    def _options(self, options: dict[str, Any]) -> GenerationOptions:
+        if self._is_closed:
+            raise ConfigError("the engine is closed; make a new one")
+        return GenerationOptions(**options)
+
+    def _request(
+        self,
+        prompt: str | Sequence[int] | mx.array,
+        options: GenerationOptions,
+        on_progress: ProgressCallback = lambda done, total: None,
+        leave_as_stock: bool = False,
+    ) -> Request:
+        return Request(
+            prompt=encode_prompt(self.tokenizer, prompt),
+            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
+            max_tokens=options.max_tokens,
+            prefill_step_size=options.prefill_step_size,
+            on_progress=on_progress,
+            leave_as_stock=leave_as_stock,
+        )
+
     def _open(
         self,
         request: Request,
         options: GenerationOptions,
-        history: Sequence[Sequence[int]],
-        sampler: Sampler | None,
-        logits_processors: Sequence[LogitsProcessor],
-        prompt_cache: Any,
+        history: Sequence[Sequence[int]] = (),
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        prompt_cache: Any = None,
+        policy: DraftPolicy | None = None,
     ) -> Text:
         target, ids = self.target, request.prompt
         num_layers = 0 if self.proposer is None else self.proposer.num_layers
@@ -191,45 +241,58 @@ class Engine:
         chooser: TokenChooser = (
             KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
         )
-        drafting, policy = self._plan(options, history, ids, cache.length, own)
+        drafting = None
+        if self.proposer is not None:
+            proposer, policy = self._plan(options, history, cache.length + len(ids), policy)
+            drafting = proposer.open(target, ids, options.couple, own)
         processors = ProcessorChain(logits_processors, ids) if logits_processors else None
         text = Text(target, cache, chooser, request, drafting, policy, processors)
         if isinstance(policy, AdaptivePolicy):
             text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
         return text
 
+    def _batch_policy(
+        self, batch: Batch, options: GenerationOptions
+    ) -> Callable[[], DraftPolicy | None]:
+        """Who says how much each text of a batch drafts; a lookup drafts by a fixed plan only."""
+        plan, proposer = options.plan, self.proposer
+        if proposer is None:
+            return lambda: None
+        if plan is not None:
+            return lambda: FixedPolicy(plan)
+        network = None if isinstance(proposer, Lookup) else proposer
+        costs = step_costs(self.target, network, CONTEXT, self.memory.timed)
+        before = self.memory.experience if options.couple else None
+        joint = JointPolicy(costs, lambda: batch.num_slots, before, proposer.max_length)
+        return joint.of_text
+
     def _plan(
         self,
         options: GenerationOptions,
         history: Sequence[Sequence[int]],
-        ids: list[int],
-        num_cached: int,
-        cached: Sequence[Any],
-    ) -> tuple[Drafting | None, DraftPolicy | None]:
-        """Who proposes, and who says how much."""
-        proposer, plan = self.proposer, options.plan
-        if proposer is None:
-            return None, None
-        length, quantisation = num_cached + len(ids), options.quantisation
-        if quantisation is not None:
-            quantisation = quantisation.of_text(length)
+        length: int,
+        policy: DraftPolicy | None,
+    ) -> tuple[Proposer, DraftPolicy]:
+        """Who proposes for a text that begins with ``length`` tokens, and who says how much."""
+        proposer, plan, timed = self.proposer, options.plan, self.memory.timed
+        assert proposer is not None
+        quantisation = options.quantisation and options.quantisation.of_text(length)
         if isinstance(proposer, Lookup):
             proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
         _check_plan(plan or DraftPlan(WIDEST.shape, SHORTEST.num_nodes), proposer)
-        policy: DraftPolicy
+        if policy is not None:
+            return proposer, policy
         if plan is not None:
-            costs = step_costs(self.target, None, CONTEXT, self.memory.timed, quantisation)
-            policy = FixedPolicy(plan, costs)
-        else:
-            network = None if isinstance(proposer, Lookup) else proposer
-            costs = step_costs(self.target, network, length, self.memory.timed, quantisation)
-            if network is not None:
-                proposer = LookupFirst(self.memory.lookup.after(history), network)
-            # Acceptance of uncoupled drafts is not that of coupled ones.
-            before = self.memory.experience if options.couple else None
-            policy = AdaptivePolicy(costs, before, max_length=proposer.max_length)
-        return proposer.open(self.target, ids, options.couple, cached), policy
+            costs = step_costs(self.target, None, CONTEXT, timed, quantisation)
+            return proposer, FixedPolicy(plan, costs)
+        network = None if isinstance(proposer, Lookup) else proposer
+        costs = step_costs(self.target, network, length, timed, quantisation)
+        if network is not None:
+            proposer = LookupFirst(self.memory.lookup.after(history), network)
+        # Acceptance of uncoupled drafts is not that of coupled ones.
+        before = self.memory.experience if options.couple else None
+        return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
 
 
 class Memories:

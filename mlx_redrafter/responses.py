@@ -14,6 +14,7 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.text import Text, decode
 
@@ -77,43 +78,62 @@ class ResponseStream(Iterator[GenerationResponse]):
         self.close()
 
 
+class Responder:
+    """Makes responses of a text's tokens, one after the other.
+
+    Args:
+        text: The text.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, text: Text, tokenizer: TokenizerWrapper):
+        self.num_tokens = 0
+        self._text = text
+        self._detokenizer = tokenizer.detokenizer
+        self._num_prompt = len(text.request.prompt)
+        self._num_before = text.cache.length + self._num_prompt
+        self._start = time.perf_counter()
+        self._prompt_tps = 0.0
+
+    def respond(self, token: Token) -> GenerationResponse:
+        """The response of the next token."""
+        text, detokenizer, limit = self._text, self._detokenizer, self._text.target.context_length
+        self.num_tokens += 1
+        if self.num_tokens == 1:
+            now = time.perf_counter()
+            self._prompt_tps, self._start = self._num_prompt / (now - self._start), now
+        if limit is not None and self._num_before + self.num_tokens == limit + 1:
+            logger.warning(
+                "the text is now longer than the model's context of %d tokens; "
+                "what follows may be poor",
+                limit,
+            )
+        if token.finish_reason != "stop":
+            detokenizer.add_token(token.id)
+        if token.finish_reason is not None:
+            detokenizer.finalize()
+        return GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token.id,
+            logprobs=token.log_probs,
+            from_draft=token.is_draft,
+            prompt_tokens=self._num_prompt,
+            prompt_tps=self._prompt_tps,
+            generation_tokens=self.num_tokens,
+            generation_tps=self.num_tokens / (time.perf_counter() - self._start),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=token.finish_reason,
+            steps=text.stats.steps,
+            tokens_per_step=text.stats.tokens_per_step,
+            stats=text.stats,
+        )
+
+
 def _respond(text: Text, tokenizer: TokenizerWrapper) -> Generator[GenerationResponse, None, None]:
-    detokenizer = tokenizer.detokenizer
-    limit = text.target.context_length
-    num_prompt, num_before = len(text.request.prompt), text.cache.length + len(text.request.prompt)
-    start = time.perf_counter()
-    prompt_tps = 0.0
+    responder = Responder(text, tokenizer)
     with (
         wired_limit(text.target.model, [generation_stream]),  # type: ignore[list-item]
         closing(decode(text)) as tokens,  # type: ignore[type-var]
     ):
-        for n, token in enumerate(tokens, start=1):
-            if n == 1:
-                now = time.perf_counter()
-                prompt_tps, start = num_prompt / (now - start), now
-            if limit is not None and num_before + n == limit + 1:
-                logger.warning(
-                    "the text is now longer than the model's context of %d tokens; "
-                    "what follows may be poor",
-                    limit,
-                )
-            if token.finish_reason != "stop":
-                detokenizer.add_token(token.id)
-            if token.finish_reason is not None:
-                detokenizer.finalize()
-            generation_tps = n / (time.perf_counter() - start)
-            yield GenerationResponse(
-                text=detokenizer.last_segment,
-                token=token.id,
-                logprobs=token.log_probs,
-                from_draft=token.is_draft,
-                prompt_tokens=num_prompt,
-                prompt_tps=prompt_tps,
-                generation_tokens=n,
-                generation_tps=generation_tps,
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=token.finish_reason,
-                steps=text.stats.steps,
-                tokens_per_step=text.stats.tokens_per_step,
-                stats=text.stats,
-            )
+        for token in tokens:
+            yield responder.respond(token)

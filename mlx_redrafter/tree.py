@@ -106,6 +106,12 @@ class TokenTree:
             else Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:])),
         )
 
+    @classmethod
+    def alone(cls, root: mx.array) -> TokenTree:
+        """A root without drafts; its token, int32, shape (1,), need not be known to the host."""
+        zero = mx.zeros((1,), dtype=mx.int32)
+        return cls(root, zero, zero, mx.ones((1, 1), dtype=mx.bool_), 1, 1, 0)
+
     def scored(self, scores: mx.array) -> TokenTree:
         """The same tree with scores."""
         columns = self.tokens[1:], self.parents[1:], self.depths[1:], scores.view(mx.int32)

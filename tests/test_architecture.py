@@ -31,6 +31,7 @@ ORDER = [
     "policy",
     "chat",
     "responses",
+    "batch_stream",
     "claims",
     "engine",
     "conversation",

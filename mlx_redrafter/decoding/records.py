@@ -42,6 +42,17 @@ class Request:
     on_progress: ProgressCallback = field(default=lambda done, total: None)
     leave_as_stock: bool = False
 
+    def find_end(self, tokens: list[int], num_before: int) -> tuple[str | None, int]:
+        """Why and after how many of these tokens decoding ends; (None, all of them) if not."""
+        has_limit = self.max_tokens >= 0
+        left = self.max_tokens - num_before if has_limit else len(tokens)
+        for i, token in enumerate(tokens[:left]):
+            if token in self.stop_tokens:
+                return "stop", i + 1
+        if has_limit and left <= len(tokens):
+            return "length", left
+        return None, len(tokens)
+
 
 @dataclass(frozen=True)
 class Token:

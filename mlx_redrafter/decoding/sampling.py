@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_redrafter.config import SamplingParams
+from mlx_redrafter.decoding.records import NOT_A_NUMBER
 from mlx_redrafter.errors import ConfigError
 
 Sampler = Callable[[mx.array], mx.array]
@@ -219,6 +220,33 @@ class StockChooser:
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)
         return self.sampler(log_probs).reshape(1)
+
+
+def choose(
+    chooser: TokenChooser,
+    logits: mx.array,
+    depths: mx.array,
+    noise: GumbelNoise | None,
+    num_levels: int,
+) -> tuple[mx.array, mx.array]:
+    """The target's token after each node; the arguments are those of `TokenChooser.sample`.
+
+    Returns:
+        Natural log-probabilities, shape (N, V), and token ids, int32, shape (N,), `NOT_A_NUMBER`
+        where there are none, so that no draft is accepted there.
+    """
+    log_probs, is_finite = normalise(logits)
+    chosen = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
+    return log_probs, mx.where(is_finite, chosen, NOT_A_NUMBER)
+
+
+def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
+
+    Also whether each row has any, bool, shape (N,): one number tells of NaN in all its logits.
+    """
+    normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return logits - normaliser, mx.isfinite(normaliser[:, 0])
 
 
 def random_state() -> mx.array:

@@ -11,8 +11,8 @@ waits for the outcome: then the device is idle while the host builds the next fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -22,9 +22,10 @@ from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, InFlight, Request, Token
-from mlx_redrafter.decoding.sampling import GumbelNoise, TokenChooser
+from mlx_redrafter.decoding.records import InFlight, Request, Token
+from mlx_redrafter.decoding.sampling import GumbelNoise, TokenChooser, choose
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.target.caches.batch import SlotCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
@@ -35,6 +36,12 @@ CLEAR_CACHE_EVERY = 256
 
 class _Cancelled(Exception):
     """Ends the processing of a prompt."""
+
+
+T = TypeVar("T")
+# A step as it goes: it yields what the target is to process, a root of shape (1,) or a tree, and is
+# sent the outputs; None before it waits for the device. It returns the tokens of the step.
+Processing = Generator[mx.array | TokenTree | None, TargetOutputs | None, T]
 
 
 class Proposal(NamedTuple):
@@ -64,7 +71,7 @@ class Text:
     def __init__(
         self,
         target: Target,
-        cache: TreeCache,
+        cache: TreeCache | SlotCache,
         chooser: TokenChooser,
         request: Request,
         drafting: Drafting | None = None,
@@ -97,28 +104,39 @@ class Text:
         Raises:
             NonFiniteError: The logits after the text so far are NaN.
         """
+        return self._process(self.steps())
+
+    def steps(self) -> Processing[list[Token]]:
+        """The same for a batch, whose texts share their forward passes."""
         if self._flight is None:
             # Nothing that comes after the first token delays it: to dispatch may mean to wait.
-            self._flight = self._prefill()
+            try:
+                self._flight = self._prefill()
+            except _Cancelled:
+                self.is_finished = True
+                return []
             self._is_read = True
             return self._accept(self._flight)
         if self._is_read:
             self._flight.check_finite()  # it may have accepted drafts before
             self._is_read = False
-            self._flight = self._verify(self._draft(self._choose(), self._flight), self._flight)
+            proposal = self._draft(self._choose(), self._flight)
+            self._flight = yield from self._verify(proposal, self._flight)
 
         flight, plan = self._flight, self._choose()
         if plan is None and flight.path is None:
             # From one token to the next: the length is known before the outcome is.
             if self._needs_next:
-                self._flight = self._advance(flight.root)
+                self._flight = yield from self._advance(flight.root)
+            yield None
             tokens = self._accept(flight)
             self._skip(flight)
         else:
             proposal = self._draft(plan, flight)
+            yield None
             tokens = self._accept(flight)
             if not self.is_finished and flight.is_finite:
-                self._flight = self._verify(proposal, flight)
+                self._flight = yield from self._verify(proposal, flight)
         self._is_read = self._flight is flight
         return tokens
 
@@ -141,15 +159,38 @@ class Text:
             self.is_closed = True
 
     @property
-    def _layers(self) -> Sequence[int]:
-        """Layers whose states the drafting reads."""
+    def layers(self) -> Sequence[int]:
+        """Layers of the target whose states the drafting reads."""
         reader = None if self.drafting is None else self.drafting.reader
         return () if reader is None else reader.layers
+
+    @property
+    def own_cache(self) -> TreeCache:
+        """The cache of a text that is in no batch."""
+        assert isinstance(self.cache, TreeCache)
+        return self.cache
 
     @property
     def _needs_next(self) -> bool:
         """Whether the token in flight is processed, too."""
         return self.request.leave_as_stock or self._num_tokens + 1 != self.request.max_tokens
+
+    def _process(self, processing: Processing[T]) -> T:
+        """Process what is asked for, for this text alone."""
+        outputs = None
+        while True:
+            try:
+                wanted = processing.send(outputs)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outputs = None
+            if wanted is not None:
+                with mx.stream(generation_stream):
+                    if isinstance(wanted, TokenTree):
+                        outputs = self.target.verify(wanted, self.own_cache, self.layers)
+                    else:
+                        outputs = self.target.advance(wanted, self.own_cache, self.layers)
 
     def _choose(self) -> DraftPlan | None:
         is_last = self._num_tokens + 1 == self.request.max_tokens
@@ -163,10 +204,10 @@ class Text:
             prompt = mx.array(request.prompt, dtype=mx.int32)
             outputs = self.target.prefill(
                 prompt,
-                self.cache,
+                self.own_cache,
                 request.prefill_step_size,
                 self._on_progress,
-                self._layers,
+                self.layers,
                 self._read_states,
             )
             return self._dispatch_token(outputs, num_nodes=0)
@@ -180,12 +221,13 @@ class Text:
             raise _Cancelled
         self.request.on_progress(done, total)
 
-    def _advance(self, root: mx.array, plan: DraftPlan | None = None) -> InFlight:
+    def _advance(self, root: mx.array, plan: DraftPlan | None = None) -> Processing[InFlight]:
         """Process the root alone, as plain decoding does."""
+        outputs = yield root
+        assert outputs is not None
         with mx.stream(generation_stream):
             if self.processors is not None:
                 self.processors.extend(root)
-            outputs = self.target.advance(root, self.cache, self._layers)
             return self._dispatch_token(outputs, num_nodes=1, plan=plan)
 
     def _dispatch_token(
@@ -232,22 +274,25 @@ class Text:
             with mx.stream(generation_stream):
                 self.drafting.skip(flight)
 
-    def _verify(self, proposal: Proposal | None, flight: InFlight) -> InFlight:
+    def _verify(self, proposal: Proposal | None, flight: InFlight) -> Processing[InFlight]:
         """Process the drafts that the policy finds worth it, or the root alone."""
         if proposal is None or proposal.tree is None:
-            return self._advance(flight.root, proposal and proposal.plan)
+            return (yield from self._advance(flight.root, proposal and proposal.plan))
         assert self.policy is not None
         plan, tree = proposal.plan, proposal.tree
         with mx.stream(generation_stream):
             tree = self.policy.keep(plan, tree)
         if tree.size == 1 or not self.cache.takes(tree):
-            return self._advance(flight.root, plan)
-        return self._verify_tree(plan, tree, proposal.noise)
+            return (yield from self._advance(flight.root, plan))
+        outputs = yield tree
+        assert outputs is not None
+        return self._dispatch_tree(outputs, tree, plan, proposal.noise)
 
-    def _verify_tree(self, plan: DraftPlan, tree: TokenTree, noise: GumbelNoise | None) -> InFlight:
+    def _dispatch_tree(
+        self, outputs: TargetOutputs, tree: TokenTree, plan: DraftPlan, noise: GumbelNoise | None
+    ) -> InFlight:
         length = self.cache.length
         with mx.stream(generation_stream):
-            outputs = self.target.verify(tree, self.cache, self._layers)
             logits = outputs.logits
             if self.processors is not None:
                 self.processors.extend(tree.tokens[:1])
@@ -283,7 +328,7 @@ class Text:
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(flight, num_accepted)
-        finish_reason, kept = find_end(tokens, self._num_tokens, self.request)
+        finish_reason, kept = self.request.find_end(tokens, self._num_tokens)
         self.is_finished = finish_reason is not None
         self._num_tokens += kept
         self._num_cut = len(tokens) - kept
@@ -318,14 +363,14 @@ class Text:
             flight = None if self._is_read else self._flight
             num_rows = self.cache.length + (flight is not None and flight.path is not None)
             length = min(self._end_of_prompt + num_taken, num_rows)
-            self.cache.settle(length)
+            self.own_cache.settle(length)
         if self.drafting is not None:
             self.drafting.settle(length)
 
     def _catch_up(self, flight: InFlight) -> None:
         """Process the last token, and leave the random state where plain decoding has it."""
         if self._num_cut == 0:
-            self._advance(flight.root)
+            self._process(self._advance(flight.root))
         else:
             self.chooser.commit(len(flight.tokens) - self._num_cut + 1)
 
@@ -344,8 +389,6 @@ def decode(text: Text) -> Iterator[Token]:
                     mx.clear_cache()
                 with text.clock.away():
                     yield token
-    except _Cancelled:
-        return
     except GeneratorExit:
         raise
     except BaseException:
@@ -353,42 +396,3 @@ def decode(text: Text) -> Iterator[Token]:
         raise
     finally:
         text.close(stats.num_tokens)
-
-
-def choose(
-    chooser: TokenChooser,
-    logits: mx.array,
-    depths: mx.array,
-    noise: GumbelNoise | None,
-    num_levels: int,
-) -> tuple[mx.array, mx.array]:
-    """The target's token after each node; the arguments are those of `TokenChooser.sample`.
-
-    Returns:
-        Natural log-probabilities, shape (N, V), and token ids, int32, shape (N,), `NOT_A_NUMBER`
-        where there are none, so that no draft is accepted there.
-    """
-    log_probs, is_finite = normalise(logits)
-    chosen = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return log_probs, mx.where(is_finite, chosen, NOT_A_NUMBER)
-
-
-def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
-
-    Also whether each row has any, bool, shape (N,): one number tells of NaN in all its logits.
-    """
-    normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - normaliser, mx.isfinite(normaliser[:, 0])
-
-
-def find_end(tokens: list[int], num_before: int, request: Request) -> tuple[str | None, int]:
-    """Why and after how many of these tokens decoding ends: (None, all of them) if it goes on."""
-    has_limit = request.max_tokens >= 0
-    left = request.max_tokens - num_before if has_limit else len(tokens)
-    for i, token in enumerate(tokens[:left]):
-        if token in request.stop_tokens:
-            return "stop", i + 1
-    if has_limit and left <= len(tokens):
-        return "length", left
-    return None, len(tokens)

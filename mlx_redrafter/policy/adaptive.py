@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
-from mlx_redrafter.policy.calibration import Calibration, draft_features
+from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.candidates import (
     FITS,
     LENGTHS,
@@ -36,9 +35,10 @@ from mlx_redrafter.policy.candidates import (
 )
 from mlx_redrafter.policy.gains import Gains
 from mlx_redrafter.policy.hindsight import Hindsight
+from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.slowdowns import Slowdowns
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.tree import Drafts, TokenTree
+from mlx_redrafter.tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
 
@@ -76,32 +76,6 @@ class Choice(NamedTuple):
 
     plan: DraftPlan | None
     num_nodes: int | None = None
-
-
-class SeenDrafts:
-    """A network's drafts, which the host reads when they are needed."""
-
-    def __init__(self, plan: DraftPlan, tree: TokenTree):
-        self.plan = plan
-        self._tree = tree
-
-    @cached_property
-    def drafts(self) -> Drafts:
-        """The drafts; waits for the device."""
-        return self._tree.read()
-
-    @cached_property
-    def features(self) -> Floats:
-        """What their probabilities depend on, shape (n, 4)."""
-        return draft_features(self.drafts)
-
-    def chances(self, calibration: Calibration) -> Floats:
-        """Probability that each is accepted, those above it included, shape (n,)."""
-        chances = [1.0]
-        own = calibration.probabilities(self.features).tolist()
-        for parent, chance in zip(self.drafts.parents, own, strict=True):
-            chances.append(chances[parent] * chance)
-        return np.array(chances[1:])
 
 
 class Finished(NamedTuple):
@@ -194,17 +168,15 @@ class AdaptivePolicy:
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
-        wanted = self._next.num_nodes
-        self.waits = not plan.from_text and wanted is None
+        self.waits = not plan.from_text and self._next.num_nodes is None
         if plan.from_text:
             return tree.subtree(self._worth(np.exp(tree.read().scores)))
         self._seen = SeenDrafts(plan, tree)
-        if wanted is not None:
-            most = min(wanted, tree.size)
-            if most == 1:
-                return tree.first(1)
-            return tree.first(max(size for size in self._costs.verify if size <= most))
-        return tree.subtree(self._worth(self._seen.chances(self.experience.calibration)))
+        return self._select(self._seen, tree)
+
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """The same for drafts that nothing is learnt from, those of another text."""
+        return self._select(SeenDrafts(plan, tree), tree)
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
@@ -233,6 +205,19 @@ class AdaptivePolicy:
                 kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
+
+    def forget_drafts(self) -> None:
+        """The next step is another text's: what follows it says nothing of drafts so far."""
+        self._pending.clear()
+
+    def _select(self, seen: SeenDrafts, tree: TokenTree) -> TokenTree:
+        wanted = self._next.num_nodes
+        if wanted is None:
+            return tree.subtree(self._worth(seen.chances(self.experience.calibration)))
+        most = min(wanted, tree.size)
+        if most == 1:
+            return tree.first(1)
+        return tree.first(max(size for size in self._costs.verify if size <= most))
 
     def _decide(self) -> None:
         """Find the choice with the most expected tokens per second, and what exploring rests on."""

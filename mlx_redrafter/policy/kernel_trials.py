@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -144,10 +144,14 @@ def time_products(layers: Sequence[nn.Module], variant: Variant, x: mx.array) ->
     seconds = {}
     for rows in ROWS:
         part = mx.contiguous(x[:rows])
-        ways: dict[str, Callable[[nn.Module], mx.array]] = {
-            STOCK: lambda layer, part=part: stock_product(layer)(part),
-            KERNEL: lambda layer, part=part: product(layer, part, variant),
-        }
+
+        def by_stock(layer: nn.Module, part: mx.array = part) -> mx.array:
+            return stock_product(layer)(part)
+
+        def by_kernel(layer: nn.Module, part: mx.array = part) -> mx.array:
+            return product(layer, part, variant)
+
+        ways = {STOCK: by_stock, KERNEL: by_kernel}
         turns: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(1 + ROUNDS):
             for way, multiply in ways.items():

@@ -15,6 +15,7 @@ from mlx_redrafter.target.hooks import (
     Hook,
     attend_in_chunks,
     embed_tree_positions,
+    mask_groups,
     rotate_at_tree_positions,
     rotate_with_dynamic_base,
     scale_at_tree_positions,
@@ -117,7 +118,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "falcon_h1": Architecture(methods=recurrent("mamba"), functions=STATE_SPACE),
     "gear": Architecture(methods=recurrent("local_mixer", "key_conv", "value_conv")),
     "gemma": PLAIN,
-    "gemma2": PLAIN,
+    "gemma2": Architecture(methods={("self_attn", "__call__"): mask_groups}),
     "gemma3_text": PLAIN,
     "gemma3n": Architecture(
         hidden="model.language_model.norm", embedding="model.language_model.embed_tokens"

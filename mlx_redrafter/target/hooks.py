@@ -4,7 +4,7 @@ A hooked module gets a subclass of its own class whose method looks at a context
 otherwise calls the original, so parameters, paths and results of the stock model stay as they are,
 and requests in other threads do not see each other. Functions of mlx-lm are wrapped the same way.
 
-Axes: N nodes of the tree, H heads, D head size.
+Axes: B texts of a batch, N nodes of each one's tree, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Hook = Callable[..., Any]
 
 
 class TreePositions(NamedTuple):
-    """Positions of the nodes of a tree.
+    """Positions of the nodes of trees.
 
     Attributes:
-        nodes: Position of every node, int32, shape (N,).
-        first: Position of the root.
-        num_depths: Bound above the depth of every node.
+        nodes: Position of every node, int32, shape (B, N).
+        first: Position of the first root.
+        num_depths: Bound above how far behind it any node stands.
     """
 
     nodes: mx.array
@@ -131,8 +131,8 @@ def rotate_at_tree_positions(call: Call, x: mx.array, offset: Any = 0, **kwargs:
     positions = _positions.get()
     if positions is None:
         return call(x, offset, **kwargs)
-    rotated = call(_nodes_as_batch(x), offset=positions.nodes, **kwargs)
-    return _nodes_as_batch(rotated)
+    rotated = call(_nodes_as_batch(x), offset=positions.nodes.reshape(-1), **kwargs)
+    return _nodes_as_rows(rotated, x.shape[0])
 
 
 def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> mx.array:
@@ -145,6 +145,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     if positions is None:
         return call(x, offset)
     rope = cast(Any, call.__self__)
+    num_texts, nodes = x.shape[0], positions.nodes.reshape(-1)
     x = _nodes_as_batch(x)
     if positions.first + positions.num_depths <= rope.max_position_embeddings:
         # Texts of up to this length share one base.
@@ -154,14 +155,14 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
             traditional=rope.traditional,
             base=rope.base,
             scale=1.0,
-            offset=positions.nodes,
+            offset=nodes,
         )
     else:
         rotated = x
         for position in range(positions.first, positions.first + positions.num_depths):
-            is_here = (positions.nodes == position).reshape(-1, 1, 1, 1)
+            is_here = (nodes == position).reshape(-1, 1, 1, 1)
             rotated = mx.where(is_here, call(x, offset=position), rotated)
-    return _nodes_as_batch(rotated)
+    return _nodes_as_rows(rotated, num_texts)
 
 
 def embed_tree_positions(call: MethodType, position_ids: mx.array) -> mx.array:
@@ -182,12 +183,13 @@ def scale_at_tree_positions(
     """Hook for mlx-lm's Llama 4 attention scale: scale each node's query by its own position.
 
     Returns:
-        Shape (N, 1), or what mlx-lm returns for ``num_tokens`` tokens at ``offset``.
+        Shape (B, 1, N, 1), or what mlx-lm returns for ``num_tokens`` tokens at ``offset``.
     """
     positions = _positions.get()
     if positions is None:
         return call(num_tokens, offset, *args, **kwargs)
-    return call(1, positions.nodes, *args, **kwargs).reshape(-1, 1)
+    scale: mx.array = call(1, positions.nodes.reshape(-1), *args, **kwargs)
+    return scale.reshape(positions.nodes.shape[0], 1, -1, 1)
 
 
 def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
@@ -213,11 +215,21 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
     )
     result = call(x, mask, _Elsewhere(cache, first * period - 1, cache.update_and_fetch))
     for number in range(first + 1, last + 1):
-        is_here = ((positions.nodes + 1) // period == number)[:, None]
+        is_here = ((positions.nodes + 1) // period == number)[..., None]
         again = _Elsewhere(cache, number * period - 1, lambda *_: cache.keys_and_values())
         other = call(x, mask, again)
         result = mx.where(is_here, other, result)
     return result
+
+
+def mask_groups(call: MethodType, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+    """Hook for Gemma 2's attention, whose scores have an axis for the heads that share a key head.
+
+    Its masks are made for one text; those of a batch, shape (B, 1, N, rows), lack that axis.
+    """
+    if isinstance(mask, mx.array) and mask.ndim == 4 and cast(Any, call.__self__).repeats > 1:
+        mask = mask[:, None]
+    return call(x, mask, cache)
 
 
 class _Elsewhere:
@@ -257,8 +269,13 @@ def capture_input(call: MethodType, x: mx.array, *args: Any, **kwargs: Any) -> A
 
 
 def _nodes_as_batch(x: mx.array) -> mx.array:
-    """(1, H, N, D) to (N, H, 1, D), and back."""
-    return x.transpose(2, 1, 0, 3)
+    """(B, H, N, D) to (B N, H, 1, D)."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3])
+
+
+def _nodes_as_rows(x: mx.array, num_texts: int) -> mx.array:
+    """(B N, H, 1, D) back to (B, H, N, D)."""
+    return x.reshape(num_texts, -1, x.shape[1], x.shape[3]).swapaxes(1, 2)
 
 
 @cache

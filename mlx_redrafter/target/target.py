@@ -16,8 +16,9 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_
 
 from mlx_redrafter.config import Quantisation
 from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.caches.batch import BatchCache
 from mlx_redrafter.target.caches.full import reserve_rows
-from mlx_redrafter.target.caches.kinds import LAYER_CACHES, parts_of
+from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, parts_of
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -54,6 +55,11 @@ class TargetOutputs(NamedTuple):
     logits: mx.array
     hidden_states: mx.array
     states: mx.array | None = None
+
+    def first(self, count: int) -> TargetOutputs:
+        """The outputs for the first tokens."""
+        states = None if self.states is None else self.states[:count]
+        return TargetOutputs(self.logits[:count], self.hidden_states[:count], states)
 
 
 class Target:
@@ -122,6 +128,20 @@ class Target:
         check_prompt_cache(prompt_cache, own)
         return list(prompt_cache)
 
+    def new_batch_cache(self) -> BatchCache:
+        """A cache for several texts at once.
+
+        Raises:
+            UnsupportedTargetError: A layer does not attend to all tokens.
+        """
+        others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
+        if others:
+            raise UnsupportedTargetError(
+                f"expected a model whose layers attend to all tokens, found one with caches "
+                f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
+            )
+        return BatchCache(self.num_layers)
+
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
 
@@ -184,7 +204,7 @@ class Target:
             cache.expect(None)
             chunk = prompt[done : done + size]
             if layers:
-                states = self._process(chunk, cache.stock, layers).states
+                states = self._process(chunk[None], cache.stock, layers)[0].states
                 assert states is not None
                 on_states(states)
             else:
@@ -201,7 +221,7 @@ class Target:
     ) -> TargetOutputs:
         """Process one token, shape (1,), as plain decoding does; ``layers`` as in `verify`."""
         cache.expect(None)
-        outputs = self._process(token, cache.layers, layers)
+        (outputs,) = self._process(token[None], cache.layers, layers)
         cache.grow(1)
         return outputs
 
@@ -220,9 +240,25 @@ class Target:
         """
         cache.expect(tree)
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
-        positions = TreePositions(cache.length + tree.depths, cache.length, tree.max_depth + 1)
-        with tree_positions(positions):
-            return self._process(tokens, cache.layers, layers)
+        nodes = (cache.length + tree.depths)[None]
+        with tree_positions(TreePositions(nodes, cache.length, tree.max_depth + 1)):
+            return self._process(tokens[None], cache.layers, layers)[0]
+
+    def verify_batch(
+        self, trees: Sequence[TokenTree], cache: BatchCache, layers: Sequence[int] = ()
+    ) -> list[TargetOutputs]:
+        """Process the trees of several texts at once, as `verify` does one.
+
+        Args:
+            trees: One per slot of the cache, all of N nodes.
+            cache: Gets the nodes' rows; `BatchCache.commit` keeps some of them.
+            layers: As in `verify`.
+
+        Returns:
+            Outputs of every node, slot by slot.
+        """
+        with tree_positions(cache.expect(trees)):
+            return self._process(cache.step.tokens, cache.layers, layers)
 
     def watch(self, layers: Sequence[int]) -> None:
         """Hook layers, so that passes can tell what they are given; computes nothing.
@@ -242,7 +278,7 @@ class Target:
                     f"found {layer}; use a drafter trained for this model"
                 )
             install(HookPoint(self.blocks[layer], "__call__", capture_input))
-        states = self._process(mx.array([0]), None, layers).states
+        states = self._process(mx.array([[0]]), None, layers)[0].states
         if states is None or states.shape != (1, self.hidden_size * len(layers)):
             raise UnsupportedTargetError(
                 f"expected layers {list(layers)} of the target to take rows of {self.hidden_size} "
@@ -251,11 +287,13 @@ class Target:
 
     def _process(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
-    ) -> TargetOutputs:
+    ) -> list[TargetOutputs]:
+        """Outputs for tokens of one or several texts, shape (texts, N), text by text."""
         with captured_output() as outputs, captured_inputs() as inputs:
-            logits = self.model(tokens[None], cache=caches)
-        final = outputs[-1][0]
+            logits = self.model(tokens, cache=caches)
+        final = outputs[-1]
         if not layers:
-            return TargetOutputs(logits[0], final)
-        parts = [final if i == FINAL else inputs[id(self.blocks[i])][0] for i in layers]
-        return TargetOutputs(logits[0], final, mx.concatenate(parts, axis=-1))
+            return [TargetOutputs(*rows) for rows in zip(logits, final, strict=True)]
+        parts = [final if i == FINAL else inputs[id(self.blocks[i])] for i in layers]
+        states = mx.concatenate(parts, axis=-1)
+        return [TargetOutputs(*rows) for rows in zip(logits, final, states, strict=True)]

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
+from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer, Step
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.engine import Engine
@@ -171,8 +171,8 @@ def use_policy(patch: pytest.MonkeyPatch, policy: DraftPolicy) -> None:
     """Let ``policy`` say how much the texts of all engines draft."""
     plan = Engine._plan
 
-    def plan_with_policy(*args: Any) -> tuple[Drafting | None, DraftPolicy | None]:
-        drafting, _ = plan(*args)
-        return drafting, policy
+    def plan_with_policy(*args: Any) -> tuple[Proposer, DraftPolicy]:
+        proposer, _ = plan(*args)
+        return proposer, policy
 
     patch.setattr(Engine, "_plan", plan_with_policy)

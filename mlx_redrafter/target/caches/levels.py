@@ -76,7 +76,7 @@ class Descent:
             before = self._lineage if beams is None else self._lineage[beams]
             own = mx.concatenate([before, own], axis=1)
         self._lineage = own
-        nodes = mx.broadcast_to(self.root + depth, (width,))
+        nodes = mx.broadcast_to(self.root + depth, (1, width))
         positions = TreePositions(nodes, self.length, self.num_rows - self.length + depth)
         return LevelMask(self._seen, own), positions
 

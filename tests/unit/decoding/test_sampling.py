@@ -13,8 +13,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.config import SamplingParams
-from mlx_redrafter.decoding.sampling import KeyedChooser, StockChooser, gumbel_noise
-from mlx_redrafter.decoding.text import normalise
+from mlx_redrafter.decoding.sampling import KeyedChooser, StockChooser, gumbel_noise, normalise
 from mlx_redrafter.errors import ConfigError
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0]  # a toy vocabulary of seven

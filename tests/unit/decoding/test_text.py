@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text, decode, find_end, normalise
+from mlx_redrafter.decoding.sampling import KeyedChooser, normalise
+from mlx_redrafter.decoding.text import Text, decode
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import Scripted
@@ -41,7 +41,7 @@ def test_ends(
     tokens: list[int], num_before: int, max_tokens: int, expected: tuple[str | None, int]
 ) -> None:
     request = Request(prompt=[1], stop_tokens=frozenset({9}), max_tokens=max_tokens)
-    assert find_end(tokens, num_before, request) == expected
+    assert request.find_end(tokens, num_before) == expected
 
 
 def test_normalise_is_a_log_softmax() -> None:

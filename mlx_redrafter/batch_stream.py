@@ -1,0 +1,106 @@
+"""From the tokens of several texts in a batch to mlx-lm's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.text import CLEAR_CACHE_EVERY, Text
+from mlx_redrafter.responses import GenerationResponse, Responder
+
+
+class BatchResponse(NamedTuple):
+    """One token of one of the texts.
+
+    Attributes:
+        number: Number of the text, from 0.
+        response: The token, as `Engine.stream` responds with it.
+    """
+
+    number: int
+    response: GenerationResponse
+
+
+class BatchStream(Iterator[BatchResponse]):
+    """The responses of several texts, as they come, for one thread to read.
+
+    Args:
+        batch: A batch without texts.
+        texts: The texts, none of which has begun.
+        tokenizer: Their tokenizer.
+        batch_size: Most texts at once.
+    """
+
+    def __init__(
+        self, batch: Batch, texts: Iterator[Text], tokenizer: TokenizerWrapper, batch_size: int
+    ):
+        self._batch = batch
+        self._texts = enumerate(texts)
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._live: dict[Text, tuple[int, Responder]] = {}
+        self._num_tokens = 0
+        self._is_cancelled = False
+        self._responses = self._respond()
+
+    def __next__(self) -> BatchResponse:
+        return next(self._responses)
+
+    def cancel(self) -> None:
+        """End all texts soon, from any thread; the thread that reads them sees the stream end."""
+        self._is_cancelled = True
+        for text in list(self._live):
+            text.cancel()
+
+    def close(self) -> None:
+        """End all texts, from the thread that reads them."""
+        self._responses.close()
+
+    def _respond(self) -> Generator[BatchResponse, None, None]:
+        with wired_limit(self._batch.target.model, [generation_stream]):  # type: ignore[list-item]
+            try:
+                while not self._is_cancelled:
+                    if len(self._batch) < self._batch_size and (begun := next(self._texts, None)):
+                        yield from self._begin(*begun)
+                    elif not len(self._batch):
+                        return
+                    else:
+                        yield from self._step()
+            finally:
+                for text in list(self._live):
+                    self._end(text)
+
+    def _begin(self, number: int, text: Text) -> Iterator[BatchResponse]:
+        """Process the prompt of a text, which the others wait for."""
+        self._live[text] = number, Responder(text, self._tokenizer)
+        tokens = text.step()
+        if not text.is_finished:
+            self._batch.add(text)
+        yield from self._take(text, tokens)
+
+    def _step(self) -> Iterator[BatchResponse]:
+        for text, tokens, error in self._batch.step():
+            if error is not None:
+                raise error
+            yield from self._take(text, tokens)
+
+    def _take(self, text: Text, tokens: list[Token]) -> Iterator[BatchResponse]:
+        number, responder = self._live[text]
+        for token in tokens:
+            text.stats.num_tokens += 1
+            self._num_tokens += 1
+            if self._num_tokens % CLEAR_CACHE_EVERY == 0:
+                mx.clear_cache()
+            yield BatchResponse(number, responder.respond(token))
+        if text.is_finished:
+            self._end(text)
+
+    def _end(self, text: Text) -> None:
+        del self._live[text]
+        text.close(text.stats.num_tokens)

@@ -1,0 +1,127 @@
+"""How much the texts of a batch draft: one decision for all of them at every step.
+
+A forward pass has one size for all texts, so what counts is how many tokens all of them get
+together. The texts take turns in teaching an `AdaptivePolicy` what drafts are worth: its means are
+over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.tree import TokenTree
+
+# Steps until another text teaches.
+TURN = 32
+
+
+def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
+    """What steps of a batch take, expected from those of one text.
+
+    A pass over B trees of N nodes has as many rows as one over a tree of B N nodes; beyond the
+    largest that was timed, each more row takes what the last ones took. Texts draft one after the
+    other.
+    """
+    sizes = [1, *costs.verify]
+    seconds = [costs.plain, *costs.verify.values()]
+    slope = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+
+    def verify(num_rows: int) -> float:
+        beyond = max(0, num_rows - sizes[-1])
+        return float(np.interp(num_rows, sizes, seconds)) + slope * beyond
+
+    return StepCosts(
+        plain=verify(num_slots),
+        verify={size: verify(num_slots * size) for size in costs.verify},
+        first={width: num_slots * taken for width, taken in costs.first.items()},
+        level={width: num_slots * taken for width, taken in costs.level.items()},
+        wait=costs.wait,
+    )
+
+
+class JointPolicy:
+    """The policy of a batch.
+
+    Args:
+        costs: Seconds of steps of one text.
+        num_slots: Function that returns the number of slots of the batch.
+        before: Experience of texts before.
+        max_length: As in `AdaptivePolicy`.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        num_slots: Callable[[], int],
+        before: Experience | None = None,
+        max_length: int | None = None,
+    ):
+        self._costs = costs
+        self._num_slots = num_slots
+        self._max_length = max_length
+        self._begin(before)
+        self._plan: DraftPlan | None = None
+        self.num_steps = 0
+
+    def of_text(self) -> TextPolicy:
+        """The policy of one of the texts."""
+        return TextPolicy(self)
+
+    def choose(self, text: TextPolicy) -> DraftPlan | None:
+        """The plan of a text's next step; the first text to ask has it decided for all."""
+        if text.num_steps == self.num_steps:
+            self._decide(text)
+        text.num_steps = self.num_steps
+        return self._plan
+
+    def keep(self, text: TextPolicy, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """The nodes of a text's drafts that are worth verifying."""
+        is_teacher = text is self._teacher
+        return self._policy.keep(plan, tree) if is_teacher else self._policy.select(plan, tree)
+
+    def observe(self, text: TextPolicy, step: Step) -> None:
+        """Learn from a step of the text that teaches."""
+        if text is self._teacher:
+            self._policy.observe(step)
+
+    def _begin(self, before: Experience | None) -> None:
+        """Decide by the costs of as many slots as there are."""
+        self._size = self._num_slots()
+        costs = batch_costs(self._costs, max(1, self._size))
+        self._policy = AdaptivePolicy(costs, before, max_length=self._max_length)
+        self._teacher: TextPolicy | None = None
+
+    def _decide(self, text: TextPolicy) -> None:
+        if self._size != self._num_slots():
+            self._begin(self._policy.experience)
+        if self._teacher is None or self.num_steps % TURN == 0:
+            self._teacher = text
+            self._policy.forget_drafts()
+        self._plan = self._policy.choose(None)
+        self.num_steps += 1
+
+
+class TextPolicy:
+    """A `DraftPolicy` of one text, which does what is decided for all."""
+
+    def __init__(self, joint: JointPolicy):
+        self._joint = joint
+        self.num_steps = joint.num_steps
+
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+        """See `DraftPolicy.choose`."""
+        return self._joint.choose(self)
+
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """See `DraftPolicy.keep`."""
+        return self._joint.keep(self, plan, tree)
+
+    def observe(self, step: Step) -> None:
+        """See `DraftPolicy.observe`."""
+        self._joint.observe(self, step)

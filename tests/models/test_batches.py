@@ -1,0 +1,77 @@
+"""Every architecture whose layers attend to all tokens: texts in a batch against stock mlx-lm."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.config import SamplingParams
+from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.caches.prompt_cache import num_tokens
+from mlx_redrafter.target.target import Target
+from tests.models.test_architectures import TOLERANCE, disagreement
+from tests.models.tiny_models import build, main_rope, tiny_config
+from tests.models.trees import PLAN, PROMPT, ScriptedDrafts, rows_of
+
+# Prompts and lengths of the texts; those in a batch differ in both.
+TEXTS = [(PROMPT, 24), (PROMPT[:3], 9), (PROMPT[::-1] * 2, 17), (PROMPT[4:], 20), ([5], 3)]
+# The forward pass before which each of them comes.
+ARRIVALS = [0, 0, 0, 4, 6]
+
+
+def _is_full(model_type: str) -> bool:
+    caches = make_prompt_cache(build(tiny_config(model_type, main_rope(model_type))))
+    return all(type(cache) is KVCache for cache in caches)
+
+
+def stock_text(model: nn.Module, prompt: list[int], num: int) -> tuple[list[int], list[KVCache]]:
+    """What stock mlx-lm generates greedily, with its cache afterwards."""
+    cache = make_prompt_cache(model)
+    steps = generate_step(mx.array(prompt), model, max_tokens=num, prompt_cache=cache)
+    return [int(token) for token, _ in steps], cache
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_texts_that_come_and_go(model_type: str) -> None:
+    model = build(tiny_config(model_type, main_rope(model_type)))
+    target = Target(model)
+    if not _is_full(model_type):
+        with pytest.raises(UnsupportedTargetError, match="has no batches"):
+            Batch(target)
+        return
+    expected = [stock_text(model, prompt, num) for prompt, num in TEXTS]
+    texts, found, batch = [], [], Batch(target)
+    for number, (prompt, num) in enumerate(TEXTS):
+        request = Request(prompt, max_tokens=num, leave_as_stock=True)
+        chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+        # Every third text decodes plainly.
+        drafts = (ScriptedDrafts(expected[number][0]), FixedPolicy(PLAN)) if number % 3 else ()
+        texts.append(Text(target, target.new_cache(), chooser, request, *drafts))
+        found.append([])
+    step = 0
+    while step == 0 or len(batch):
+        for number, arrival in enumerate(ARRIVALS):
+            if arrival == step:
+                found[number] += texts[number].step()
+                batch.add(texts[number])
+        for text, tokens, error in batch.step():
+            assert error is None
+            found[texts.index(text)] += tokens
+        step += 1
+    for text, tokens, (stock, stock_cache) in zip(texts, found, expected, strict=True):
+        assert [token.id for token in tokens] == stock
+        text.close(len(tokens))
+        for layer, stock_layer in zip(text.cache.stock, stock_cache, strict=True):
+            assert num_tokens([layer]) == num_tokens([stock_layer])
+            if not stock_layer.empty():
+                for rows, stock_rows in zip(rows_of(layer), rows_of(stock_layer), strict=True):
+                    assert disagreement(rows, stock_rows) <= TOLERANCE

@@ -1,0 +1,94 @@
+"""Texts that share their forward passes are those that each has alone."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter import Engine, generate, generate_batch, load
+from mlx_redrafter.errors import ConfigError
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+SAMPLING = [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
+
+
+def _prompts(count: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("shape", [{}, {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any], batch_size: int) -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    options: dict[str, Any] = {"drafter": random_drafter(VOCAB_SIZE, 32), "max_tokens": 30}
+    options |= sampling | shape
+    prompts = _prompts(9)
+    alone = [generate(model, tokenizer, prompt, **options) for prompt in prompts]
+    assert generate_batch(model, tokenizer, prompts, batch_size=batch_size, **options) == alone
+
+
+@pytest.mark.parametrize("drafter", ["none", "trained", "lookup"])
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}], ids=str)
+def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
+    model, tokenizer, trained = load()
+    drafters: dict[str, Any] = {"none": None, "trained": trained, "lookup": "lookup"}
+    engine = Engine(model, tokenizer, drafters[drafter])
+    prompts = ["Once upon a time", "The old man opened the door and", "It was", "She said that he"]
+    alone = [engine.generate(prompt, max_tokens=40, **sampling) for prompt in prompts]
+    texts = [""] * len(prompts)
+    steps = {}
+    for number, response in engine.stream_batch(prompts, max_tokens=40, **sampling):
+        texts[number] += response.text
+        steps[number] = response.steps
+    assert texts == alone
+    if drafter == "trained":
+        assert min(steps.values()) < 39, "some drafts were accepted"
+
+
+def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine = Engine(model, tokenizer, None)
+    with closing(engine.stream_batch(_prompts(5), batch_size=2, max_tokens=50)) as stream:
+        assert len(list(islice(stream, 20))) == 20
+    assert list(stream) == []
+    stream = engine.stream_batch(_prompts(5), batch_size=2, max_tokens=50)
+    before = len(list(islice(stream, 20)))
+    stream.cancel()
+    assert before + len(list(stream)) < 5 * 50
+
+
+def test_memory_does_not_grow_with_the_number_of_texts() -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+
+    def peak(count: int) -> int:
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        generate_batch(model, tokenizer, _prompts(count), batch_size=4, max_tokens=20)
+        return mx.get_peak_memory() - before
+
+    peak(8)
+    assert peak(40) < 1.2 * peak(12)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number from 1, got 0"),
+        ({"batch_size": "4"}, "batch_size must be a whole number from 1, got '4'"),
+        ({"kv_bits": 4}, "kv_bits has no batches"),
+        ({"max_tokens": "x"}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], reason: str) -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    with pytest.raises(ConfigError, match=reason):
+        generate_batch(model, tokenizer, [[1, 2]], **options)
