@@ -29,7 +29,7 @@ from mlx_redrafter.kernels.layers import (
     stock_product,
     use,
 )
-from mlx_redrafter.kernels.small_t import ROWS
+from mlx_redrafter.kernels.small_t import ROWS, as_integers
 from mlx_redrafter.kernels.variant import DTYPES, MatrixShape, Variant
 from mlx_redrafter.policy.timing_cache import load_or_measure
 
@@ -183,7 +183,7 @@ def _equal_variant(shape: MatrixShape, layers: Sequence[nn.Module]) -> Variant |
     expected = [(layer, _one_by_one(layer, x)) for layer in ends]
     for variant in shape.variants():
         same = [
-            mx.all(_bits(product(layer, x[:rows], variant)) == _bits(y[:rows]))
+            mx.all(as_integers(product(layer, x[:rows], variant)) == as_integers(y[:rows]))
             for layer, y in expected
             for rows in ROWS
         ]
@@ -195,8 +195,3 @@ def _equal_variant(shape: MatrixShape, layers: Sequence[nn.Module]) -> Variant |
 def _one_by_one(layer: nn.Module, x: mx.array) -> mx.array:
     stock = stock_product(layer)
     return mx.concatenate([stock(x[row : row + 1]) for row in range(x.shape[0])])
-
-
-def _bits(x: mx.array) -> mx.array:
-    """Numbers as integers of their size: NaNs are equal, zeros of both signs are not."""
-    return x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16)
