@@ -61,7 +61,7 @@ class Trial:
         num_layers: Layers with such a matrix.
         variant: The variant that is equal to MLX's kernel for one row; None where none is.
         times: Times by rows T; none where no variant is equal.
-        error: Why a kernel could not be compiled or run, None where all could.
+        error: Message of a kernel that could not be compiled or run; None where all could.
     """
 
     shape: MatrixShape
@@ -143,19 +143,24 @@ def time_products(layers: Sequence[nn.Module], variant: Variant, x: mx.array) ->
     """
     seconds = {}
     for rows in ROWS:
-        part = mx.contiguous(x[:rows])
-        ways: dict[str, Callable[[nn.Module], mx.array]] = {
-            STOCK: lambda layer, part=part: stock_product(layer)(part),
-            KERNEL: lambda layer, part=part: product(layer, part, variant),
-        }
-        turns: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(1 + ROUNDS):
-            for way, multiply in ways.items():
-                start = time.perf_counter()
-                mx.eval([multiply(layer) for layer in layers])
-                turns[way].append((time.perf_counter() - start) / len(layers))
-        seconds.update({_key(way, rows): median(found[1:]) for way, found in turns.items()})
+        for way, found in _in_turns(layers, variant, mx.contiguous(x[:rows])).items():
+            seconds[_key(way, rows)] = median(found)
     return seconds
+
+
+def _in_turns(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> dict[str, list[float]]:
+    """Seconds per layer of every round, MLX's and ours."""
+    ways: dict[str, Callable[[nn.Module], mx.array]] = {
+        STOCK: lambda layer: stock_product(layer)(x),
+        KERNEL: lambda layer: product(layer, x, variant),
+    }
+    turns: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(1 + ROUNDS):
+        for way, multiply in ways.items():
+            start = time.perf_counter()
+            mx.eval([multiply(layer) for layer in layers])
+            turns[way].append((time.perf_counter() - start) / len(layers))
+    return {way: found[1:] for way, found in turns.items()}
 
 
 def _known_times(
