@@ -51,7 +51,7 @@ def is_available() -> bool:
 
 def quantised_layers(model: nn.Module) -> dict[MatrixShape, list[nn.Module]]:
     """The layers that may use kernels, in the model's order, by their matrices' shapes."""
-    modules = model.modules()
+    modules = model.modules()[::-1]  # MLX begins with the last
     adapted = {
         id(inner)
         for module in modules

@@ -48,6 +48,11 @@ def small_t(
     return y
 
 
+def as_integers(x: mx.array) -> mx.array:
+    """Bits of floating-point numbers: NaNs are equal then, zeros of both signs are not."""
+    return x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16)
+
+
 @cache
 def _kernel(variant: Variant, rows: int) -> Any:
     return mx.fast.metal_kernel(

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -29,7 +29,7 @@ from mlx_redrafter.kernels.layers import (
     stock_product,
     use,
 )
-from mlx_redrafter.kernels.small_t import ROWS
+from mlx_redrafter.kernels.small_t import ROWS, as_integers
 from mlx_redrafter.kernels.variant import DTYPES, MatrixShape, Variant
 from mlx_redrafter.policy.timing_cache import load_or_measure
 
@@ -61,7 +61,7 @@ class Trial:
         num_layers: Layers with such a matrix.
         variant: The variant that is equal to MLX's kernel for one row; None where none is.
         times: Times by rows T; none where no variant is equal.
-        error: Why a kernel could not be compiled or run, None where all could.
+        error: Message of a kernel that could not be compiled or run; None where all could.
     """
 
     shape: MatrixShape
@@ -143,23 +143,24 @@ def time_products(layers: Sequence[nn.Module], variant: Variant, x: mx.array) ->
     """
     seconds = {}
     for rows in ROWS:
-        part = mx.contiguous(x[:rows])
-
-        def by_stock(layer: nn.Module, part: mx.array = part) -> mx.array:
-            return stock_product(layer)(part)
-
-        def by_kernel(layer: nn.Module, part: mx.array = part) -> mx.array:
-            return product(layer, part, variant)
-
-        ways = {STOCK: by_stock, KERNEL: by_kernel}
-        turns: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(1 + ROUNDS):
-            for way, multiply in ways.items():
-                start = time.perf_counter()
-                mx.eval([multiply(layer) for layer in layers])
-                turns[way].append((time.perf_counter() - start) / len(layers))
-        seconds.update({_key(way, rows): median(found[1:]) for way, found in turns.items()})
+        for way, found in _in_turns(layers, variant, mx.contiguous(x[:rows])).items():
+            seconds[_key(way, rows)] = median(found)
     return seconds
+
+
+def _in_turns(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> dict[str, list[float]]:
+    """Seconds per layer of every round, MLX's and ours."""
+    ways: dict[str, Callable[[nn.Module], mx.array]] = {
+        STOCK: lambda layer: stock_product(layer)(x),
+        KERNEL: lambda layer: product(layer, x, variant),
+    }
+    turns: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(1 + ROUNDS):
+        for way, multiply in ways.items():
+            start = time.perf_counter()
+            mx.eval([multiply(layer) for layer in layers])
+            turns[way].append((time.perf_counter() - start) / len(layers))
+    return {way: found[1:] for way, found in turns.items()}
 
 
 def _known_times(
@@ -187,7 +188,7 @@ def _equal_variant(shape: MatrixShape, layers: Sequence[nn.Module]) -> Variant |
     expected = [(layer, _one_by_one(layer, x)) for layer in ends]
     for variant in shape.variants():
         same = [
-            mx.all(_bits(product(layer, x[:rows], variant)) == _bits(y[:rows]))
+            mx.all(as_integers(product(layer, x[:rows], variant)) == as_integers(y[:rows]))
             for layer, y in expected
             for rows in ROWS
         ]
@@ -199,8 +200,3 @@ def _equal_variant(shape: MatrixShape, layers: Sequence[nn.Module]) -> Variant |
 def _one_by_one(layer: nn.Module, x: mx.array) -> mx.array:
     stock = stock_product(layer)
     return mx.concatenate([stock(x[row : row + 1]) for row in range(x.shape[0])])
-
-
-def _bits(x: mx.array) -> mx.array:
-    """Numbers as integers of their size: NaNs are equal, zeros of both signs are not."""
-    return x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16)

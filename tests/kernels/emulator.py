@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.source import SIMD_GROUPS
 from mlx_redrafter.kernels.variant import DTYPES, Variant
 
@@ -135,11 +136,6 @@ class Kernels:
         return mx.array(y).view(x.dtype)
 
 
-def bits(x: mx.array) -> mx.array:
-    """The numbers as integers of their size, so that zeros of both signs differ."""
-    return x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16)
-
-
 def random_matrix(variant: Variant, outputs: int, inputs: int, seed: int = 0) -> list[mx.array]:
     """Packed weights, scales and biases of a random matrix."""
     spread = inputs**-0.5
@@ -149,7 +145,7 @@ def random_matrix(variant: Variant, outputs: int, inputs: int, seed: int = 0) ->
 
 
 def _bits(x: mx.array) -> np.ndarray:
-    return np.array(x if x.dtype == mx.uint32 else bits(x))
+    return np.array(x if x.dtype == mx.uint32 else as_integers(x))
 
 
 def _stock_source(older: bool) -> str:

@@ -12,9 +12,10 @@ from collections import Counter
 import mlx.core as mx
 import typer
 
+from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.source import MOST_ROWS, tile
 from mlx_redrafter.kernels.variant import DTYPES, Variant
-from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS, Kernels, bits, random_matrix
+from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS, Kernels, random_matrix
 from tests.kernels.stand_in import emulated
 from tests.kernels.test_small_t import VARIANTS
 
@@ -31,11 +32,11 @@ def compare(kernels: Kernels, variant: Variant, name: str) -> Counter[str]:
             matrix = random_matrix(variant, outputs, inputs, seed=inputs)
             x = mx.random.normal((MOST_ROWS, inputs)).astype(DTYPES[variant.dtype])
             for order in SIMD_ORDERS:
-                expected = bits(kernels.stock(variant, x, *matrix, order=order))
+                expected = as_integers(kernels.stock(variant, x, *matrix, order=order))
                 for rows in COMPILED:
                     groups = -(-outputs // tile(rows))
                     y = kernels.ours(variant, x[:rows], *matrix, groups=groups, order=order)
-                    share = mx.mean(bits(y) == expected[:rows]).item()
+                    share = mx.mean(as_integers(y) == expected[:rows]).item()
                     counts["compared"] += 1
                     counts["different"] += share < 1
                     if share < 1:

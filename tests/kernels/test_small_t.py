@@ -11,14 +11,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels.small_t import ROWS, small_t
+from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.source import MOST_ROWS
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, Variant
 from tests.kernels.emulator import (
     FUSED,
     SIMD_ORDERS,
     Kernels,
-    bits,
     needs_emulator,
     random_matrix,
 )
@@ -55,8 +54,8 @@ def _different(
     inputs = 2 * variant.block - (0 if variant.order == "qmv_fast" else variant.group_size)
     matrix = random_matrix(variant, OUTPUTS, inputs)
     x = mx.random.normal((ROWS[-1], inputs), key=mx.random.key(1)).astype(DTYPES[variant.dtype])
-    expected = bits(kernels.stock(variant, x, *matrix, order=order))
-    found = {t: bits(small_t(x[:t], *matrix, variant)) for t in rows}
+    expected = as_integers(kernels.stock(variant, x, *matrix, order=order))
+    found = {t: as_integers(small_t(x[:t], *matrix, variant)) for t in rows}
     return [t for t, y in found.items() if not mx.array_equal(y, expected[:t])]
 
 
