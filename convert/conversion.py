@@ -14,10 +14,7 @@ from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.convert.conversion_card import render_conversion_card
 from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
 from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.options import (
-    Conversion,
-    ConversionOptions,
-)
+from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.recognition import recognise_foreign
 from mlx_redrafter.convert.selftest import SelfTest, self_test
