@@ -21,8 +21,8 @@ from mlx_redrafter.cli.convert_options import (
 from mlx_redrafter.cli.records import takes_records
 
 if TYPE_CHECKING:
-    from mlx_redrafter.convert.conversion import Conversion, ConversionOptions
     from mlx_redrafter.convert.inspection import Inspection
+    from mlx_redrafter.convert.options import Conversion, ConversionOptions
 
 DEFAULT_COMMAND = "run"
 
@@ -92,7 +92,8 @@ def convert(
 
     `redrafter-mlx convert inspect SRC` describes a checkpoint without converting it.
     """
-    from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
+    from mlx_redrafter.convert.conversion import convert_drafter
+    from mlx_redrafter.convert.options import ConversionOptions
 
     if to is Layout.PYTORCH:
         if quantization.quantize or vocabulary.target or rnn_activation or tree:

@@ -39,12 +39,11 @@ from mlx_redrafter.proposers.eagle.checkpoint import new_eagle, read_eagle_confi
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import (
-    OFFSETS,
     is_eagle,
     own_names,
+    resolve_offsets,
     rope_of,
     target_of,
-    to_token_ids,
 )
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     check_shapes,
@@ -144,8 +143,7 @@ def convert_eagle(source: Source, destination: Path, options: ConversionOptions)
         raise CheckpointError("expected a head that is not quantised; convert the published one")
     eagle, named = open_eagle(source)
     weights = read_weights(named.sources, source.tensors, options.dtype)
-    if named.sources.get("token_ids", "").endswith(OFFSETS):
-        weights["token_ids"] = to_token_ids(weights["token_ids"])
+    resolve_offsets(weights, named.sources)
     eagle.load_weights(list(weights.items()))
     check_token_ids(eagle, source.name)
     if options.quantization is not None:
@@ -181,7 +179,8 @@ def _test(eagle: Eagle, name: str | Path) -> EagleTest:
     prompts = [encode_question(tokenizer, prompt) for prompt in PROMPTS]
     texts = [(*_decode(target, prompt, layers), len(prompt)) for prompt in prompts]
     found = [match for text in texts for match in _compare(eagle, target, *text)]
-    other = _with_rope(eagle, rope_of(read_config(find_checkpoint(name, CONFIG_ONLY))))
+    values = read_config(find_checkpoint(name, CONFIG_ONLY))
+    other = with_rope(eagle, rope_of(values.get("text_config", values)))
     if other is None:
         return EagleTest(len(found), sum(found) / len(found), None, False)
     others = [match for text in texts for match in _compare(other, target, *text)]
@@ -194,7 +193,7 @@ def _test(eagle: Eagle, name: str | Path) -> EagleTest:
     )
 
 
-def _with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
+def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
     """The same weights with another rotary embedding; None where it is the same."""
     config = replace(eagle.config, **rope)
     if config == eagle.config:

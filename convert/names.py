@@ -22,7 +22,7 @@ from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.checkpoint import UNUSED_TENSORS
 from mlx_redrafter.wording import join_shortened, quote
 
-NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm"]
+NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
 
 _PREFIXES = ("drafter.", "model.")
 _KEPT = re.compile(r"rnn_u\.(weight|bias)|rnn_w\.weight|token_ids")

@@ -192,7 +192,7 @@ class ContextDrafting:
     def _read_pairs(self) -> mx.array:
         """Process pairs without a row in one pass; outputs, shape (n, H)."""
         self.cache.keep(self.length)
-        states, tokens = map(mx.concatenate, zip(*self._unread, strict=True))
+        states, tokens = (mx.concatenate(list(parts)) for parts in zip(*self._unread, strict=True))
         self._unread = []
         return self._forward(self.network.fuse(states), tokens)
 

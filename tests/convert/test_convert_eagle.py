@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from mlx_redrafter.bundled import find_bundled  # noqa: E402
 from mlx_redrafter.checkpoint import named_parameters, read_config  # noqa: E402
-from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
-from mlx_redrafter.convert.eagle import EagleTest  # noqa: E402
+from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
+from mlx_redrafter.convert.eagle import EagleTest, with_rope  # noqa: E402
 from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
-from mlx_redrafter.convert.options import Quantization  # noqa: E402
+from mlx_redrafter.convert.options import ConversionOptions, Quantization  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
@@ -85,31 +85,46 @@ def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
 def test_the_target_tells_how_much_it_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a random head, with its rotary embedding and with the target's."""
+    """Of a random head, and one that was made for another model."""
     monkeypatch.setattr("mlx_redrafter.convert.eagle.TOKENS_PER_PROMPT", 8)
     target = find_bundled("target")
     values = read_config(target)
     sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
     config = EagleConfig(
-        3, intermediate_size=64, num_key_value_heads=1, captured_layers=(0, 1), **sizes
+        3,
+        intermediate_size=64,
+        num_key_value_heads=1,
+        captured_layers=(0, 1),
+        rope_theta=3.0,
+        **sizes,
     )
-    head = Eagle(config)
-    measured = []
-    for theta in (3.0, values["rope_theta"]):
-        head.config = replace(config, rope_theta=theta)
-        save_eagle(head, tmp_path / "source")
-        options = ConversionOptions(target=target, dtype="float32")
-        conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
-        measured.append(conversion.provenance["self_test"])
+    save_eagle(Eagle(config), tmp_path / "source")
+    options = ConversionOptions(target=target, dtype="float32")
+    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    measured = conversion.provenance["self_test"]
+    assert measured["positions"] == 32
+    assert measured["acceptance"] < 0.2
+    assert measured["other_rope"] < 0.2
     assert "probably trained for another model" in conversion.warnings[0]
-    other, own = measured
-    assert own["positions"] == 32
-    assert own["acceptance"] < 0.2
-    assert own["other_rope"] is None
-    assert other["other_rope"] == own["acceptance"]
     write_head(tmp_path / "other", LAYOUTS["EAGLE-3"])
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's"):
         convert_drafter(tmp_path / "other", tmp_path / "none", options)
+
+
+def test_the_rope_of_the_target_is_tried_with_the_same_weights(tmp_path: Path) -> None:
+    heads = []
+    for theta in (3.0, 500.0):
+        write_head(tmp_path, replace(LAYOUTS["EAGLE-3"], layer={"rope_theta": theta}))
+        heads.append(load_eagle(tmp_path))
+    head, expected = heads
+    rope = {"rope_theta": 500.0, "rope_scaling": None}
+    other = with_rope(head, rope)
+    assert other is not None
+    assert with_rope(other, rope) is None
+    rows = mx.random.normal((2, 5, 32), key=mx.random.key(1))
+    outputs = [net(rows[0], rows[1], net.make_cache()) for net in (other, expected, head)]
+    assert mx.array_equal(outputs[0], outputs[1]).item()
+    assert not mx.allclose(outputs[0], outputs[2]).item()
 
 
 def test_a_head_that_fits_with_the_targets_rope_is_told_so() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert.conversion import Conversion, ConversionOptions, convert_drafter
+from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from tests.convert import handmade

@@ -16,12 +16,13 @@ import pytest
 
 from mlx_redrafter import load_drafter, stream_generate
 from mlx_redrafter.config import DraftShape
-from mlx_redrafter.convert.conversion import (
+from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.options import (
     Conversion,
     ConversionOptions,
-    convert_drafter,
+    Quantization,
+    VocabularySlice,
 )
-from mlx_redrafter.convert.options import Quantization, VocabularySlice
 from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.errors import CheckpointError

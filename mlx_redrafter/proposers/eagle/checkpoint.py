@@ -21,10 +21,9 @@ from mlx_redrafter.proposers.draft_network import quantization_of
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import (
-    OFFSETS,
     own_names,
     published_config,
-    to_token_ids,
+    resolve_offsets,
 )
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     PATTERNS,
@@ -60,8 +59,7 @@ def load_eagle(path_or_repo: str | Path) -> Eagle:
     check_shapes(eagle, shapes, folder, names)
     tensors = read_tensors(folder)
     weights = {own: tensors[name] for own, name in names.items()}
-    if names.get("token_ids", "").endswith(OFFSETS):
-        weights["token_ids"] = to_token_ids(weights["token_ids"])
+    resolve_offsets(weights, names)
     _check_dtypes(eagle, weights, folder)
     eagle.load_weights(list(weights.items()))
     check_finite(eagle, folder)

@@ -49,7 +49,7 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
     if config.get("model_type") == MODEL_TYPE or config.get("speculators_model_type") == "eagle3":
         return True
     if names:
-        own = set(own_names(names))
+        own = set(map(_own_name, names))
         has_norm = "layers.0.input_layernorm.weight" in own
         has_layer = "layers.0.self_attn.q_proj.weight" in own
         is_third = "layers.0.hidden_norm.weight" in own
@@ -65,17 +65,16 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     Raises:
         CheckpointError: Two names stand for the same tensor.
     """
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
-        own = name.removeprefix("model.")
-        if own not in LEFT_OUT and not own.endswith("rotary_emb.inv_freq"):
-            own = re.sub("^midlayer[.]", "layers.0.", own)
-            own = "token_ids" if own == OFFSETS else own
-            if own in found:
-                raise CheckpointError(
-                    f"{found[own]!r} and {name!r} both stand for {own}; keep one of them"
-                )
-            found[own] = name
+        own = _own_name(name)
+        if own in LEFT_OUT or own.endswith("rotary_emb.inv_freq"):
+            continue
+        if own in found:
+            raise CheckpointError(
+                f"{found[own]!r} and {name!r} both stand for {own}; keep one of them"
+            )
+        found[own] = name
     return found
 
 
@@ -114,9 +113,16 @@ def published_config(
     )
 
 
-def to_token_ids(offsets: mx.array) -> mx.array:
-    """Token ids, int32, of the rows of a head from their offsets (``d2t``), integer, shape (V,)."""
-    return mx.arange(offsets.shape[0], dtype=mx.int32) + offsets.astype(mx.int32)
+def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
+    """Put token ids, int32, in the place of offsets from rows of the head to them, shape (V,).
+
+    Args:
+        weights: Tensors by the names of `Eagle`.
+        names: Published names by those.
+    """
+    if names.get("token_ids", "").endswith(OFFSETS):
+        offsets = weights["token_ids"].astype(mx.int32)
+        weights["token_ids"] = mx.arange(offsets.shape[0], dtype=mx.int32) + offsets
 
 
 def target_of(values: Mapping[str, Any]) -> str | None:
@@ -141,6 +147,11 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
 
 
+def _own_name(name: str) -> str:
+    own = re.sub("^midlayer[.]", "layers.0.", name.removeprefix("model."))
+    return "token_ids" if own == OFFSETS else own
+
+
 def _captured(values: Mapping[str, Any]) -> Any:
     nested = values.get("eagle_config")
     given = values.get(CAPTURED)
@@ -153,7 +164,7 @@ def _check_variant(values: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
         found = f"hidden_act {layer['hidden_act']!r}, not 'silu'"
     elif values.get("embed_requires_grad"):
         found = "embed_requires_grad, an embedding that is not the target's"
-    elif "sliding_attention" in (layer.get("layer_types") or ()):
+    elif "sliding_attention" in str(layer.get("layer_types")):
         found = "layer_types with 'sliding_attention', not layers that attend to all tokens"
     elif values.get("target_hidden_size") not in (None, layer.get("hidden_size")):
         found = f"target_hidden_size {values['target_hidden_size']!r}, not its own hidden_size"

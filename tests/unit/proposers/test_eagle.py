@@ -23,6 +23,7 @@ from mlx_redrafter.errors import (  # noqa: E402
     UnsupportedTargetError,
 )
 from mlx_redrafter.host import to_ints  # noqa: E402
+from mlx_redrafter.proposers import context_drafting  # noqa: E402
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
@@ -73,8 +74,9 @@ def _assert_scores(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_levels_are_those_of_the_equations_whatever_the_steps_before(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(context_drafting, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
     tensors = write_head(tmp_path, LAYOUTS[name])
     published = _published(name, tensors)
     eagle = load_eagle(tmp_path)
@@ -102,6 +104,29 @@ def test_levels_are_those_of_the_equations_whatever_the_steps_before(
         flight = flight_of(path, num_accepted, 11, len(text) - 1, nodes)
         text += [*path[1 : num_accepted + 1], 11]
         states = mx.concatenate([states, nodes[: num_accepted + 1]])
+
+
+def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -> None:
+    write_head(tmp_path, LAYOUTS["speculators"])
+    eagle = load_eagle(tmp_path)
+    target = Target(MODEL)
+    text = [5, 17, 3, 60, 9, 30, 31, 32, 33]
+    states = mx.random.normal((len(text) - 1, 3 * HIDDEN), key=mx.random.key(5))
+    cached = eagle.make_cache()
+    drafting: Any = as_proposer(eagle).open(target, text[:4], True, cached)
+    drafting.reader.read(states[:3])
+    drafting.propose(flight_of([60], 0, 9, 3, states[3:4]), PLANS[0], None)
+    drafting.propose(flight_of([9, 30, 31], 2, 32, 4, states[4:7]), PLANS[0], None)
+    drafting.skip(flight_of([32], 0, 33, 7, states[7:8]))
+    expected = eagle.make_cache()
+    eagle(eagle.fuse(states), target.embed(mx.array(text[1:])), expected)
+    for length in (8, 7, 5):
+        drafting.settle(length)
+        for layer, reference in zip(cached, expected, strict=True):
+            assert layer.offset == length - 1
+            for rows, truth in zip(layer.state[:2], reference.state[:2], strict=True):
+                found, wanted = rows[..., : length - 1, :], truth[..., : length - 1, :]
+                assert mx.allclose(found, wanted, atol=TOLERANCE).item()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
