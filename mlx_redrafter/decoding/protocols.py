@@ -73,7 +73,7 @@ class StateReader(Protocol):
         """Take in the states of the next prompt tokens, all but the last of them.
 
         Args:
-            states: As `InFlight.states`, of a chunk of n tokens, shape (n, S).
+            states: States after a chunk of n tokens, as in `InFlight.states`, shape (n, S).
         """
         ...
 

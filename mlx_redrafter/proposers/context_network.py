@@ -54,7 +54,7 @@ class ContextNetwork(nn.Module, ABC):
         """Process pairs after those in its caches.
 
         Args:
-            features: From `fuse`, or from `feed_back`, shape (n, H).
+            features: Rows of `fuse`, or of `feed_back`, shape (n, H).
             embeddings: Rows of the target's input embedding, shape (n, H).
             caches: A cache for every layer, which says what the pairs see (``make_mask``).
 

@@ -107,7 +107,7 @@ def test_pickles_are_for_convert(tmp_path: Path) -> None:
     handmade.write_config(tmp_path, CONFIG)
     values = handmade.medusa(2)
     handmade.write_zip(tmp_path / "medusa_lm_head.pt", handmade.pickled(values), values)
-    with pytest.raises(CheckpointError, match="make them loadable with `redrafter-mlx convert`"):
+    with pytest.raises(CheckpointError, match="loadable by `redrafter-mlx convert`"):
         recognise(tmp_path)
 
 

@@ -45,7 +45,6 @@ def convert(source: Path, stories: Trained, out: Path, **options: Any) -> Conver
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
     "4 bits, sliced": {
         "dtype": "float32",
         "quantization": Quantization(4, 64),
@@ -125,7 +124,7 @@ def test_the_command_line(
     pair = ["--model", stories.folder, "--drafter", source]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(PROMPT)
-    assert run(capsys, "check", *pair, "-p", PROMPT, "-m", 24).out.startswith("equal: 24 tokens")
+    assert run(capsys, "check", *pair, "-p", PROMPT, "-m", 9).out.startswith("equal: 9 tokens")
     options = ["--prompts", prompts, "-m", 6, "--beam-length", 3, "--repeats", 1]
     found = run(capsys, "bench", "compare", *pair, *options)
     assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)

@@ -79,7 +79,8 @@ def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: Medu
         assert _tokens(model, heads, **options, **shape) == expected, shape
 
 
-def test_a_stock_sampler(model: nn.Module, heads: MedusaProposer) -> None:
+def test_a_stock_sampler() -> None:
+    model, heads = tiny_llama(seed=4), MedusaProposer(random_medusa(num_heads=4))
     mx.random.seed(3)
     expected = stock_tokens(model, PROMPT, 16, sampler=make_sampler(temp=0.8))
     mx.random.seed(3)
@@ -97,8 +98,9 @@ def test_turns_on_one_prompt_cache(model: nn.Module, heads: MedusaProposer) -> N
             assert found == expected
 
 
-def test_threads_share_the_heads(model: nn.Module, heads: MedusaProposer) -> None:
-    shared = Engine(model, wrapped_tokenizer(int(model.args.vocab_size)), heads)
+def test_threads_share_the_heads() -> None:
+    model, heads = tiny_llama(seed=4), MedusaProposer(random_medusa(num_heads=4))
+    shared = Engine(model, wrapped_tokenizer(VOCAB_SIZE), heads)
     prompts = [[*PROMPT, i] for i in range(1, 5)]
 
     def tokens(prompt: list[int]) -> list[int]:

@@ -187,7 +187,7 @@ def quantize_as_stored(
 
     Args:
         drafter: The network.
-        quantization: What ``config.json`` says of it.
+        quantization: Its value in ``config.json``.
         stored: Shapes of the stored tensors by name.
 
     Raises:
