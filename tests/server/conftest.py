@@ -1,0 +1,18 @@
+"""A server that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+for name in ("starlette", "uvicorn", "openai"):
+    pytest.importorskip(name, reason=f"the server's tests need {name}")
+
+from tests.server.serving import Served, make_engine, serving
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(make_engine()) as one:
+        yield one
