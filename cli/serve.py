@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -12,7 +12,7 @@ import typer
 
 from mlx_redrafter.cli.chat import AnswerOptions
 from mlx_redrafter.cli.loading import WritingPair
-from mlx_redrafter.cli.options import Debug, Drafting
+from mlx_redrafter.cli.options import Debug, Drafting, library_option
 from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.config import GenerationOptions, check_int
 from mlx_redrafter.errors import ConfigError
@@ -26,6 +26,15 @@ GRACE_SECONDS = 30
 def _limit_option(name: str) -> Any:
     hint = get_type_hints(Limits, include_extras=True)[name]
     return typer.Option(help=hint.__metadata__[0], rich_help_panel=LIMITS)
+
+
+@dataclass(frozen=True)
+class ServedOptions(AnswerOptions):
+    """Options of texts where a request says nothing, and how their prompts are read."""
+
+    prefill_step_size: Annotated[int, library_option("prefill_step_size")] = (
+        GenerationOptions.prefill_step_size
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class LimitOptions:
 def serve(
     pair: WritingPair,
     address: Address,
-    text: AnswerOptions,
+    text: ServedOptions,
     drafting: Drafting,
     limits: LimitOptions,
     debug: Debug = False,
@@ -97,6 +106,9 @@ def serve(
     """
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
     checked = Limits(**vars(limits))
+    if defaults.quantisation is not None:
+        # A kept cache may be quantised where the next text of its own would not be yet.
+        checked = replace(checked, prompt_cache_size=0)
     check_int("port", address.port, 0, 65535)
     _check_installed()
     model, tokenizer, drafter = pair.load()

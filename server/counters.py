@@ -19,6 +19,7 @@ _HELP = {
     "busy_seconds_total": "Time in which texts were generated, in seconds.",
     "waiting_requests": "Requests in the queue.",
     "running_requests": "Requests whose texts are being generated.",
+    "device_bytes": "Memory in use on the device, the model's included.",
     "prompt_cache_bytes": "Memory of the caches kept for further texts.",
 }
 

@@ -43,7 +43,7 @@ class EventStream(StreamingResponse):
 
     Args:
         job: The request and its texts.
-        mail: What the worker sends.
+        mail: Items from the worker.
         reply: The reply.
     """
 

@@ -32,7 +32,8 @@ class Fields:
 
     def __init__(self, values: object, within: str = ""):
         if not isinstance(values, dict):
-            raise Refusal(f"{within or 'the body'} must be an object, got {reprlib.repr(values)}", within)
+            found = reprlib.repr(values)
+            raise Refusal(f"{within or 'the body'} must be an object, got {found}", within or None)
         self._left = {name: value for name, value in values.items() if value is not None}
         self._prefix = f"{within}." if within else ""
 

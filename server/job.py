@@ -28,7 +28,7 @@ class Job:
     """A request and its place in the worker.
 
     Args:
-        request: What is asked for.
+        request: The request.
         prompts: Token ids of its prompts.
         receive: Function called with every part, in the worker's thread.
 

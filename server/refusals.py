@@ -18,7 +18,7 @@ class Refusal(Exception):
     """A request that is not served.
 
     Args:
-        message: What was expected, what was found and what to do.
+        message: Description of what was expected and found, and what to do.
         param: Field of the request that it is about.
         status: HTTP status.
         code: Word that programs tell the error by.

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 
+import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
 from mlx_redrafter.engine import Engine
@@ -80,6 +81,7 @@ class Worker(threading.Thread):
             "waiting_requests": len(self._waiting),
             "running_requests": len(self._running),
             "prompt_cache_bytes": self._prefixes.nbytes,
+            "device_bytes": mx.get_active_memory(),
         }
 
     def run(self) -> None:

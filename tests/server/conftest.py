@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-for name in ("starlette", "uvicorn", "openai"):
-    pytest.importorskip(name, reason=f"the server's tests need {name}")
-
 from tests.server.serving import Served, make_engine, serving
 
 

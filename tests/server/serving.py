@@ -11,17 +11,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.config import GenerationOptions
 from mlx_redrafter.engine import Engine
 from mlx_redrafter.server.limits import Limits
-from mlx_redrafter.server.listening import make_server
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama
 
 VOCAB_SIZE = 64
 KEY = "secret"
+ABSENT = "the server needs mlx-redrafter[server]"
 DEFAULTS = GenerationOptions(max_tokens=30, prefill_step_size=16)
 
 
@@ -90,7 +91,11 @@ class Served:
 def serving(
     engine: Engine, limits: Limits | None = None, defaults: GenerationOptions = DEFAULTS
 ) -> Iterator[Served]:
-    """A server for this block."""
+    """A server for this block; skips the test where the extra is not installed."""
+    pytest.importorskip("starlette", reason=ABSENT)
+    pytest.importorskip("uvicorn", reason=ABSENT)
+    from mlx_redrafter.server.listening import make_server
+
     limits = Limits() if limits is None else limits
     worker = Worker(engine, limits)
     server = make_server(
