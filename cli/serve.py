@@ -63,7 +63,7 @@ class Address:
     model_name: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model in requests; by default the last part of --model.",
+            help="Name of the model in requests; by default that of --model.",
             rich_help_panel=SERVER,
         ),
     ] = None
@@ -111,31 +111,39 @@ def serve(
         checked = replace(checked, prompt_cache_size=0)
     check_int("port", address.port, 0, 65535)
     _check_installed()
+    from mlx_redrafter.server.listening import listen, make_server
+
+    listener = listen(address.host, address.port)
     model, tokenizer, drafter = pair.load()
 
     from mlx_redrafter.engine import Engine
-    from mlx_redrafter.server.listening import make_server
     from mlx_redrafter.server.worker import Worker
 
     engine = Engine(model, tokenizer, None if pair.no_draft else drafter)
     engine.generate([0], max_tokens=1)  # steps are timed before a client waits for it
-    name = address.model_name or (Path(pair.model).name if pair.model else "bundled")
+    name = address.model_name or _name(pair.model)
     server = make_server(
         Worker(engine, checked),
         name,
         defaults,
         checked,
-        host=address.host,
-        port=address.port,
         key=address.api_key,
         origins=address.allow_origin or (),
         grace=GRACE_SECONDS,
     )
     # uvicorn raises the signal once more when it has ended in good order.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    server.run()
-    if not server.started:
-        raise ConfigError(f"cannot listen at {address.host}:{address.port}; choose another one")
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    typer.echo(f"serving {name} at http://{host}:{listener.getsockname()[1]}", err=True)
+    server.run([listener])
+
+
+def _name(model: str | None) -> str:
+    """The name of a repository as it is, of a folder its last part."""
+    if model is None:
+        return "bundled"
+    folder = Path(model)
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def _check_installed() -> None:

@@ -75,8 +75,9 @@ class Front:
         Args:
             origins: Origins whose pages may use the server, beside its own.
         """
-        options = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        cors = Middleware(CORSMiddleware, allow_origins=origins, **options)
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
         locked = self._locked
         return Starlette(
             routes=[
@@ -107,7 +108,7 @@ class Front:
         expected = f"Bearer {self._key}".encode()
 
         async def answer(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode()
+            given = request.headers.get("authorization", "").encode("latin-1")
             try:
                 if self._key is not None and not hmac.compare_digest(given, expected):
                     raise Refusal(

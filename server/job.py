@@ -110,18 +110,18 @@ class Job:
         counters.totals["prefix_hits_total"] += num_cached > 0
         end, stats = "failed", DecodingStats()
         self.has_begun = False
-        self._stream = stream = engine.stream(
-            new,
-            prompt_cache=cache,
-            history=[known],
-            logits_processors=_penalties(request, known),
-            prompt_progress_callback=on_progress,
-            **vars(options),
-        )
-        if self.is_cancelled:  # before there was a stream to cancel
-            stream.cancel()
         try:
-            with stream:
+            self._stream = engine.stream(
+                new,
+                prompt_cache=cache,
+                history=[known],
+                logits_processors=_penalties(request, known),
+                prompt_progress_callback=on_progress,
+                **vars(options),
+            )
+            if self.is_cancelled:  # before there was a stream to cancel
+                self._stream.cancel()
+            with self._stream as stream:
                 for response in stream:
                     self.has_begun, stats = True, response.stats
                     tokens.append(response.token)

@@ -131,14 +131,14 @@ class Answer:
         for kind, text in segments:
             self._sort(part, kind, text)
         if part.finish_reason:
-            self._end_call(part)
+            self._end_call(part, None)  # it has no mark of its end
             if self._has_called and part.finish_reason == "stop":
                 part.finish_reason = "tool_calls"
         return part
 
     def _sort(self, part: Part, kind: str, text: str) -> None:
         if kind != "tool":
-            self._end_call(part)
+            self._end_call(part, self._tokenizer.tool_call_end)
         self._kind = kind
         if kind == "tool":
             self._call += text
@@ -147,7 +147,7 @@ class Answer:
         elif kind == "normal":  # others are headers
             part.content += text
 
-    def _end_call(self, part: Part) -> None:
+    def _end_call(self, part: Part, mark: str | None) -> None:
         """Read the call that has ended, if one has; what cannot be read stays text."""
         if self._kind != "tool":
             return
@@ -157,13 +157,13 @@ class Answer:
         part.tool_calls += calls
         self._has_called |= bool(calls)
         if not calls:
-            start, end = self._tokenizer.tool_call_start, self._tokenizer.tool_call_end
-            part.content += f"{start or ''}{text}{end or ''}"
+            part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark or ''}"
 
     def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprobs:
         log_probs = response.logprobs.astype(mx.float32)
-        order = mx.argsort(-log_probs)[:num_top]
-        ids = [response.token, *to_ints(order)]
+        ids = [response.token]
+        if num_top:
+            ids += to_ints(mx.argsort(-log_probs)[:num_top])
         values = to_floats(log_probs[mx.array(ids)])
         chosen, *top = (
             TokenLogprob(token_text(self._tokenizer, token), max(value, LEAST_LOGPROB))

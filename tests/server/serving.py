@@ -94,20 +94,19 @@ def serving(
     """A server for this block; skips the test where the extra is not installed."""
     pytest.importorskip("starlette", reason=ABSENT)
     pytest.importorskip("uvicorn", reason=ABSENT)
-    from mlx_redrafter.server.listening import make_server
+    from mlx_redrafter.server.listening import listen, make_server
 
     limits = Limits() if limits is None else limits
     worker = Worker(engine, limits)
-    server = make_server(
-        worker, "tiny", defaults, limits, host="127.0.0.1", port=0, key=KEY, grace=5
-    )
-    thread = threading.Thread(target=server.run)
+    server = make_server(worker, "tiny", defaults, limits, key=KEY, grace=5)
+    listener = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(server.servers[0].sockets[0].getsockname()[1], worker)
+        yield Served(listener.getsockname()[1], worker)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -40,6 +41,17 @@ def test_sigterm_lets_texts_end(tmp_path: Path) -> None:
             assert server.wait(60) == 0
         finally:
             server.kill()
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("uvicorn", reason=ABSENT)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run(capsys, "serve", "--model", "/nowhere", "--port", port)
+    assert result.code == 2
+    assert result.err.startswith(f"error: cannot listen at 127.0.0.1, port {port}: ")
 
 
 def test_options_are_checked_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
