@@ -95,7 +95,8 @@ def parse_chat(body: object, defaults: GenerationOptions) -> ChatRequest:
         Refusal: A field is not as it must be, or not supported.
     """
     fields = Fields(body)
-    shows, top = fields.typed("logprobs", bool), fields.integer("top_logprobs", 0, 20)
+    shows = fields.typed("logprobs", bool)
+    top = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
     if top is not None and not shows:
         raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
     messages = _read_messages(fields)
@@ -175,7 +176,7 @@ def _read_options(fields: Fields, defaults: GenerationOptions) -> GenerationOpti
     """The options of a text: those given, checked as everywhere, over the server's own."""
     given = {option: fields.take(name) for option, name in _OPTIONS.items()}
     given["seed"] = fields.take("seed")
-    old, new = (fields.integer(name, 1, 2**31) for name in ("max_tokens", "max_completion_tokens"))
+    old, new = fields.take("max_tokens"), fields.take("max_completion_tokens")
     given["max_tokens"] = old if new is None else new
     try:
         return replace(defaults, **{name: one for name, one in given.items() if one is not None})
