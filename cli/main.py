@@ -22,6 +22,7 @@ from mlx_redrafter.cli.chat import chat
 from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
+from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
 from mlx_redrafter.errors import ConfigError, RedrafterError, explain
 from mlx_redrafter.version import __version__
@@ -34,6 +35,7 @@ app = Application(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(check)
 app.command()(advise)
 app.command()(train)

@@ -236,7 +236,7 @@ class Engine:
             # mlx-lm's convention: the target's layers, then those of what drafts.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
         cache = target.new_cache(cached, options.quantisation, prompt_cache)
-        _check_prompt(ids, cache.length, target)
+        check_prompt(ids, cache.length, target)
         params = options.sampling(secrets.randbits(32))
         chooser: TokenChooser = (
             KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
@@ -379,7 +379,17 @@ def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
         )
 
 
-def _check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
+def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
+    """Check that a prompt is one for a target.
+
+    Args:
+        prompt: Token ids.
+        num_cached: Tokens before it in a cache.
+        target: The target.
+
+    Raises:
+        ConfigError: It is empty or too long, or a token id is none.
+    """
     check_not_empty(prompt)
     if min(prompt) < 0 or max(prompt) >= target.vocab_size:
         raise ConfigError(

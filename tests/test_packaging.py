@@ -1,4 +1,4 @@
-"""The wheel holds the four folders' sources, the pair, licence and typing marker, nothing else."""
+"""The wheel holds the five folders' sources, the pair, page, licence and typing marker only."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ FOLDERS = {
     "cli": "mlx_redrafter/cli",
     "convert": "mlx_redrafter/convert",
     "bench": "mlx_redrafter/bench",
+    "server": "mlx_redrafter/server",
 }
 PAIR = ROOT / "mlx_redrafter" / "pair"
+OTHERS = {"mlx_redrafter/py.typed", "mlx_redrafter/server/page.html"}
 LARGEST_PAIR = 25 * 10**6
 NOT_SHIPPED = {"bench/pair", "bench/results"}
 COPIED = ("pyproject.toml", "README.md", "LICENSE", *FOLDERS)
@@ -48,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 
 def _sources() -> set[str]:
-    """What the sources of the four folders are called in the wheel."""
+    """What the sources of the five folders are called in the wheel."""
     shipped = set()
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -73,7 +75,7 @@ def test_nothing_else_stands_at_the_top(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"mlx_redrafter", f"mlx_redrafter-{__version__}.dist-info"}
     others = {name for name in wheel.namelist() if name.startswith("mlx_redrafter/")} - _sources()
-    assert others == {"mlx_redrafter/py.typed"} | _pair()
+    assert others == OTHERS | _pair()
 
 
 def test_the_pair_is_small(wheel: zipfile.ZipFile) -> None:

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: the texts of `stream_generate`, over HTTP."""

@@ -1,0 +1,205 @@
+"""The server's paths: what is read, checked and handed to the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_redrafter.config import GenerationOptions
+from mlx_redrafter.server.delivery import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    Mail,
+    deliver_whole,
+    respond,
+)
+from mlx_redrafter.server.fields import parse_json
+from mlx_redrafter.server.fitting import fit
+from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.replies import Reply
+from mlx_redrafter.server.requests import TextRequest, parse_chat, parse_completion
+from mlx_redrafter.server.worker import Worker
+
+Parser = Callable[[object, GenerationOptions], TextRequest]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+# The page has all that it needs in it, and talks to nobody else.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Front:
+    """What answers requests.
+
+    Args:
+        worker: Worker that writes the texts.
+        name: Name of the model.
+        defaults: Options of texts where a request says nothing.
+        limits: Limits of requests.
+        key: Key that requests must have; None for none.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        defaults: GenerationOptions,
+        limits: Limits,
+        key: str | None = None,
+    ):
+        self._worker = worker
+        self._name = name
+        self._defaults = defaults
+        self._limits = limits
+        self._key = key
+        self._encoding = asyncio.Lock()
+
+    def application(self, origins: Sequence[str] = ()) -> Starlette:
+        """The ASGI application, which starts and stops the worker.
+
+        Args:
+            origins: Origins whose pages may use the server, beside its own.
+        """
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        locked = self._locked
+        return Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/metrics", locked(self._metrics)),
+                Route("/v1/models", locked(self._models)),
+                Route("/v1/chat/completions", locked(self._chat), methods=["POST"]),
+                Route("/v1/completions", locked(self._complete), methods=["POST"]),
+            ],
+            middleware=[cors] if origins else [],
+            exception_handlers={
+                HTTPException: _refuse_path,
+                ClientDisconnect: _let_go,
+                Exception: _fail,
+            },
+            lifespan=self._run_worker,
+        )
+
+    @asynccontextmanager
+    async def _run_worker(self, application: Starlette) -> AsyncIterator[None]:
+        self._worker.start()
+        yield
+        await asyncio.to_thread(self._worker.stop)
+
+    def _locked(self, endpoint: Endpoint) -> Endpoint:
+        """An endpoint for those who have the key, whose answers are counted."""
+        expected = f"Bearer {self._key}".encode()
+
+        async def answer(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode("latin-1")
+            try:
+                if self._key is not None and not hmac.compare_digest(given, expected):
+                    raise Refusal(
+                        "the key is missing or wrong; send Authorization: Bearer KEY",
+                        status=401,
+                        code="invalid_api_key",
+                    )
+                response = await endpoint(request)
+            except Refusal as refusal:
+                response = _refuse(refusal)
+            self._worker.counters.requests[request.url.path, response.status_code] += 1
+            return response
+
+        return answer
+
+    async def _page(self, request: Request) -> Response:
+        page = files("mlx_redrafter.server").joinpath("page.html").read_bytes()
+        headers = {"Content-Security-Policy": PAGE_POLICY}
+        return Response(page, media_type="text/html", headers=headers)
+
+    async def _health(self, request: Request) -> Response:
+        if self._worker.is_alive():
+            return respond({"status": "ok"})
+        return respond({"status": "unavailable"}, 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        worker = self._worker
+        return Response(worker.counters.render(**worker.gauges()), media_type="text/plain")
+
+    async def _models(self, request: Request) -> Response:
+        has_chat = self._worker.engine.tokenizer.has_chat_template
+        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "mlx_redrafter"}
+        return respond({"object": "list", "data": [{**model, "has_chat": has_chat}]})
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._write(request, parse_chat)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._write(request, parse_completion)
+
+    async def _write(self, request: Request, parse: Parser) -> Response:
+        asked = parse(parse_json(await self._read(request)), self._defaults)
+        if asked.model not in (None, self._name):
+            raise Refusal(
+                f"the model here is {self._name!r}; leave model out, or give that",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        engine = self._worker.engine
+        async with self._encoding:  # one at a time, beside which others are answered
+            asked, prompts = await asyncio.to_thread(fit, asked, engine, self._limits.max_context)
+        mail = Mail()
+        job = Job(asked, prompts, mail.put)
+        self._worker.submit(job)
+        reply = Reply(job, self._name)
+        if asked.is_streamed:
+            return EventStream(job, mail, reply)
+        return await deliver_whole(request, job, mail, reply)
+
+    async def _read(self, request: Request) -> bytes:
+        """The body of a request."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # what pages of other origins may send without being asked
+            raise Refusal("the body must have Content-Type: application/json", status=415)
+        body, most = bytearray(), self._limits.max_body_bytes
+        try:
+            async with asyncio.timeout(self._limits.patience):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise Refusal(f"the body must be at most {most} bytes", status=413)
+        except TimeoutError as error:
+            raise Refusal("the body took too long to come", status=408) from error
+        return bytes(body)
+
+
+def _refuse(refusal: Refusal) -> Response:
+    headers = {"Retry-After": "1"} if refusal.status == 429 else {}
+    return respond(refusal.to_json(), refusal.status, headers)
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(f"{error.detail}: see docs/server.md for paths", status=error.status_code)
+    return respond(refusal.to_json(), error.status_code, dict(error.headers or {}))
+
+
+async def _let_go(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return _refuse(Refusal("the server failed; its log says why", status=500))

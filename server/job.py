@@ -1,0 +1,163 @@
+"""One request in the worker: its texts, one after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_redrafter.decoding.processors import LogitsProcessor
+from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.engine import Engine
+from mlx_redrafter.responses import ResponseStream
+from mlx_redrafter.server.counters import Counters
+from mlx_redrafter.server.parts import Answer, Part
+from mlx_redrafter.server.prefixes import Prefixes
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.requests import TextRequest
+
+# Takes the parts of a request, then None, or what went wrong with it.
+Receiver = Callable[[Part | Refusal | None], None]
+
+
+class Job:
+    """A request and its place in the worker.
+
+    Args:
+        request: The request.
+        prompts: Token ids of its prompts.
+        receive: Function called with every part, in the worker's thread.
+
+    Attributes:
+        num_cached: Tokens of the prompts found in a cache.
+        has_begun: Whether the text at hand has its first token.
+        is_cancelled: Whether nobody waits for it any more.
+    """
+
+    def __init__(self, request: TextRequest, prompts: list[list[int]], receive: Receiver):
+        self.request = request
+        self.prompts = prompts
+        self.receive = receive
+        self.num_cached = 0
+        self.has_begun = self.is_cancelled = False
+        self._stream: ResponseStream | None = None
+        self._parts: Generator[Part] = (part for part in ())
+
+    def cancel(self) -> None:
+        """End it soon, from any thread."""
+        self.is_cancelled = True
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    def open(
+        self,
+        engine: Engine,
+        prefixes: Prefixes,
+        counters: Counters,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Begin, in the worker's thread.
+
+        Args:
+            engine: Engine that writes the texts.
+            prefixes: Caches to take from and to give to.
+            counters: Counts to add to.
+            on_progress: Function called between the chunks of a prompt.
+        """
+        self._parts = self._write_all(engine, prefixes, counters, on_progress)
+
+    def step(self) -> bool:
+        """Send the next part; whether there was one."""
+        part = next(self._parts, None)
+        if part is not None:
+            self.receive(part)
+        return part is not None
+
+    def close(self) -> None:
+        """End it, in the worker's thread."""
+        self._parts.close()
+
+    def _write_all(self, engine: Engine, prefixes: Prefixes, *rest: Any) -> Generator[Part]:
+        for i in range(len(self.prompts) * self.request.num_texts):
+            if self.is_cancelled:
+                return
+            yield from self._write(i, engine, prefixes, *rest)
+
+    def _write(
+        self,
+        index: int,
+        engine: Engine,
+        prefixes: Prefixes,
+        counters: Counters,
+        on_progress: Callable[[int, int], None],
+    ) -> Generator[Part]:
+        """The parts of one text; its cache is kept, however it ends."""
+        request = self.request
+        tokens = list(self.prompts[index // request.num_texts])
+        answer = Answer(request, engine.tokenizer, tokens, index)
+        options = replace(request.options, seed=_seed_of(request, index))
+        cache, num_cached = prefixes.take(tokens)
+        if index % request.num_texts == 0:
+            self.num_cached += num_cached
+        known, new = tokens[:num_cached], tokens[num_cached:]
+        counters.totals["prompt_tokens_total"] += len(tokens)
+        counters.totals["cached_tokens_total"] += num_cached
+        counters.totals["prefix_hits_total"] += num_cached > 0
+        end, stats = "failed", DecodingStats()
+        self.has_begun = False
+        try:
+            self._stream = engine.stream(
+                new,
+                prompt_cache=cache,
+                history=[known],
+                logits_processors=_penalties(request, known),
+                prompt_progress_callback=on_progress,
+                **vars(options),
+            )
+            if self.is_cancelled:  # before there was a stream to cancel
+                self._stream.cancel()
+            with self._stream as stream:
+                for response in stream:
+                    self.has_begun, stats = True, response.stats
+                    tokens.append(response.token)
+                    part = answer.add(response)
+                    yield part
+                    if part.finish_reason:
+                        end = part.finish_reason
+                        break
+                else:
+                    end = "cancelled"
+            prefixes.keep(tokens, cache)
+        except GeneratorExit:
+            end = "cancelled"
+            raise
+        finally:
+            counters.texts[end] += 1
+            _count(counters.totals, stats)
+
+
+def _seed_of(request: TextRequest, index: int) -> int | None:
+    seed = request.options.seed
+    return None if seed is None else (seed + index) % 2**32
+
+
+def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:
+    """Logits processors that see the tokens in the cache, too."""
+    before = mx.array(known, dtype=mx.int32)
+
+    def seeing_all(processor: LogitsProcessor) -> LogitsProcessor:
+        return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
+
+    return [seeing_all(one) for one in make_logits_processors(**request.penalties)]
+
+
+def _count(totals: Counter[str], stats: DecodingStats) -> None:
+    totals["generated_tokens_total"] += stats.num_tokens
+    totals["steps_total"] += stats.steps
+    totals["drafts_total"] += stats.num_verified - stats.steps
+    totals["accepted_drafts_total"] += sum(n * a for n, a in enumerate(stats.accepted_counts))

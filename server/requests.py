@@ -1,0 +1,272 @@
+"""What a client asks for: the body of a request, checked field by field."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_lm.server import process_message_content
+from transformers import PreTrainedTokenizerBase
+
+from mlx_redrafter.config import GenerationOptions
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.server.fields import Fields, shortened
+from mlx_redrafter.server.refusals import Refusal
+
+MOST_TEXTS = 16
+MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_TOOLS = 128
+MOST_BIASES = 1024
+MOST_TOP_LOGPROBS, MOST_COMPLETION_LOGPROBS = 20, 5
+# Tokens that a penalty looks back at, as in mlx-lm, and the most of them.
+PENALISED, MOST_PENALISED = 20, 2**20
+
+# Sampling options, and what OpenAI calls them.
+_OPTIONS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+# They say who asks, not what for.
+_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What only the server gives to a chat template; a template of the client's own is one of them.
+_OWN_TEMPLATE_OPTIONS = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request for one or several texts.
+
+    Attributes:
+        model: Name of the model, None for the one there is.
+        options: Options of the texts, with the seed of the first one.
+        num_texts: Texts for every prompt; the seed of each is one more than that before.
+        stops: Texts that end a text and are not part of it.
+        penalties: Arguments of mlx-lm's ``make_logits_processors``.
+        top_logprobs: Number of most probable tokens shown beside each token; None shows no
+            log-probabilities.
+        is_streamed: Whether parts are sent as they come.
+        shows_usage: Whether the last part of a stream is the usage.
+        shows_drafts: Whether the parts of a stream say which were drafted.
+    """
+
+    model: str | None
+    options: GenerationOptions
+    num_texts: int
+    stops: tuple[str, ...]
+    penalties: dict[str, Any]
+    top_logprobs: int | None
+    is_streamed: bool
+    shows_usage: bool
+    shows_drafts: bool
+
+
+@dataclass(frozen=True)
+class ChatRequest(TextRequest):
+    """A request for answers in a chat.
+
+    Attributes:
+        messages: Messages as chat templates take them.
+        tools: Tools that the model may call.
+        template_options: Further options of the chat template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    template_options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CompletionRequest(TextRequest):
+    """A request for continuations.
+
+    Attributes:
+        prompts: Texts or token ids.
+    """
+
+    prompts: list[str | list[int]]
+
+
+def parse_chat(body: object, defaults: GenerationOptions) -> ChatRequest:
+    """The request of ``/v1/chat/completions``.
+
+    Raises:
+        Refusal: A field is not as it must be, or not supported.
+    """
+    fields = Fields(body)
+    shows = fields.typed("logprobs", bool)
+    top = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    if top is not None and not shows:
+        raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
+    messages = _read_messages(fields)
+    tools = _read_tools(fields)
+    template_options = fields.typed("chat_template_kwargs", dict) or {}
+    for name in template_options.keys() & _OWN_TEMPLATE_OPTIONS:
+        raise Refusal(f"chat_template_kwargs must not have {name}", "chat_template_kwargs")
+    fields.one_of("response_format", [{"type": "text"}], ", as no other format is enforced")
+    fields.one_of("modalities", [["text"]])
+    fields.one_of("parallel_tool_calls", [True])
+    common = _read_common(fields, defaults, (top or 0) if shows else None)
+    return ChatRequest(**common, messages=messages, tools=tools, template_options=template_options)
+
+
+def parse_completion(body: object, defaults: GenerationOptions) -> CompletionRequest:
+    """The request of ``/v1/completions``.
+
+    Raises:
+        Refusal: A field is not as it must be, or not supported.
+    """
+    fields = Fields(body)
+    top = fields.integer("logprobs", 0, MOST_COMPLETION_LOGPROBS)
+    fields.one_of("echo", [False])
+    fields.one_of("suffix", [""])
+    fields.one_of("best_of", [1])
+    prompt = fields.take("prompt")
+    prompts = prompt if _is_several(prompt) else [prompt]
+    if not all(map(_is_prompt, prompts)) or len(prompts) > MOST_TEXTS:
+        expected = f"a text, a list of token ids, or a list of at most {MOST_TEXTS} of them"
+        raise fields.refusal("prompt", expected, prompt)
+    common = _read_common(fields, defaults, top)
+    if len(prompts) * common["num_texts"] > MOST_TEXTS:
+        raise Refusal(f"n times the prompts must be at most {MOST_TEXTS}", "n")
+    return CompletionRequest(**common, prompts=prompts)
+
+
+def _is_several(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+
+
+def _is_prompt(prompt: object) -> bool:
+    if isinstance(prompt, list):
+        return bool(prompt) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, str)
+
+
+def _read_common(
+    fields: Fields, defaults: GenerationOptions, top_logprobs: int | None
+) -> dict[str, Any]:
+    """The fields of `TextRequest`; all others must have been read."""
+    for name in _IGNORED:
+        fields.take(name)
+    fields.one_of("store", [False])
+    fields.one_of("service_tier", ["auto", "default"])
+    streams = fields.typed("stream", bool) or False
+    shown = fields.take("stream_options")
+    if shown is not None and not streams:
+        raise Refusal("stream_options needs stream to be true", "stream_options")
+    stream_options = Fields({} if shown is None else shown, "stream_options")
+    common = {
+        "model": fields.typed("model", str),
+        "options": _read_options(fields, defaults),
+        "num_texts": fields.integer("n", 1, MOST_TEXTS) or 1,
+        "stops": _read_stops(fields),
+        "penalties": _read_penalties(fields),
+        "top_logprobs": top_logprobs,
+        "is_streamed": streams,
+        "shows_usage": stream_options.typed("include_usage", bool) or False,
+        "shows_drafts": stream_options.typed("include_drafts", bool) or False,
+    }
+    stream_options.finish()
+    fields.finish()
+    return common
+
+
+def _read_options(fields: Fields, defaults: GenerationOptions) -> GenerationOptions:
+    """The options of a text: those given, checked as everywhere, over the server's own."""
+    given = {option: fields.take(name) for option, name in _OPTIONS.items()}
+    given["seed"] = fields.take("seed")
+    old, new = fields.take("max_tokens"), fields.take("max_completion_tokens")
+    given["max_tokens"] = old if new is None else new
+    try:
+        return replace(defaults, **{name: one for name, one in given.items() if one is not None})
+    except ConfigError as error:
+        option, _, rest = str(error).partition(" ")
+        name = _OPTIONS.get(option, option)
+        raise Refusal(f"{name} {shortened(rest)}", name) from error
+
+
+def _read_stops(fields: Fields) -> tuple[str, ...]:
+    given = fields.take("stop")
+    stops = given if isinstance(given, list) else [] if given is None else [given]
+    if len(stops) > MOST_STOPS or not all(
+        isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stops
+    ):
+        expected = f"a text of 1 to {LONGEST_STOP} characters, or at most {MOST_STOPS} of them"
+        raise fields.refusal("stop", expected, given)
+    return tuple(stops)
+
+
+def _read_penalties(fields: Fields) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
+        "logit_bias": _read_biases(fields),
+    }
+    for kind in ("presence", "frequency", "repetition"):
+        name = f"{kind}_context_size"
+        size = fields.integer(name, 1, MOST_PENALISED)
+        given[name] = PENALISED if size is None else size
+    is_on = any(given[name] for name in given if not name.endswith("_size"))
+    return given if is_on else {}
+
+
+def _read_biases(fields: Fields) -> dict[int, float]:
+    given = fields.typed("logit_bias", dict) or {}
+    if len(given) > MOST_BIASES:
+        raise Refusal(f"logit_bias must have at most {MOST_BIASES} tokens", "logit_bias")
+    biases = Fields(given, "logit_bias")
+    found = {}
+    for name in given:
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise Refusal(
+                f"logit_bias must have token ids as names, got {reprlib.repr(name)}", "logit_bias"
+            )
+        found[int(name)] = biases.number(name, -100, 100) or 0.0
+    return found
+
+
+def _read_tools(fields: Fields) -> list[dict[str, Any]]:
+    tools = fields.typed("tools", list) or []
+    if len(tools) > MOST_TOOLS:
+        raise Refusal(f"tools must be at most {MOST_TOOLS}, got {len(tools)}", "tools")
+    for i, tool in enumerate(tools):
+        one = Fields(tool, f"tools[{i}]")
+        if one.one_of("type", ["function"]) is None:
+            raise one.refusal("type", '"function"', None)
+        function = Fields(one.take("function"), f"tools[{i}].function")
+        if not function.typed("name", str):
+            raise function.refusal("name", "a text that is not empty", None)
+    hint = ", as calls are not enforced"
+    return [] if fields.one_of("tool_choice", ["auto", "none"], hint) == "none" else tools
+
+
+def _read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text alone, and calls with their arguments parsed."""
+    given = fields.typed("messages", list)
+    if not given:
+        raise Refusal("messages must be a list of at least one message", "messages")
+    for i, message in enumerate(given):
+        _check_message(Fields(message, f"messages[{i}]"))
+    try:
+        process_message_content(given)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(
+            f"messages must have JSON as arguments of calls: {error}", "messages"
+        ) from error
+    return given
+
+
+def _check_message(message: Fields) -> None:
+    if message.one_of("role", _ROLES) is None:
+        raise message.refusal("role", " or ".join(_ROLES), None)
+    content = message.take("content")
+    for part in content if isinstance(content, list) else []:
+        text = Fields(part, "content")
+        if text.take("type") != "text" or text.typed("text", str) is None:
+            raise message.refusal("content", "text, as nothing else is read", part)
+    if not isinstance(content, (str, list, type(None))):
+        raise message.refusal("content", "a text or a list of texts", content)
+    for i, call in enumerate(message.typed("tool_calls", list) or []):
+        Fields(call, f"tool_calls[{i}]").typed("function", dict)

@@ -1,0 +1,132 @@
+"""The thread that owns the device: it takes requests from a queue and writes their texts.
+
+The texts of several requests are written in turns, a token of each, every text with its own cache;
+between the chunks of a prompt the others go on. What goes wrong with one is that one's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, wired_limit
+
+from mlx_redrafter.engine import Engine
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.server.counters import Counters
+from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.prefixes import Prefixes
+from mlx_redrafter.server.refusals import Refusal
+
+logger = logging.getLogger(__name__)
+
+
+class Worker(threading.Thread):
+    """Writes texts until it is stopped.
+
+    Args:
+        engine: Engine of the model.
+        limits: Numbers of requests and caches.
+
+    Attributes:
+        counters: Counts of what was done.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits):
+        super().__init__(name="redrafter-worker", daemon=True)
+        self.engine = engine
+        self.counters = Counters()
+        self._limits = limits
+        self._prefixes = Prefixes(engine, limits.prompt_cache_size, limits.prompt_cache_bytes)
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._changed = threading.Condition()
+        self._is_stopped = False
+
+    def submit(self, job: Job) -> None:
+        """Put a request in the queue, from any thread.
+
+        Raises:
+            Refusal: The queue is full, or the worker has stopped.
+        """
+        with self._changed:
+            if self._is_stopped or (self.ident is not None and not self.is_alive()):
+                raise _shutting_down()
+            self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
+            if len(self._waiting) >= self._limits.max_waiting:
+                raise Refusal(
+                    f"{len(self._waiting)} requests wait already; try again later",
+                    status=429,
+                    code="queue_full",
+                )
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End all texts and then the thread, which this waits for."""
+        with self._changed:
+            self._is_stopped = True
+            for job in self._running:
+                job.cancel()
+            self._changed.notify()
+        self.join()
+
+    def gauges(self) -> dict[str, int]:
+        """Numbers that go up and down, by the name of their metric."""
+        return {
+            "waiting_requests": len(self._waiting),
+            "running_requests": len(self._running),
+            "prompt_cache_bytes": self._prefixes.nbytes,
+            "device_bytes": mx.get_active_memory(),
+        }
+
+    def run(self) -> None:
+        """Write texts; called in the thread."""
+        # What a text sets and takes back at its end would be taken from the others.
+        with wired_limit(self.engine.target.model, [generation_stream]):
+            while self._admit():
+                start = time.perf_counter()
+                for job in list(self._running):
+                    if job in self._running:  # it may have ended beside another one's prompt
+                        self._step(job)
+                self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
+            for job in [*self._running, *self._waiting]:
+                job.close()
+                job.receive(_shutting_down())
+
+    def _admit(self) -> bool:
+        """Take requests from the queue, and wait while there are none; whether to go on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
+            while self._waiting and len(self._running) < self._limits.max_running:
+                job = self._waiting.popleft()
+                job.open(self.engine, self._prefixes, self.counters, self._go_on)
+                self._running.append(job)
+        return not self._is_stopped
+
+    def _go_on(self, done: int, total: int) -> None:
+        """Write on the texts that have begun, between the chunks of another one's prompt."""
+        for job in list(self._running):
+            if job.has_begun:
+                self._step(job)
+
+    def _step(self, job: Job) -> None:
+        try:
+            if job.step():
+                return
+        except Exception as error:
+            logger.exception("a request failed")
+            known = isinstance(error, RedrafterError)
+            message = str(error) if known else "the request failed; the server's log says why"
+            job.receive(Refusal(message, status=500, code="failed"))
+        else:
+            job.receive(None)
+        self._running.remove(job)
+
+
+def _shutting_down() -> Refusal:
+    return Refusal("the server is shutting down", status=503, code="shutting_down")

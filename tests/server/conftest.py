@@ -1,0 +1,15 @@
+"""A server that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.serving import Served, make_engine, serving
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(make_engine()) as one:
+        yield one

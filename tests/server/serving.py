@@ -1,0 +1,113 @@
+"""A server on a free port of this machine, and requests to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.config import GenerationOptions
+from mlx_redrafter.engine import Engine
+from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.worker import Worker
+from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama
+
+VOCAB_SIZE = 64
+KEY = "secret"
+ABSENT = "the server needs mlx-redrafter[server]"
+DEFAULTS = GenerationOptions(max_tokens=30, prefill_step_size=16)
+
+
+class ChatTokenizer(ByteTokenizer):
+    """A tokenizer with a chat template, which shows the tools."""
+
+    chat_template: Any = "in Python"
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:  # type: ignore[override]
+        """All messages, and the beginning of an answer."""
+        texts = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
+        tools = [tool["function"]["name"] for tool in options.get("tools") or ()]
+        return "".join([*tools, *texts, "[A]", options.get("tone", "")])
+
+
+def make_engine(context: int = 512, **wrapping: Any) -> Engine:
+    """A random model with a random drafter.
+
+    Args:
+        context: Context of the model.
+        **wrapping: Arguments of mlx-lm's ``TokenizerWrapper``.
+    """
+    tokenizer = TokenizerWrapper(ChatTokenizer(VOCAB_SIZE), **wrapping)
+    tokenizer._eos_token_ids = set()
+    model = tiny_llama(seed=4, context=context)
+    return Engine(model, tokenizer, random_drafter(VOCAB_SIZE, 32))
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    port: int
+    worker: Worker
+
+    @property
+    def url(self) -> str:
+        """Address for OpenAI's clients."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def send(
+        self, path: str, body: Any = None, key: str | None = KEY, **headers: str
+    ) -> tuple[int, Any]:
+        """Status and content of the answer; bytes are sent as they are, all else as JSON."""
+        given = {"Content-Type": "application/json", **headers}
+        if key is not None:
+            given["Authorization"] = f"Bearer {key}"
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            method = "GET" if body is None else "POST"
+            connection.request(method, path, content, given)
+            response = connection.getresponse()
+            text = response.read()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(text) if is_json else text.decode()
+
+    def wait_until_idle(self) -> None:
+        """Wait until no text is written any more."""
+        end = time.monotonic() + 20
+        while any(self.worker.gauges()[f"{kind}_requests"] for kind in ("waiting", "running")):
+            assert time.monotonic() < end, "texts go on"
+            time.sleep(0.01)
+
+
+@contextmanager
+def serving(
+    engine: Engine, limits: Limits | None = None, defaults: GenerationOptions = DEFAULTS
+) -> Iterator[Served]:
+    """A server for this block; skips the test where the extra is not installed."""
+    pytest.importorskip("starlette", reason=ABSENT)
+    pytest.importorskip("uvicorn", reason=ABSENT)
+    from mlx_redrafter.server.listening import listen, make_server
+
+    limits = Limits() if limits is None else limits
+    worker = Worker(engine, limits)
+    server = make_server(worker, "tiny", defaults, limits, key=KEY, grace=5)
+    listener = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield Served(listener.getsockname()[1], worker)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not worker.is_alive()

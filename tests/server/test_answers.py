@@ -1,0 +1,87 @@
+"""Reasoning, calls of tools, metrics and the page."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.chat import encode_chat
+from tests.server.serving import KEY, Served, make_engine, serving
+
+openai: Any = pytest.importorskip("openai", reason="the client that tests use")
+
+MESSAGES: list[Any] = [{"role": "user", "content": "WHERE ARE YOU"}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
+def _parse(text: str, tools: Any) -> dict[str, Any]:
+    if not tools or "?" in text:
+        raise KeyError(text)
+    return {"name": tools[0]["function"]["name"], "arguments": {"text": text}}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_reasoning_and_calls(streams: bool) -> None:
+    """The model is random, so its markers are what it writes anyway."""
+    engine = make_engine()
+    prompt = encode_chat(engine.tokenizer, MESSAGES, {"tools": TOOLS})
+    responses = stream_generate(engine.target.model, engine.tokenizer, prompt, max_tokens=30)
+    text = "".join(one.text for one in responses)
+    marks = [text[i : i + 3] for i in (4, 10, 16, 22)]
+    assert [text.index(mark) for mark in marks] == [4, 10, 16, 22]
+    engine = make_engine(tool_call_start=marks[2], tool_call_end=marks[3], tool_parser=_parse)
+    engine.tokenizer._think_start, engine.tokenizer._think_end = marks[:2]
+    engine.tokenizer._think_start_tokens = engine.tokenizer._think_end_tokens = (63, 63)
+    with (
+        serving(engine) as served,
+        openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as client,
+    ):
+        options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
+        if streams:
+            chunks = [
+                one.choices[0] for one in client.chat.completions.create(**options, stream=True)
+            ]
+            deltas = [one.delta for one in chunks]
+            content = "".join(one.content or "" for one in deltas)
+            reasoning = "".join(getattr(one, "reasoning", "") for one in deltas)
+            (call,) = (call for one in deltas for call in one.tool_calls or ())
+            reason = chunks[-1].finish_reason
+        else:
+            choice = client.chat.completions.create(**options).choices[0]
+            content, reasoning = choice.message.content or "", choice.message.reasoning  # type: ignore[attr-defined]
+            assert choice.message.tool_calls is not None
+            (call,) = choice.message.tool_calls
+            reason = choice.finish_reason
+        assert reasoning == text[7:10]
+        assert content == text[:4] + text[13:16] + text[25:]
+        assert call.function is not None
+        assert call.function.name == "look"
+        assert json.loads(call.function.arguments or "") == {"text": text[19:22]}
+        assert reason == "length"
+        without = client.chat.completions.create(**options, tool_choice="none")
+        assert without.choices[0].message.tool_calls is None
+
+
+def test_metrics_health_and_page(served: Served) -> None:
+    body = {"prompt": "ABC", "max_tokens": 9, "temperature": 1, "seed": 3}
+    served.send("/v1/completions", body)
+    served.send("/v1/completions", body)
+    status, text = served.send("/metrics")
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert status == 200
+    assert lines['redrafter_requests_total{path="/v1/completions",status="200"}'] == "2"
+    assert lines['redrafter_texts_total{end="length"}'] == "2"
+    assert lines["redrafter_generated_tokens_total"] == "18"
+    assert lines["redrafter_prompt_tokens_total"] == "6"
+    assert lines["redrafter_cached_tokens_total"] == "2"
+    assert 0 < int(lines["redrafter_steps_total"]) <= 16
+    assert float(lines["redrafter_busy_seconds_total"]) > 0
+    assert lines["redrafter_waiting_requests"] == "0"
+    assert served.send("/health", key=None) == (200, {"status": "ok"})
+    status, page = served.send("/", key=None)
+    assert status == 200
+    assert "<title>" in page
+    assert "http" not in page.replace("http-equiv", "")  # nothing comes from elsewhere

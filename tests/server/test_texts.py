@@ -1,0 +1,188 @@
+"""The texts over a socket are those of `stream_generate`, whatever else the server does."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.chat import encode_chat
+from mlx_redrafter.responses import GenerationResponse
+from tests.server.serving import KEY, Served
+
+openai: Any = pytest.importorskip("openai", reason="the client that tests use")
+
+MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
+
+
+def _responses(served: Served, prompt: Any, **options: Any) -> list[GenerationResponse]:
+    engine = served.worker.engine
+    options = {"max_tokens": 30, **options}
+    return list(stream_generate(engine.target.model, engine.tokenizer, prompt, **options))
+
+
+def _text(served: Served, prompt: Any, **options: Any) -> str:
+    return "".join(one.text for one in _responses(served, prompt, **options))
+
+
+def _chat_prompt(served: Served, messages: list[Any] = MESSAGES) -> list[int]:
+    return encode_chat(served.worker.engine.tokenizer, messages)
+
+
+@pytest.fixture
+def client(served: Served) -> Any:
+    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as one:
+        yield one
+
+
+def test_chat_and_several_choices(served: Served, client: Any) -> None:
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0.8, seed=7, n=3
+    )
+    prompt = _chat_prompt(served)
+    expected = [_text(served, prompt, temp=0.8, seed=seed) for seed in (7, 8, 9)]
+    assert [one.message.content for one in reply.choices] == expected
+    assert [one.finish_reason for one in reply.choices] == ["length"] * 3
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(prompt)
+    assert reply.usage.completion_tokens == 90
+    details = reply.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert [one.id for one in client.models.list()] == ["tiny"]
+
+
+def test_stream_with_log_probabilities_and_usage(served: Served, client: Any) -> None:
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_completion_tokens=12,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = stream
+    expected = _responses(served, _chat_prompt(served), max_tokens=12)
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == "".join(
+        one.text for one in expected
+    )
+    assert [one.choices[0].delta.role for one in chunks] == ["assistant", *[None] * 11]
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 12
+    assert chunks[-1].choices[0].finish_reason == "length"
+    shown = [
+        token
+        for one in chunks
+        if one.choices[0].logprobs is not None
+        for token in one.choices[0].logprobs.content or ()
+    ]
+    assert len(shown) == 12
+    for token, response in zip(shown, expected, strict=True):
+        value = response.logprobs[response.token].item()
+        assert token.logprob == pytest.approx(value, abs=1e-4)
+        assert token.token == response.text == bytes(token.bytes or []).decode()
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+
+
+def test_penalties_see_the_prefix_in_the_cache(served: Served) -> None:
+    penalties: dict[str, Any] = {
+        "presence_penalty": 1.5,
+        "presence_context_size": 60,
+        "repetition_penalty": 1.3,
+        "repetition_context_size": 40,
+    }
+    body = {"prompt": "ONCE UPON A TIME THERE WAS A", "logit_bias": {"5": -3.5}, **penalties}
+    processors = make_logits_processors(logit_bias={5: -3.5}, **penalties)
+    expected = _text(served, body["prompt"], logits_processors=processors)
+    for _ in range(2):
+        status, reply = served.send("/v1/completions", body)
+        assert (status, reply["choices"][0]["text"]) == (200, expected)
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(body["prompt"]) - 1
+
+
+def test_completions_of_several_prompts(served: Served) -> None:
+    prompts = ["THE CAT", "THE DOG"]
+    body = {"prompt": prompts, "max_tokens": 5, "logprobs": 1, "n": 2}
+    _, reply = served.send("/v1/completions", body)
+    expected = [_text(served, one, max_tokens=5) for one in prompts for _ in range(2)]
+    assert [one["text"] for one in reply["choices"]] == expected
+    shown = reply["choices"][0]["logprobs"]
+    assert "".join(shown["tokens"]) == expected[0]
+    assert shown["text_offset"] == list(range(5))
+    assert [len(one) for one in shown["top_logprobs"]] == [1] * 5
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_stop_strings(served: Served, client: Any, streams: bool) -> None:
+    prompt = "THE OLD MAN"
+    full = _text(served, prompt)
+    stop = full[11:14]
+    options: Any = {"model": "tiny", "prompt": prompt, "stop": ["\x7f\x7f", stop]}
+    if streams:
+        parts = list(client.completions.create(**options, stream=True))
+        text, reason = "".join(one.choices[0].text for one in parts), parts[-1].choices[0]
+    else:
+        reason = client.completions.create(**options).choices[0]
+        text = reason.text
+    assert text == full[: full.index(stop)]
+    assert reason.finish_reason == "stop"
+    assert (
+        _text(served, prompt)
+        == client.completions.create(model="tiny", prompt=prompt).choices[0].text
+    )
+
+
+def test_many_clients_at_once(served: Served) -> None:
+    """8 clients, some of whom go away in the middle of a prompt or a text."""
+    draw = random.Random(1)
+    prompts = ["".join(draw.choices("ABCD EFG", k=draw.choice([3, 20, 90]))) for _ in range(10)]
+    cases = [
+        {"prompt": prompt, "temperature": temp, "seed": seed, "max_tokens": 16}
+        for prompt in prompts
+        for temp, seed in ((0, 0), (1.0, 5))
+    ]
+    expected = [
+        _text(served, one["prompt"], temp=one["temperature"], seed=one["seed"], max_tokens=16)
+        for one in cases
+    ]
+    wrong: list[Any] = []
+
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(12):
+            time.sleep(draw.random() * 0.02)
+            if draw.random() < 0.3:
+                _go_away(served, draw.random() * 0.03)
+                continue
+            number = draw.randrange(len(cases))
+            status, reply = served.send("/v1/completions", cases[number])
+            if status != 200 or reply["choices"][0]["text"] != expected[number]:
+                wrong.append((status, cases[number], reply))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    served.wait_until_idle()
+    assert served.worker.counters.texts["failed"] == 0
+    assert served.worker.counters.texts["cancelled"] > 0
+
+
+def _go_away(served: Served, seconds: float) -> None:
+    body = b'{"prompt": "' + b"AB CD " * 60 + b'", "max_tokens": 100, "stream": true}'
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(head.encode() + body)
+        time.sleep(seconds)
