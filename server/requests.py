@@ -39,6 +39,7 @@ _OWN_TEMPLATE_OPTIONS = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "sanitize_control_tokens",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
