@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import reprlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.server import process_message_content
-from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.config import GenerationOptions
 from mlx_redrafter.errors import ConfigError
@@ -28,9 +26,25 @@ _OPTIONS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": 
 # They say who asks, not what for.
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# What only the server gives to a chat template; a template of the client's own is one of them.
+# Arguments of `apply_chat_template` that are no options of a template; one is a template itself.
 _OWN_TEMPLATE_OPTIONS = frozenset(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
 )
 
 
