@@ -199,6 +199,7 @@ def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
     if config == eagle.config:
         return None
     other = copy.deepcopy(eagle)
+    other.config = config
     for layer, made in zip(other.layers, new_eagle(config).layers, strict=True):
         layer.self_attn.rope = made.self_attn.rope
     return other
