@@ -42,6 +42,7 @@ def serving(
     """
     for name, value in (("requests", requests), ("clients", clients), ("max_tokens", max_tokens)):
         check_int(name, value, 1)
+    check_int("seed", seed, 0, 2**32 - 1)
     model, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.serving import make_cases, run_clients
     from mlx_redrafter.engine import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class Counters:
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     texts: Counter[str] = field(default_factory=Counter)
-    totals: Counter[str] = field(default_factory=Counter)
+    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def render(self, **gauges: int) -> str:
         """All counts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
@@ -45,7 +44,7 @@ class Job:
         self.num_cached = 0
         self.has_begun = self.is_cancelled = False
         self._stream: ResponseStream | None = None
-        self._parts: Generator[Part] = (part for part in ())
+        self._parts: Generator[Part] = (part for part in list[Part]())
 
     def cancel(self) -> None:
         """End it soon, from any thread."""
@@ -156,7 +155,7 @@ def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:
     return [seeing_all(one) for one in make_logits_processors(**request.penalties)]
 
 
-def _count(totals: Counter[str], stats: DecodingStats) -> None:
+def _count(totals: dict[str, float], stats: DecodingStats) -> None:
     totals["generated_tokens_total"] += stats.num_tokens
     totals["steps_total"] += stats.steps
     totals["drafts_total"] += stats.num_verified - stats.steps

@@ -87,7 +87,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Write texts; called in the thread."""
         # What a text sets and takes back at its end would be taken from the others.
-        with wired_limit(self.engine.target.model, [generation_stream]):
+        with wired_limit(self.engine.target.model, [generation_stream]):  # type: ignore[list-item]
             while self._admit():
                 start = time.perf_counter()
                 for job in list(self._running):

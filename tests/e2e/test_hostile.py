@@ -45,6 +45,7 @@ PROMPTS = "Once upon a time\n\nThe old man"
 COMMANDS: dict[str, list[str]] = {
     "generate": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
     "chat": ["--model", "model", "--drafter", "drafter"],
+    "serve": ["--model", "model", "--drafter", "drafter", "--port", "0"],
     "advise": ["model"],
     "check": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
     "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
@@ -62,6 +63,7 @@ COMMANDS: dict[str, list[str]] = {
     "bench memory": ["--model", "model", "--drafter", "drafter"],
     "bench caches": ["--model", "model"],
     "bench endurance": ["--model", "model", "--drafter", "drafter"],
+    "bench serving": ["--model", "model", "--drafter", "drafter", "--url", "http://127.0.0.1:9"],
     "bench request": ["--model", "model", "--drafter", "drafter"],
     "bench copy": ["--model", "model", "--drafter", "drafter"],
     "bench widen": [
