@@ -202,10 +202,10 @@ def test_no_tree_has_nodes_on_both_sides_of_the_start(
     start, trees = STARTS[-1], []
     verify = Target.verify
 
-    def watch(target: Target, tree: TokenTree, cache: Any) -> Any:
+    def watch(target: Target, tree: TokenTree, cache: Any, layers: Any) -> Any:
         kinds = {type(layer) for layer in cache.stock}
         trees.append((cache.length, cache.length + tree.max_depth, kinds))
-        return verify(target, tree, cache)
+        return verify(target, tree, cache, layers)
 
     monkeypatch.setattr(Target, "verify", watch)
     options = options_of(4, start)
