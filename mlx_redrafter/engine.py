@@ -295,24 +295,6 @@ class Engine:
         return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
 
 
-class Memories:
-    """Memories of models and their drafters, each for as long as both live."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Memory]] = {}
-
-    def of(self, *owners: object) -> Memory:
-        """The memory of these objects, which are told apart by identity."""
-        key = tuple(map(id, owners))
-        if key not in self._known:
-            try:
-                refs = [weakref.ref(one, lambda _: self._known.pop(key, None)) for one in owners]
-            except TypeError:  # a number, say, which `Engine` refuses
-                return Memory()
-            self._known[key] = refs, Memory()
-        return self._known[key][1]
-
-
 def as_proposer(drafter: Drafter | ContextNetwork | Proposer) -> Proposer:
     """The proposer that a network of this package makes."""
     if isinstance(drafter, ContextNetwork):

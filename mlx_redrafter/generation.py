@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,27 @@ from mlx_redrafter.config import Auto, Selection
 from mlx_redrafter.decoding.processors import LogitsProcessor
 from mlx_redrafter.decoding.records import ProgressCallback
 from mlx_redrafter.decoding.sampling import Sampler
-from mlx_redrafter.engine import AnyDrafter, Engine, Memories
+from mlx_redrafter.engine import AnyDrafter, Engine, Memory
 from mlx_redrafter.responses import ResponseStream
+
+
+class Memories:
+    """Memories of models and their drafters, each for as long as both live."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Memory]] = {}
+
+    def of(self, *owners: object) -> Memory:
+        """The memory of these objects, which are told apart by identity."""
+        key = tuple(map(id, owners))
+        if key not in self._known:
+            try:
+                refs = [weakref.ref(one, lambda _: self._known.pop(key, None)) for one in owners]
+            except TypeError:  # a number, say, which `Engine` refuses
+                return Memory()
+            self._known[key] = refs, Memory()
+        return self._known[key][1]
+
 
 # A function has no place of its own for what outlives a text.
 _memories = Memories()

@@ -36,7 +36,7 @@ class Counters:
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     texts: Counter[str] = field(default_factory=Counter)
-    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
 
     def render(self, **gauges: int) -> str:
         """All counts.

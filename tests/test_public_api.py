@@ -23,6 +23,7 @@ EXPORTS = [
     "RedrafterError",
     "__version__",
     "generate",
+    "generate_batch",
     "load",
     "load_drafter",
     "save_drafter",

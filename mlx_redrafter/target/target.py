@@ -291,9 +291,12 @@ class Target:
         """Outputs for tokens of one or several texts, shape (texts, N), text by text."""
         with captured_output() as outputs, captured_inputs() as inputs:
             logits = self.model(tokens, cache=caches)
-        final = outputs[-1]
-        if not layers:
-            return [TargetOutputs(*rows) for rows in zip(logits, final, strict=True)]
-        parts = [final if i == FINAL else inputs[id(self.blocks[i])] for i in layers]
-        states = mx.concatenate(parts, axis=-1)
-        return [TargetOutputs(*rows) for rows in zip(logits, final, states, strict=True)]
+        final, states = outputs[-1], None
+        if layers:
+            parts = [final if i == FINAL else inputs[id(self.blocks[i])] for i in layers]
+            states = mx.concatenate(parts, axis=-1)
+        # By index: to iterate over an array waits for it.
+        return [
+            TargetOutputs(logits[text], final[text], None if states is None else states[text])
+            for text in range(tokens.shape[0])
+        ]

@@ -14,8 +14,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
-from mlx_redrafter.engine import Memories
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.generation import Memories
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
