@@ -14,6 +14,8 @@ LEAST_SHARE = 0.25
 # Share of the given minutes for evaluation, unless that would be fewer measurements than the least.
 EVALUATION_SHARE = 0.25
 LEAST_EVALUATIONS = 2
+# Without minutes: least tokens trained on from one measurement to the next, by those it measures.
+TRAINED_PER_MEASURED = 4
 
 
 class Schedule(NamedTuple):
@@ -38,7 +40,8 @@ class Workload:
         held_out: Number of tokens that the target writes for measuring.
         prompts: Number of tokens of the prompts of both.
         steps: Number of optimiser steps without a limit of minutes.
-        num_evaluations: Number of measurements without a limit of minutes, beside the first.
+        batch_tokens: Number of tokens of a step.
+        num_evaluations: Most measurements, beside the first.
     """
 
     given: int
@@ -46,6 +49,7 @@ class Workload:
     held_out: int
     prompts: int
     steps: int
+    batch_tokens: int
     num_evaluations: int
 
     @classmethod
@@ -69,6 +73,7 @@ class Workload:
             num_held_out * answer,
             prompt * (written // answer + 1 + num_held_out),
             training.epochs * steps_per_epoch,
+            training.batch_tokens,
             training.num_evaluations,
         )
 
@@ -120,18 +125,20 @@ class Timetable:
     def of(cls, work: Workload, pace: Pace, minutes: float | None) -> Timetable:
         """The timetable of a run.
 
-        With ``minutes`` training gets what the other stages leave of them, and there are fewer
-        measurements where these would take too much.
+        With ``minutes`` training gets what the other stages leave of them. There are fewer
+        measurements where these would take too much; without ``minutes`` that is a matter of
+        numbers of tokens, so that equal runs are equal.
         """
         given_and_written = work.tokens - work.held_out
         chain = pace.chain * work.held_out
         # Calibration looks at two drafts per token.
         calibration = pace.calibration * min(work.held_out, ENOUGH // 2)
         finishing = chain + pace.tree * work.held_out + calibration
-        num_evaluations = work.num_evaluations
         if minutes is not None:
             room = (EVALUATION_SHARE * 60 * minutes - finishing) / chain - 1
-            num_evaluations = min(num_evaluations, max(LEAST_EVALUATIONS, int(room)))
+        else:
+            room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * work.held_out)
+        num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
         stages = {
             "writing": pace.writing * (work.written + work.held_out),
             "reading": pace.reading * work.tokens + pace.rollout * given_and_written,

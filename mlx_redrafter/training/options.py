@@ -116,8 +116,8 @@ class TrainingOptions:
         warmup: Share of the steps spent warming up, 0 to 1.
         max_grad_norm: Largest norm of the gradient; longer gradients are scaled down.
         ema_decay: Decay of the moving average of the weights, which is exported.
-        num_evaluations: Number of measurements of tokens per step over the whole run; fewer where
-            ``minutes`` are short.
+        num_evaluations: Number of measurements of tokens per step over the whole run; fewer in
+            short runs.
         patience: Number of measurements without improvement, in the second half of the run, that
             stops training.
         checkpoint_seconds: Longest time between checkpoints, in seconds; 0 writes one after every

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,9 @@ def train_drafter(
         request.training.batch_tokens,
         request.training.seed,
     )
+    options = request.training
+    if timetable is not None:
+        options = replace(options, num_evaluations=timetable.num_evaluations)
     held_out = [cache.load("held-out", n) for n in range(cache.num_shards("held-out"))]
     task = TrainingTask(
         lambda tokens: inputs.embedding[tokens],
@@ -83,7 +86,7 @@ def train_drafter(
         held_out,
         request.data_options.temp,
         request.loss,
-        request.training,
+        options,
     )
     identity = _describe_run(request, inputs, corpus)
     schedule, minutes = None, request.training.minutes

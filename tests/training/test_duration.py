@@ -24,18 +24,22 @@ PACE = Pace(0.1, reading=0.01, rollout=0.0, step=3.0, chain=0.02, tree=0.04, cal
 
 
 def test_the_work_of_a_request() -> None:
-    assert WORK == Workload(1000, 500, held_out=200, prompts=80, steps=10, num_evaluations=8)
+    assert WORK == Workload(
+        1000, 500, held_out=200, prompts=80, steps=10, batch_tokens=300, num_evaluations=8
+    )
     assert WORK.tokens == 1780
 
 
 def test_every_stage_counts() -> None:
     timetable = Timetable.of(WORK, PACE, None)
-    # Nine measurements with a chain, and after training one with a chain, a tree, a calibration.
-    evaluation = 200 * (9 * 0.02 + 0.02 + 0.04 + 0.05)
+    # 3,000 tokens are trained on: 3 measurements, each after 4 times the tokens that it takes. These
+    # and the first with a chain, and after training one with a chain, a tree, a calibration.
+    assert timetable.num_evaluations == 3
+    evaluation = 200 * (4 * 0.02 + 0.02 + 0.04 + 0.05)
     stages = {"writing": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
     assert timetable.stages == pytest.approx(stages)
     assert str(timetable) == (
-        "about 3 min: writing 70 s, reading 18 s, training 30 s, evaluation 58 s"
+        "about 3 min: writing 70 s, reading 18 s, training 30 s, evaluation 38 s"
     )
     rolled = Timetable.of(WORK, replace(PACE, rollout=0.1), None)
     assert rolled.stages["reading"] == pytest.approx(17.8 + 158)
