@@ -82,10 +82,10 @@ class AttentionChoices:
         shapes: Choices by shape.
     """
 
-    shapes: tuple[AttentionChoice, ...] = ()
+    shapes: tuple[AttentionChoice, ...]
 
 
-_choices: ContextVar[AttentionChoices] = ContextVar("choices", default=AttentionChoices())
+_choices: ContextVar[AttentionChoices | None] = ContextVar("choices", default=None)
 _seen: ContextVar[list[AttentionShape] | None] = ContextVar("seen", default=None)
 
 
@@ -134,20 +134,28 @@ def _attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Hook for mlx-lm's attention: nodes of a tree see their own paths only."""
-    if not isinstance(keys, mx.array) or values.shape != keys.shape or sinks is not None:
-        return cast(mx.array, call(queries, keys, values, cache, scale, mask, sinks))
-    dtype = str(keys.dtype).removeprefix("mlx.core.")
-    shape = AttentionShape(queries.shape[1], keys.shape[1], keys.shape[3], dtype)
-    seen = _seen.get()
-    if seen is not None:
+    seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
+    shape = None
+    if sinks is None and (seen is not None or tree is not None):
+        shape = _shape(queries, keys, values)
+    if seen is not None and shape is not None:
         seen.append(shape)
-    tree = _tree(cache, mask)
-    if tree is not None and queries.dtype == keys.dtype and is_available():
+    if shape is not None and tree is not None and choices is not None and is_available():
         most_keys = keys.shape[2] - tree.size + tree.max_depth + 1
-        for choice in _choices.get().shapes:
+        for choice in choices.shapes:
             if choice.shape == shape and tree.size in choice.rows and most_keys <= choice.most_keys:
                 return tree_attention(queries, keys, values, tree.parents, scale)
     return cast(mx.array, call(queries, keys, values, cache, scale, mask, sinks))
+
+
+def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
+    """Shape of an attention; None where rows are quantised or not alike."""
+    if not isinstance(keys, mx.array) or keys.shape != values.shape:
+        return None
+    if (queries.dtype, queries.shape[3]) != (keys.dtype, keys.shape[3]):
+        return None
+    dtype = str(keys.dtype).removeprefix("mlx.core.")
+    return AttentionShape(queries.shape[1], keys.shape[1], keys.shape[3], dtype)
 
 
 def _tree(cache: Any, mask: Any) -> TokenTree | None:

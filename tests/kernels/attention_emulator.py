@@ -49,7 +49,8 @@ static void kernel_{name}(
     const {number}* queries, const int* queries_shape, const int64_t* queries_strides,
     const {number}* keys, const int* keys_shape, const int64_t* keys_strides,
     const {number}* values, const int64_t* values_strides, const int* parents,
-    const int64_t* parents_strides, const float& scale, {number}* y, uint3 threadgroup_position_in_grid, uint simdgroup_index_in_threadgroup,
+    const int64_t* parents_strides, const float& scale, {number}* y,
+    uint3 threadgroup_position_in_grid, uint simdgroup_index_in_threadgroup,
     uint thread_index_in_simdgroup) {{
 {source}}}
 """

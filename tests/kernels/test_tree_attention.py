@@ -22,7 +22,7 @@ from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated_attention
 # A branch from the root, one from its middle, and nodes that stand apart from their parents.
 PARENTS = [0, 0, 1, 2, 1]
 # More than a key per SIMD group, a group without any, and the tree alone.
-COMMITTED = (33, 29, 0)
+COMMITTED = (70, 29, 0)
 # What may be wrong with a source, one for each variant so that all are compiled at once.
 MUTATIONS = [
     ("int up = committed + depth - i;", "int up = committed + depth - i - 1;"),
@@ -69,8 +69,7 @@ def different_nodes(
 @needs_emulator
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS, ids=str)
 def test_nodes_have_the_bits_of_one_token(variant: AttentionVariant) -> None:
-    lengths = COMMITTED if variant.head_size == 64 else COMMITTED[:1]
-    for order, committed in zip(SIMD_ORDERS, lengths, strict=False):
+    for order, committed in zip(SIMD_ORDERS, COMMITTED, strict=True):
         assert different_nodes(emulated_attention(), variant, committed, order) == []
 
 
