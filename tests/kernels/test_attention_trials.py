@@ -118,15 +118,16 @@ def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_order_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variant = AttentionVariant(64, "float16")
-    source = attention_source(variant).replace("int i = group;", "int i = (group + 5) % 32;")
+    variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
+    source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
     stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
-    monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (_model(), None, None))
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
+    monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (model, None, None))
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
     shown = run(capsys, "check", "--kernels", "--model", "a")
     assert shown.code == 1
     assert shown.out.splitlines()[1:] == [
-        "attention of 4 heads, 2 of keys, of 64, float16; layers: 1",
+        "attention of 4 heads, 2 of keys, of 64, float32; layers: 1",
         "  failed: its bits are not those of MLX's attention for one token",
     ]
 

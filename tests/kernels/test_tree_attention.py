@@ -27,7 +27,7 @@ COMMITTED = (70, 29, 0)
 MUTATIONS = [
     ("int up = committed + depth - i;", "int up = committed + depth - i - 1;"),
     ("i <= committed + depth", "i < committed + depth"),
-    ("int i = group;", "int i = (group + 5) % 32;"),
+    ("int i = group;", "int i = group ^ (group >> 1);"),
     ("row += committed;", ""),
     ("scale * q[", "q["),
     ("total = total * factor", "total = total"),
