@@ -112,8 +112,8 @@ def _files(model: nn.Module) -> Iterator[ModuleType]:
     """The files of a model's layers that import mlx-lm's function."""
     for name in dict.fromkeys(type(module).__module__ for module in model.modules()):
         file = sys.modules[name]
-        function = getattr(file, scaled_dot_product_attention.__name__, None)
-        if unwrap(function) is scaled_dot_product_attention:
+        function = vars(file).get(scaled_dot_product_attention.__name__)
+        if function and unwrap(function) is scaled_dot_product_attention:
             yield file
 
 

@@ -65,7 +65,7 @@ def known_times(
 
     def measure_all() -> dict[str, float]:
         logger.info("timing the kernel for %s, once on this machine", shape)
-        seconds = {}
+        seconds: dict[str, float] = {}
         for rows in ROWS:
             times = measure(rows)
             seconds |= {f"stock {rows}": times.stock, f"kernel {rows}": times.kernel}
