@@ -84,10 +84,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
 
 
 @cache
-def emulated_attention(*flags: str) -> AttentionKernels:
+def emulated_attention() -> AttentionKernels:
     """Attention of all variants, compiled for the emulator once."""
-    sources = {one: attention_source(one) for one in ATTENTION_VARIANTS}
-    return AttentionKernels(sources, flags) if flags else AttentionKernels(sources)
+    return AttentionKernels({one: attention_source(one) for one in ATTENTION_VARIANTS})
 
 
 def run_emulated_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernels) -> None:
