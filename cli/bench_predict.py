@@ -53,6 +53,14 @@ def predict(
             help="sweep.json to take tokens per step from.", show_default="Apple's, for Vicuna-7B"
         ),
     ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Verify with this package's kernel where that is estimated to be faster; nobody "
+            "has timed it.",
+        ),
+    ] = False,
     validate: Annotated[
         Path | None,
         typer.Option(help="Folder of Apple's sweeps: print how wrong the model is instead."),
@@ -80,6 +88,7 @@ def predict(
         model.default_drafter_parameters(size) if drafter is None else parse_count(drafter),
         weights.drafter_bits,
         plain_ms,
+        kernels,
     )
     found = model.predict(
         question,

@@ -65,7 +65,7 @@ def check(
         typer.Option(
             "--kernels",
             help="Compare and time this package's kernels for Apple GPUs instead, on the target's "
-            "weights.",
+            "weights and in the shape of its attention.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

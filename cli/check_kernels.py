@@ -16,9 +16,10 @@ from mlx_redrafter.version import __version__
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from mlx_redrafter.policy.attention_trials import AttentionTrial
     from mlx_redrafter.policy.kernel_trials import Trial
 
-# Rows T of the table; `--json` has all.
+# Rows T of the table, nodes in case of attention; `--json` has all.
 SHOWN = (2, 3, 4, 5, 6, 8, 9, 12, 16)
 
 
@@ -41,15 +42,20 @@ def check_kernels(model: nn.Module, as_json: bool) -> None:
         typer.Exit: A kernel is not equal, or cannot be compiled or run; the exit code is 1.
     """
     from mlx_redrafter.kernels.layers import quantised_layers
+    from mlx_redrafter.policy.attention_trials import try_attentions
     from mlx_redrafter.policy.kernel_trials import try_kernel
 
-    trials = [try_kernel(shape, layers) for shape, layers in quantised_layers(model).items()]
+    trials: list[Trial | AttentionTrial] = [
+        *(try_kernel(shape, layers) for shape, layers in quantised_layers(model).items()),
+        *try_attentions(model),
+    ]
     if as_json:
         typer.echo(json.dumps({"machine": _machine(), "shapes": list(map(_as_dict, trials))}))
     else:
         typer.echo(", ".join(f"{name} {value}" for name, value in _machine().items()))
         typer.echo(
-            "\n".join(map(_describe, trials)) or "no matrix has a shape that kernels are for"
+            "\n".join(map(_describe, trials))
+            or "neither a matrix nor an attention has a shape that kernels are for"
         )
     if any(trial.failure for trial in trials):
         raise typer.Exit(1)
@@ -67,16 +73,16 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _as_dict(trial: Trial) -> dict[str, Any]:
+def _as_dict(trial: Trial | AttentionTrial) -> dict[str, Any]:
     return {**asdict(trial), "rows": trial.rows, "failure": trial.failure}
 
 
-def _describe(trial: Trial) -> str:
+def _describe(trial: Trial | AttentionTrial) -> str:
     """A line for the shape, and one for the time of every number of rows."""
     lines = [f"{trial.shape}; layers: {trial.num_layers}"]
     if trial.failure:
         return "\n".join([*lines, f"  failed: {trial.failure}"])
-    lines.append(f"  equal: {trial.variant}")
+    lines.append(f"  {trial.outcome}")
     for rows in SHOWN:
         times = trial.times[rows]
         used = ", used" if rows in trial.rows else ""

@@ -66,8 +66,8 @@ def load(
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
-        kernels: Whether quantised layers may verify trees with kernels of this package, on Apple
-            GPUs, where a trial shows the bits of MLX's own and less time.
+        kernels: Whether quantised layers and attention may verify trees with kernels of this
+            package, on Apple GPUs, where a trial shows the bits of MLX's own and no more time.
 
     Returns:
         The stock mlx-lm model, its tokenizer, and the drafter or None; all weights in memory, so

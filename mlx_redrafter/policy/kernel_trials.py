@@ -1,8 +1,8 @@
 """Trials of this package's kernels on the user's own weights, at load.
 
-A kernel is used only where its results are bit for bit those of MLX's kernel for one row, and it
-takes at most `MOST_TIME` of what MLX takes for as many rows. Bits are compared at every load; times
-are kept.
+A kernel for products is used only where its results are bit for bit those of MLX's kernel for one
+row, and it takes at most `MOST_TIME` of what MLX takes for as many rows. Bits are compared at every
+load; times are kept. `attention_trials` has those of attention.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """
@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,7 +28,8 @@ from mlx_redrafter.kernels.layers import (
 )
 from mlx_redrafter.kernels.small_t import ROWS, as_integers
 from mlx_redrafter.kernels.variant import DTYPES, MatrixShape, Variant
-from mlx_redrafter.policy.timing_cache import load_or_measure
+from mlx_redrafter.policy.attention_trials import AttentionTrial, try_attentions, use_tried
+from mlx_redrafter.policy.kernel_times import Times, known_times, time_in_turns
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +37,6 @@ logger = logging.getLogger(__name__)
 SWITCH = "MLX_REDRAFTER_KERNELS"
 # Most time of a kernel that is used, in times of MLX's own, so that no noise decides.
 MOST_TIME = 0.95
-# Rounds timed of either, in turns, after one that is not.
-ROUNDS = 5
-STOCK, KERNEL = "stock", "kernel"
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one product, MLX's and ours."""
-
-    stock: float
-    kernel: float
 
 
 @dataclass(frozen=True)
@@ -73,9 +60,7 @@ class Trial:
     @property
     def rows(self) -> tuple[int, ...]:
         """Values of T for which the kernel is used."""
-        return tuple(
-            rows for rows, times in self.times.items() if times.kernel <= MOST_TIME * times.stock
-        )
+        return tuple(rows for rows, times in self.times.items() if times.is_at_most(MOST_TIME))
 
     @property
     def failure(self) -> str | None:
@@ -84,9 +69,14 @@ class Trial:
             return self.error
         return None if self.variant else "its bits are not those of MLX's kernel for one row"
 
+    @property
+    def outcome(self) -> str:
+        """Which variant is equal."""
+        return f"equal: {self.variant}"
+
 
 def use_kernels(model: nn.Module) -> None:
-    """Let the layers of a model use kernels where these are equal and faster.
+    """Let a model use kernels where these are equal, and faster or, for attention, as fast.
 
     Does nothing without an Apple GPU, or where the environment variable `SWITCH` is 0. Takes some
     seconds for the first model of its shapes on a machine.
@@ -94,21 +84,24 @@ def use_kernels(model: nn.Module) -> None:
     if not is_available() or os.environ.get(SWITCH) == "0":
         return
     layers = quantised_layers(model)
-    trials = [try_kernel(shape, alike) for shape, alike in layers.items()]
+    products = [try_kernel(shape, alike) for shape, alike in layers.items()]
+    attentions = try_attentions(model)
+    trials: list[Trial | AttentionTrial] = [*products, *attentions]
     failed = [trial for trial in trials if trial.failure]
     if failed:
         logger.warning(
-            "MLX's kernels are used for %d of %d shapes of matrices: for %s, %s; "
+            "MLX's kernels are used for %d of %d shapes: for %s, %s; "
             "`redrafter-mlx check --kernels` shows all",
             len(failed),
             len(trials),
             failed[0].shape,
             failed[0].failure,
         )
-    for trial in trials:
+    for trial in products:
         if trial.variant and trial.rows:
             for layer in layers[trial.shape]:
                 use(layer, Choice(trial.shape, trial.variant, trial.rows))
+    use_tried(model, attentions)
 
 
 def try_kernel(shape: MatrixShape, layers: Sequence[nn.Module]) -> Trial:
@@ -131,54 +124,29 @@ def probe(shape: MatrixShape) -> mx.array:
     return x.astype(DTYPES[shape.dtype])
 
 
-def time_products(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> dict[str, float]:
-    """Median seconds of a layer's product, by `_key`. Waits for the device.
+def time_product(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> Times:
+    """Times of a layer's product. Waits for the device.
 
     The layers take their turns, so that weights come from memory as they do in a model.
 
     Args:
         layers: Layers whose matrices have one shape.
         variant: Variant of the kernel.
-        x: Inputs of shape (most rows, K).
+        x: Inputs of shape (T, K).
     """
-    seconds = {}
-    for rows in ROWS:
-        for way, found in _in_turns(layers, variant, mx.contiguous(x[:rows])).items():
-            seconds[_key(way, rows)] = median(found)
-    return seconds
-
-
-def _in_turns(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> dict[str, list[float]]:
-    """Seconds per layer of every round, MLX's and ours."""
-    ways: dict[str, Callable[[nn.Module], mx.array]] = {
-        STOCK: lambda layer: stock_product(layer)(x),
-        KERNEL: lambda layer: product(layer, x, variant),
-    }
-    turns: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(1 + ROUNDS):
-        for way, multiply in ways.items():
-            start = time.perf_counter()
-            mx.eval([multiply(layer) for layer in layers])
-            turns[way].append((time.perf_counter() - start) / len(layers))
-    return {way: found[1:] for way, found in turns.items()}
+    return time_in_turns(
+        lambda: [stock_product(layer)(x) for layer in layers],
+        lambda: [product(layer, x, variant) for layer in layers],
+    )
 
 
 def _known_times(
     shape: MatrixShape, layers: Sequence[nn.Module], variant: Variant
 ) -> dict[int, Times]:
-    def measure() -> dict[str, float]:
-        logger.info("timing the kernel for %s, once on this machine", shape)
-        return time_products(layers, variant, probe(shape))
+    def measure(rows: int) -> Times:
+        return time_product(layers, variant, mx.contiguous(probe(shape)[:rows]))
 
-    # The build of the system brings the compiler and the driver.
-    what = "small_t", shape, variant, len(layers), platform.version()
-    keys = [_key(way, rows) for rows in ROWS for way in (STOCK, KERNEL)]
-    seconds = load_or_measure(what, layers[:1], keys, measure)
-    return {rows: Times(seconds[_key(STOCK, rows)], seconds[_key(KERNEL, rows)]) for rows in ROWS}
-
-
-def _key(way: str, rows: int) -> str:
-    return f"{way} {rows}"
+    return known_times(shape, ("small_t", variant, len(layers)), layers[:1], measure)
 
 
 def _equal_variant(shape: MatrixShape, layers: Sequence[nn.Module]) -> Variant | None:

@@ -7,6 +7,7 @@ import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
 from mlx_redrafter.bench.cost_model import THEORY, Parameters, Step, fit, step_time
+from mlx_redrafter.bench.kernel_model import REALITY, verify_ratio
 from mlx_redrafter.bench.predict import (
     APPLE_ACCEPTANCE,
     FITTED,
@@ -162,6 +163,25 @@ def test_every_chip_has_a_prediction():
     for chip in CHIPS.values():
         for bits in (16, 8, 4):
             assert predict(Question(chip, 8e9, bits, 4e8), APPLE_ACCEPTANCE)
+
+
+def test_kernels_are_an_estimate_for_few_tokens_of_quantised_weights():
+    shapes = [Acceptance(1, 4, tokens, 2.0, f"{tokens}") for tokens in (4, 8)]
+    stock, ours = (
+        Question(CHIPS["M1 Ultra"], 8e9, 4, 4e8, kernels=kernels) for kernels in (False, True)
+    )
+    steps = [{p.acceptance.name: p.step for p in predict(one, shapes)} for one in (stock, ours)]
+    # 7.3 cycles of a lane per weight; 1 + 4 (1 + 2 / 4) and 1 + 8 (1 + 2 / 2) are needed.
+    available = 20.8e12 / 2 / (800e9 / 0.5625)
+    for name, ratio, needed in (("4", 3.11, 7), ("8", 5.6, 17)):
+        less = (ratio - REALITY * max(1, needed / available)) * stock.plain_step
+        assert steps[0][name] - steps[1][name] == pytest.approx(less)
+    assert [sum("ESTIMATE" in note for note in assumptions(one)) for one in (stock, ours)] == [0, 1]
+    assert verify_ratio(CHIPS["M1 Ultra"], 4, 17) is None
+    two = verify_ratio(CHIPS["M1 Ultra"], 4, 16)
+    assert two == pytest.approx(2 * verify_ratio(CHIPS["M1 Ultra"], 4, 8))
+    with pytest.raises(ConfigError, match="kernels are for 4 and 8 bits, got 16"):
+        Question(CHIPS["M1"], 7e9, 16, 4e8, kernels=True)
 
 
 def test_the_default_is_the_best_shape_or_plain_decoding():

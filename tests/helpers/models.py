@@ -39,7 +39,12 @@ def shared_model(name: str) -> Path:
 
 
 def tiny_llama(
-    seed: int = 0, vocab_size: int = 64, context: int = 512, layers: int = 3, spread: float = 6.0
+    seed: int = 0,
+    vocab_size: int = 64,
+    context: int = 512,
+    layers: int = 3,
+    spread: float = 6.0,
+    head_size: int = 8,
 ) -> nn.Module:
     """A random float32 llama with grouped queries, hidden size 32."""
     return _randomised(
@@ -51,6 +56,7 @@ def tiny_llama(
                 intermediate_size=48,
                 num_attention_heads=4,
                 num_key_value_heads=2,
+                head_dim=head_size,
                 rms_norm_eps=1e-5,
                 vocab_size=vocab_size,
                 max_position_embeddings=context,

@@ -29,7 +29,8 @@ from mlx_redrafter.kernels.source import SIMD_GROUPS
 from mlx_redrafter.kernels.variant import DTYPES, Variant
 
 SHIM = Path(__file__).with_name("shim.h")
-HEADER = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels/quantized.h"
+HEADERS = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels"
+HEADER = HEADERS / "quantized.h"
 # Vectorised code fuses other multiplications with additions than scalar code does.
 FLAGS = (
     "-O1",
@@ -38,6 +39,7 @@ FLAGS = (
     "-fPIC",
     "-w",
     "-fno-tree-slp-vectorize",
+    "-U_FORTIFY_SOURCE",  # it forbids jumps between stacks
     f"-I{SHIM.parent}",
 )
 ROUNDED, FUSED = ("-ffp-contract=off",), ("-ffp-contract=fast", "-mfma")
@@ -69,7 +71,7 @@ extern "C" bool {name}(
   simd_order = order;
   for (group = 0; group < grid[1]; group++)
     for (column = 0; column < grid[0]; column++)
-      if (!run_simd_group([] {{ {call} }})) return false;
+      if (!run_threadgroup([] {{ {call} }})) return false;
   return true;
 }}
 """
@@ -98,7 +100,7 @@ class Kernels:
         text = '#include "shim.h"\n' + STATE + _stock_source(older)
         text += "".join(map(_stock_run, dict.fromkeys(variant for variant, _ in sources)))
         text += "".join(_our_run(*key, source) for key, source in sources.items())
-        self._library = _compile(text, tuple(flags))
+        self._library = compiled(text, tuple(flags))
 
     def stock(self, variant: Variant, x: mx.array, *weights: mx.array, order: int = 0) -> mx.array:
         """MLX's kernel, one row at a time: x of shape (T, K), packed weights, scales, biases."""
@@ -125,7 +127,7 @@ class Kernels:
         order: int,
     ) -> mx.array:
         rows, outputs = x.shape[0], weights[0].shape[0]
-        inputs = [np.ascontiguousarray(_bits(one)) for one in (*weights, x)]
+        inputs = [np.ascontiguousarray(bits_of(one)) for one in (*weights, x)]
         y = np.zeros((rows, outputs), inputs[-1].dtype)
         shape = (ctypes.c_int * 4)(rows, x.shape[1], outputs, weights[0].shape[1])
         pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in (*inputs, y)]
@@ -144,14 +146,14 @@ def random_matrix(variant: Variant, outputs: int, inputs: int, seed: int = 0) ->
     return list(mx.quantize(values, group_size=variant.group_size, bits=variant.bits))
 
 
-def _bits(x: mx.array) -> np.ndarray:
+def bits_of(x: mx.array) -> np.ndarray:
     return np.array(x if x.dtype == mx.uint32 else as_integers(x))
 
 
 def _stock_source(older: bool) -> str:
     """The functions `STOCK` of the installed MLX."""
     header = HEADER.read_text(encoding="utf-8")
-    text = "static constexpr int SIMD_SIZE = 32;\n" + "".join(_function(header, n) for n in STOCK)
+    text = "static constexpr int SIMD_SIZE = 32;\n" + "".join(function_in(header, n) for n in STOCK)
     if older:
         four = r"U\(x\[i\]\) \+ U\(x\[i \+ 1\]\) \+ U\(x\[i \+ 2\]\) \+ U\(x\[i \+ 3\]\);"
         text, found = re.subn(four, "x[i] + x[i + 1] + x[i + 2] + x[i + 3];", text)
@@ -159,10 +161,10 @@ def _stock_source(older: bool) -> str:
     return text
 
 
-def _function(header: str, name: str) -> str:
-    """A function template, from its ``template`` to the brace that ends it."""
+def function_in(header: str, name: str) -> str:
+    """A function template of MLX, from its ``template`` to the brace that ends it."""
     place = re.search(rf"\b{name}\(", header)
-    assert place, f"MLX's {HEADER.name} has no {name}"
+    assert place, f"MLX's headers have no {name}"
     begin = header.rindex("template <", 0, place.start())
     depth, end = 0, header.index("{", place.start())
     while True:
@@ -211,7 +213,7 @@ def _folder() -> Path:
 
 
 @cache
-def _compile(text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+def compiled(text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     """A library of a C++ source; compiled once.
 
     Raises:

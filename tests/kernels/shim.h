@@ -1,9 +1,13 @@
-// Metal on a CPU, as far as products with quantised matrices need it. Threads of a SIMD group are
-// fibers; simd_sum is where they meet. SIMD groups run one after the other.
+// Metal on a CPU, as far as products with quantised matrices and attention need it. Threads are
+// fibers; simd_sum, simd_max and barriers are where they meet. Threadgroups run one after the other,
+// and so do their SIMD groups between barriers.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -11,6 +15,7 @@
 #define device
 #define constant
 #define thread
+#define threadgroup static
 #define METAL_FUNC inline
 #define MLX_MTL_PRAGMA_UNROLL
 
@@ -22,6 +27,14 @@ struct uint3 {
 };
 using std::max;
 using std::min;
+namespace fast {
+inline float exp(float x) { return std::exp(x); }
+}  // namespace fast
+template <typename A>
+struct Limits {
+  static constexpr float finite_min = -FLT_MAX;
+};
+enum class mem_flags { mem_threadgroup };
 
 template <typename A>
 inline A clamp(A v, A low, A high) {
@@ -55,38 +68,50 @@ struct bfloat16_t {
 inline float16_t operator+(float16_t a, float16_t b) { return float(a) + float(b); }
 inline bfloat16_t operator+(bfloat16_t a, bfloat16_t b) { return float(a) + float(b); }
 
-constexpr int LANES = 32;
+constexpr int LANES = 32, MOST_GROUPS = 32;
 constexpr size_t STACK = 64 << 10;
 
+enum class Meeting { SUM, MAX, BARRIER, END };
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[STACK]};
-  bool is_done;
-  float value;  // what it adds to a sum, then the sum
+  ucontext_t start;
+  jmp_buf place;  // where it goes on: a jump asks the system for nothing, a change of context does
+  bool has_started;
+  std::unique_ptr<char[]> stack;
+  Meeting meeting;  // where it waits
+  float value;      // what it adds to a sum, then the sum
 };
-static Fiber fibers[LANES];
-static ucontext_t scheduler;
-static int lane;
+static Fiber fibers[MOST_GROUPS][LANES];
+static jmp_buf scheduler;
+static int simd_group, lane;
 static void (*body)();
 // How a SIMD group adds up is not documented: what is tested must hold for all orders.
 static int simd_order;
 
-static void run_fiber() {
-  body();
-  fibers[lane].is_done = true;
-  swapcontext(&fibers[lane].context, &scheduler);
-}
-
-inline float simd_sum(float value) {
-  Fiber& self = fibers[lane];
+inline float meet(Meeting meeting, float value = 0) {
+  Fiber& self = fibers[simd_group][lane];
+  self.meeting = meeting;
   self.value = value;
-  swapcontext(&self.context, &scheduler);
+  if (!_setjmp(self.place)) _longjmp(scheduler, 1);
   return self.value;
 }
+inline void go_on(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.has_started) _longjmp(fiber.place, 1);
+  fiber.has_started = true;
+  setcontext(&fiber.start);
+}
+inline float simd_sum(float value) { return meet(Meeting::SUM, value); }
+inline float simd_max(float value) { return meet(Meeting::MAX, value); }
+inline void threadgroup_barrier(mem_flags) { meet(Meeting::BARRIER); }
 
-inline void add_up() {
+static void run_fiber() {
+  body();
+  meet(Meeting::END);
+}
+
+inline void add_up(Fiber* group) {
   float values[LANES], sums[LANES];
-  for (int i = 0; i < LANES; i++) values[i] = fibers[i].value;
+  for (int i = 0; i < LANES; i++) values[i] = group[i].value;
   if (simd_order == 2) {  // one lane after the other
     for (int i = 1; i < LANES; i++) values[0] += values[i];
     std::fill(values + 1, values + LANES, values[0]);
@@ -97,27 +122,50 @@ inline void add_up() {
       std::copy(sums, sums + LANES, values);
     }
   }
-  for (int i = 0; i < LANES; i++) fibers[i].value = values[i];
+  for (int i = 0; i < LANES; i++) group[i].value = values[i];
 }
 
-// Whether all lanes have met at every sum and at the end.
-inline bool run_simd_group(void (*kernel)()) {
+inline void find_maximum(Fiber* group) {
+  float found = group[0].value;
+  for (int i = 1; i < LANES; i++) found = max(found, group[i].value);
+  for (int i = 0; i < LANES; i++) group[i].value = found;
+}
+
+// Whether the lanes of a SIMD group have met everywhere until they all stand at the last place.
+inline bool run_simd_group(Meeting& last) {
+  Fiber* group = fibers[simd_group];
+  for (;;) {
+    for (lane = 0; lane < LANES; lane++) go_on(group[lane]);
+    last = group[0].meeting;
+    for (int i = 1; i < LANES; i++)
+      if (group[i].meeting != last) return false;
+    if (last == Meeting::SUM) add_up(group);
+    else if (last == Meeting::MAX) find_maximum(group);
+    else return true;
+  }
+}
+
+// Whether all threads have met everywhere.
+inline bool run_threadgroup(void (*kernel)(), int num_groups = 1) {
   body = kernel;
-  for (Fiber& fiber : fibers) {
-    fiber.is_done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, run_fiber, 0);
+  for (int i = 0; i < num_groups; i++) {
+    for (Fiber& fiber : fibers[i]) {
+      if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+      fiber.has_started = false;
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = fiber.stack.get();
+      fiber.start.uc_stack.ss_size = STACK;
+      fiber.start.uc_link = nullptr;
+      makecontext(&fiber.start, run_fiber, 0);
+    }
   }
   for (;;) {
-    int done = 0;
-    for (lane = 0; lane < LANES; lane++) {
-      swapcontext(&scheduler, &fibers[lane].context);
-      done += fibers[lane].is_done;
+    Meeting first, last;
+    for (simd_group = 0; simd_group < num_groups; simd_group++) {
+      if (!run_simd_group(last)) return false;
+      if (simd_group == 0) first = last;
+      if (last != first) return false;
     }
-    if (done) return done == LANES;
-    add_up();
+    if (last == Meeting::END) return true;
   }
 }

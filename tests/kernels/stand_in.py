@@ -1,18 +1,31 @@
-"""A stand-in for an Apple GPU: the kernels in the emulator."""
+"""A stand-in for an Apple GPU: the kernels in the emulator.
+
+Axes: N nodes of a tree, S committed tokens, D head size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels import layers, small_t
+from mlx_redrafter.kernels import attention, layers, small_t, tree_attention
+from mlx_redrafter.kernels.attention_source import (
+    HEAD_SIZES,
+    THREADS,
+    AttentionVariant,
+    attention_source,
+)
 from mlx_redrafter.kernels.source import SIMD_GROUPS, metal_source
-from mlx_redrafter.kernels.variant import LANES, MatrixShape, Variant
-from mlx_redrafter.policy import kernel_trials
+from mlx_redrafter.kernels.variant import DTYPES, LANES, MatrixShape, Variant
+from mlx_redrafter.policy import kernel_times, kernel_trials
+from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
+
+ATTENTION_VARIANTS = [AttentionVariant(size, dtype) for size in HEAD_SIZES for dtype in DTYPES]
 
 
 def emulated(pairs: Iterable[tuple[Variant, int]], **options: Any) -> Kernels:
@@ -66,5 +79,56 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
     for module in (layers, kernel_trials):
         monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_trials, "load_or_measure", lambda *args: args[-1]())
+    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]())
     run_emulated(monkeypatch, kernels)
+
+
+@cache
+def emulated_attention() -> AttentionKernels:
+    """Attention of all variants, compiled for the emulator once."""
+    return AttentionKernels({one: attention_source(one) for one in ATTENTION_VARIANTS})
+
+
+def run_emulated_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernels) -> None:
+    """Let `tree_attention` launch emulated kernels."""
+
+    def launcher(variant: AttentionVariant) -> Callable[..., list[mx.array]]:
+        def launch(
+            inputs: list[mx.array],
+            grid: tuple[int, int, int],
+            threadgroup: tuple[int, int, int],
+            output_shapes: list[tuple[int, ...]],
+            output_dtypes: list[mx.Dtype],
+        ) -> list[mx.array]:
+            *rows, parents, scale = inputs
+            _, heads, nodes, head_size = rows[0].shape
+            assert (grid, threadgroup) == ((heads * THREADS, nodes, 1), (THREADS, 1, 1))
+            assert (parents.dtype, scale.dtype) == (mx.int32, mx.float32)
+            assert variant.head_size == head_size
+            y = kernels.ours(*rows, parents=parents, scale=scale.item())
+            assert [y.shape] == output_shapes
+            assert [y.dtype] == output_dtypes
+            return [y]
+
+        return launch
+
+    monkeypatch.setattr(tree_attention, "_kernel", launcher)
+
+
+def stand_in_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernels) -> None:
+    """A machine whose attention for one token is MLX's for Apple GPUs, and that has ours.
+
+    Its attention for several tokens is that of MLX's CPU back end, which adds up in another order.
+    """
+    attend = mx.fast.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(*rows: mx.array, scale: float, **options: Any) -> mx.array:
+        if rows[0].shape[2] > 1 or rows[0].shape[3] not in HEAD_SIZES:
+            return attend(*rows, scale=scale, **options)
+        assert options.get("mask") is None
+        return kernels.stock(*rows, scale=scale)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention)
+    monkeypatch.setattr(attention, "is_available", lambda: True)
+    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]())
+    run_emulated_attention(monkeypatch, kernels)

@@ -14,6 +14,7 @@ import pytest
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.source import MOST_ROWS
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, Variant
+from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
     SIMD_ORDERS,
@@ -117,15 +118,9 @@ def test_signature_of_the_generated_source(
 ) -> None:
     """What MLX makes of the source, as it prints it; nothing is compiled."""
     variant = Variant(4, 64, "bfloat16")
-    kernel = mx.fast.metal_kernel
     matrix = random_matrix(variant, 16, 512)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "metal_kernel", lambda **given: _verbose(kernel(**given)))
-        mx.export_function(
-            str(tmp_path / "kernel.mlxfn"),
-            lambda x: small_t(x, *matrix, variant),
-            mx.zeros((4, 512), mx.bfloat16),
-        )
+    x = mx.zeros((4, 512), mx.bfloat16)
+    print_generated_source(tmp_path, lambda x: small_t(x, *matrix, variant), x)
     source = capfd.readouterr().out
     for argument in (
         "const device bfloat16_t* x [[buffer(0)]]",
@@ -137,7 +132,3 @@ def test_signature_of_the_generated_source(
         "uint3 thread_position_in_grid [[thread_position_in_grid]]",
     ):
         assert argument in source
-
-
-def _verbose(kernel: object) -> object:
-    return lambda **given: kernel(**given, verbose=True)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The kernel's sources: those on record, and on an Apple GPU what its compiler makes of them."""
+"""The kernels' sources: those on record, and on an Apple GPU what its compiler makes of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_redrafter.kernels.attention import AttentionShape
+from mlx_redrafter.kernels.attention_source import HEAD_SIZES
 from mlx_redrafter.kernels.layers import quantised_layers
 from mlx_redrafter.kernels.variant import BITS, DTYPES
-from mlx_redrafter.policy import kernel_trials
+from mlx_redrafter.policy import kernel_times
+from mlx_redrafter.policy.attention_trials import try_attention
 from mlx_redrafter.policy.kernel_trials import try_kernel
-from tests.golden.record_small_t import FILE, record
+from tests.golden import record_small_t, record_tree_attention
 
 
 def test_sources_are_those_on_record() -> None:
-    assert record() == FILE.read_text(encoding="utf-8")
+    for kernel in (record_small_t, record_tree_attention):
+        assert kernel.record() == kernel.FILE.read_text(encoding="utf-8")
 
 
 @pytest.mark.metal
@@ -22,10 +26,22 @@ def test_sources_are_those_on_record() -> None:
 @pytest.mark.parametrize("number", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_on_an_apple_gpu(monkeypatch: pytest.MonkeyPatch, number: int, dtype: str) -> None:
-    monkeypatch.setattr(kernel_trials, "load_or_measure", lambda *args: args[-1]())
+    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]())
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100))
     model.set_dtype(DTYPES[dtype])
     nn.quantize(model, 32, number)
     for shape, layers in quantised_layers(model).items():
         trial = try_kernel(shape, layers)
         assert trial.failure is None, f"{shape}: {trial.failure}"
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_equal_on_an_apple_gpu(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: str
+) -> None:
+    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]())
+    trial = try_attention(AttentionShape(8, 2, size, dtype), 1)
+    assert trial.failure is None

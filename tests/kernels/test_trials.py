@@ -20,8 +20,9 @@ from mlx_redrafter.kernels.layers import choices, quantised_layers
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.variant import MatrixShape, Variant
-from mlx_redrafter.policy import kernel_trials
-from mlx_redrafter.policy.kernel_trials import KERNEL, ROWS, STOCK, try_kernel, use_kernels
+from mlx_redrafter.policy import kernel_times, kernel_trials
+from mlx_redrafter.policy.kernel_times import Times
+from mlx_redrafter.policy.kernel_trials import try_kernel, use_kernels
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
@@ -56,32 +57,27 @@ CONSTANTS = {
 }
 
 
-def _half_as_long(layers: object, variant: object, x: object) -> dict[str, float]:
+def _half_as_long(layers: object, variant: object, x: mx.array) -> Times:
     """Times of a machine where our kernels take half of MLX's time, but not for 5 rows."""
-    return {
-        f"{way} {rows}": 1.0 if way == STOCK or rows == 5 else 0.5
-        for rows in ROWS
-        for way in (STOCK, KERNEL)
-    }
+    return Times(stock=1.0, kernel=1.0 if x.shape[0] == 5 else 0.5)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    """What the layers of `_model` may use."""
+def kernels_of_model() -> Kernels:
+    """What the layers of `quantised_model` may use."""
     variants = [FORMAT, Variant(4, 32, "float16", "qmv", sums="float16")]
     return emulated((variant, t) for variant in variants for t in range(2, MOST_ROWS + 1))
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
-    stand_in(monkeypatch, kernels)
-    monkeypatch.setattr(kernel_trials, "time_products", _half_as_long)
+    stand_in(monkeypatch, kernels_of_model())
+    monkeypatch.setattr(kernel_trials, "time_product", _half_as_long)
 
 
-def _model() -> nn.Module:
-    """A tiny model in float16 and 4 bits but where 48 inputs are no multiple of a group."""
-    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1)
+def quantised_model(head_size: int = 8) -> nn.Module:
+    """A tiny model in float16 and 4 bits but where there are not 32 inputs."""
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=head_size)
     model.set_dtype(mx.float16)
 
     def fits(_: str, module: Any) -> bool:
@@ -97,7 +93,7 @@ def _layer(number: int, outputs: int = 32, inputs: int = 512) -> tuple[MatrixSha
     return MatrixShape(number, 32, "float32", inputs, outputs), layer
 
 
-def _logits(model: nn.Module, follow: bool) -> list[mx.array]:
+def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
     """Bits of the logits of a tree's nodes, at once or, to ``follow``, token by token."""
     target, text = Target(model), mx.array([1, 5, 9])
     tokens, parents = grow(random.Random(0), 6, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
@@ -122,25 +118,25 @@ def _logits(model: nn.Module, follow: bool) -> list[mx.array]:
     return found
 
 
-def _are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
+def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
     return all(mx.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_logits_of_trees_have_the_bits_of_single_tokens() -> None:
-    model = _model()
-    plain = _logits(model, follow=True)
-    assert not _are_equal(_logits(model, follow=False), plain)  # another order of additions
+    model = quantised_model()
+    plain = logits_of_tree(model, follow=True)
+    assert not are_equal(logits_of_tree(model, follow=False), plain)  # another order of additions
     use_kernels(model)
-    assert _are_equal(_logits(model, follow=False), plain)
-    assert _are_equal(_logits(model, follow=True), plain)
+    assert are_equal(logits_of_tree(model, follow=False), plain)
+    assert are_equal(logits_of_tree(model, follow=True), plain)
 
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_drafted_text_is_plain_text() -> None:
-    model, tokenizer = _model(), wrapped_tokenizer(VOCAB_SIZE)
+    model, tokenizer = quantised_model(), wrapped_tokenizer(VOCAB_SIZE)
     plain = stock_tokens(model, [1, 5, 9], 16)
     use_kernels(model)
     drafted = [
@@ -155,7 +151,7 @@ def test_drafted_text_is_plain_text() -> None:
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_equal_kernels_are_used_where_they_are_faster() -> None:
-    model = _model()
+    model = quantised_model()
     before = choices(model)
     use_kernels(model)
     assert before == ()
@@ -169,7 +165,7 @@ def test_equal_kernels_are_used_where_they_are_faster() -> None:
 @pytest.mark.usefixtures("machine")
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernel_trials.SWITCH, "0")
-    model = _model()
+    model = quantised_model()
     use_kernels(model)
     assert choices(model) == ()
 
@@ -206,7 +202,8 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
     stand_in(monkeypatch, emulated([(variant, 3)]))
-    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    for module in (kernel_trials, kernel_times):
+        monkeypatch.setattr(module, "ROWS", range(3, 4))
     trial = try_kernel(shape, [layer])
     assert trial.variant == variant
     assert trial.times[3].kernel > trial.times[3].stock > 0  # threads are slow in the emulator
@@ -226,13 +223,13 @@ def broken(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
 @needs_emulator
 @pytest.mark.usefixtures("broken")
 def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    model = _model()
+    model = quantised_model()
     with caplog.at_level(logging.WARNING):
         use_kernels(model)
     assert choices(model) == ()
     (line,) = caplog.messages
     assert line == (
-        "MLX's kernels are used for 4 of 4 shapes of matrices: for 64 x 32, 4 bits, groups of 32, "
+        "MLX's kernels are used for 4 of 4 shapes: for 64 x 32, 4 bits, groups of 32, "
         "float16, [metal::Device] Unable to build metal library from source; "
         "`redrafter-mlx check --kernels` shows all"
     )
@@ -270,7 +267,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     def load(*args: object, **options: Any) -> tuple[nn.Module, None, None]:
         loaded.append(options)
-        return _model(), None, None
+        return quantised_model(), None, None
 
     monkeypatch.setattr(loading, "load", load)
     shown = run(capsys, "check", "--kernels", "--model", "a")
@@ -293,7 +290,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_the_table_of_what_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_, **__: (_model(), None, None))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (quantised_model(), None, None))
     shown = run(capsys, "check", "--kernels", "--model", "a", "--json")
     assert shown.code == 1
     (shape, *_) = json.loads(shown.out)["shapes"]

@@ -37,6 +37,11 @@ class FullCache:
         self._fresh: tuple[mx.array, mx.array] | None = None
 
     @property
+    def step(self) -> ForwardPass:
+        """The forward pass that rows are for."""
+        return self._step
+
+    @property
     def offset(self) -> int:
         """Committed tokens before the forward pass."""
         return self._step.length

@@ -1,0 +1,130 @@
+"""The Metal source of `tree_attention`: attention of a tree's nodes, each over its own path.
+
+Every node is computed in the order of MLX's kernel for one token (``sdpa_vector``) whose cache is
+the node's path: key k belongs to SIMD group k mod 32, and so on, expression by expression. Only
+the row of a key differs: committed tokens come first, then the node's ancestors and itself,
+wherever among the nodes they stand.
+
+Axes: N nodes of a tree, S committed tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_redrafter.kernels.variant import LANES
+
+# Head sizes that MLX has the kernel for.
+HEAD_SIZES = (64, 96, 128, 256)
+# Threads of a threadgroup: as many SIMD groups as a SIMD group has lanes.
+THREADS = LANES * LANES
+
+SOURCE = """\
+typedef {dtype} number;
+constexpr int PART = {head_size} / 32;  // numbers of a head per lane
+
+const int head = threadgroup_position_in_grid.x;
+const int node = threadgroup_position_in_grid.y;
+const int group = simdgroup_index_in_threadgroup;
+const int lane = thread_index_in_simdgroup;
+const int committed = keys_shape[2] - queries_shape[2];
+const int key_head = head / (queries_shape[1] / keys_shape[1]);
+
+int depth = 0;
+for (int n = node; n > 0; n = parents[n * parents_strides[0]]) {{
+  depth++;
+}}
+
+float query[PART];
+float key[PART];
+float sums[PART] = {{}};
+const device number* q =
+    queries + head * queries_strides[1] + node * queries_strides[2];
+for (int j = 0; j < PART; j++) {{
+  query[j] = scale * q[(lane * PART + j) * queries_strides[3]];
+}}
+
+float max_score = Limits<float>::finite_min;
+float total = 0;
+for (int i = group; i <= committed + depth; i += 32) {{
+  int row = i;
+  if (i >= committed) {{  // the node's ancestor at depth i - committed
+    row = node;
+    for (int up = committed + depth - i; up > 0; up--) {{
+      row = parents[row * parents_strides[0]];
+    }}
+    row += committed;
+  }}
+  const device number* k = keys + key_head * keys_strides[1] + row * keys_strides[2];
+  const device number* v = values + key_head * values_strides[1] + row * values_strides[2];
+  for (int j = 0; j < PART; j++) {{
+    key[j] = k[(lane * PART + j) * keys_strides[3]];
+  }}
+  float score = 0;
+  for (int j = 0; j < PART; j++) {{
+    score += query[j] * key[j];
+  }}
+  score = simd_sum(score);
+  const float new_max = max(max_score, score);
+  const float factor = fast::exp(max_score - new_max);
+  const float weight = fast::exp(score - new_max);
+  max_score = new_max;
+  total = total * factor + weight;
+  for (int j = 0; j < PART; j++) {{
+    sums[j] = sums[j] * factor + weight * v[(lane * PART + j) * values_strides[3]];
+  }}
+}}
+
+threadgroup float all_sums[32 * 32];
+threadgroup float max_scores[32];
+threadgroup float totals[32];
+if (lane == 0) {{
+  max_scores[group] = max_score;
+  totals[group] = total;
+}}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+max_score = max_scores[lane];
+const float new_max = simd_max(max_score);
+const float factor = fast::exp(max_score - new_max);
+total = simd_sum(totals[lane] * factor);
+for (int j = 0; j < PART; j++) {{
+  all_sums[lane * 32 + group] = sums[j];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  sums[j] = simd_sum(all_sums[group * 32 + lane] * factor);
+  sums[j] = total == 0 ? sums[j] : (sums[j] / total);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}}
+if (lane == 0) {{
+  const size_t first = (size_t(head) * queries_shape[2] + node) * 32 * PART + group * PART;
+  for (int j = 0; j < PART; j++) {{
+    y[first + j] = static_cast<number>(sums[j]);
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """What the kernel's source depends on.
+
+    Attributes:
+        head_size: D, one of `HEAD_SIZES`.
+        dtype: Name of the dtype of queries, keys and values.
+    """
+
+    head_size: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.head_size}_{self.dtype}"
+
+
+def attention_source(variant: AttentionVariant) -> str:
+    """The body of the kernel, as `mx.fast.metal_kernel` takes it.
+
+    Its arguments are queries of shape (1, heads, N, D), keys and values of shape
+    (1, key heads, S + N, D), parents of shape (N,), int32, the scale, float32, and y of the shape
+    of the queries. One threadgroup of `THREADS` threads computes a node of a head.
+    """
+    dtype = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}[variant.dtype]
+    return SOURCE.format(dtype=dtype, head_size=variant.head_size)

@@ -1,0 +1,176 @@
+"""Trials at load accept tree attention that is equal and no slower, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
+from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
+from mlx_redrafter.kernels.layers import choices
+from mlx_redrafter.policy import attention_trials, kernel_trials
+from mlx_redrafter.policy.attention_trials import time_attention, try_attention
+from mlx_redrafter.policy.kernel_times import Times
+from mlx_redrafter.policy.kernel_trials import use_kernels
+from tests.helpers.cli import run
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.kernels.attention_emulator import AttentionKernels
+from tests.kernels.emulator import needs_emulator
+from tests.kernels.stand_in import emulated_attention, stand_in, stand_in_attention
+from tests.kernels.test_trials import (
+    VOCAB_SIZE,
+    are_equal,
+    kernels_of_model,
+    logits_of_tree,
+    quantised_model,
+)
+
+SHAPE = AttentionShape(4, 2, 64, "float16")
+
+
+def _as_long(shape: object, num_keys: int, nodes: int) -> Times:
+    """Times of a machine where our kernel takes MLX's time, but twice that for 5 nodes."""
+    return Times(stock=1.0, kernel=2.0 if nodes == 5 else 1.0)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an Apple GPU, as far as these tests can tell."""
+    stand_in_attention(monkeypatch, emulated_attention())
+    monkeypatch.setattr(kernel_trials, "is_available", lambda: True)
+    monkeypatch.setattr(attention_trials, "time_attention", _as_long)
+    # Threads are slow in the emulator.
+    monkeypatch.setattr(attention_trials, "FEW_KEYS", (5,))
+    monkeypatch.setattr(attention_trials, "MOST_KEYS", (40,))
+    monkeypatch.setattr(attention_trials, "PARENTS", (0, 0, 0, 1, 3))
+
+
+def _model() -> nn.Module:
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    return model
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_drafted_text_and_logits_are_plain_with_both_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(monkeypatch, kernels_of_model())
+    monkeypatch.setattr(kernel_trials, "time_product", lambda *_: Times(1.0, 0.5))
+    model, tokenizer = quantised_model(head_size=64), wrapped_tokenizer(VOCAB_SIZE)
+    plain = logits_of_tree(model, follow=True)
+    use_kernels(model)
+    assert are_equal(logits_of_tree(model, follow=False), plain)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_redrafter.kernels.attention.is_available", lambda: False)
+        assert not are_equal(logits_of_tree(model, follow=False), plain)
+    text = stock_tokens(model, [1, 5, 9], 8)
+    drafter = Scripted(ids(text), VOCAB_SIZE)
+    drafted = stream_generate(model, tokenizer, [1, 5, 9], drafter=drafter, max_tokens=8)
+    assert_same_tokens(text, [response.token for response in drafted], "with kernels")
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_equal_attention_is_used_where_it_is_no_slower() -> None:
+    model = _model()
+    assert attention_shapes(model) == {SHAPE: 1}
+    use_kernels(model)
+    (choice,) = choices(model)
+    assert "most_keys=40, rows=(2, 3, 4, 6, 7," in choice
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are equal up to the shorter of the limits only; trees beyond it go without."""
+    model = _model()
+    stock = logits_of_tree(model, follow=False)
+    stock_call = mx.fast.scaled_dot_product_attention
+
+    def two_passes(*rows: mx.array, **options: object) -> mx.array:
+        y = stock_call(*rows, **options)
+        return -y if rows[1].shape[2] > 8 else y
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", two_passes)
+    monkeypatch.setattr(attention_trials, "FEW_KEYS", (1,))
+    monkeypatch.setattr(attention_trials, "MOST_KEYS", (40, 5))
+    trial = try_attention(SHAPE, 1)
+    assert (trial.most_keys, trial.failure) == (5, None)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stock_call)
+    monkeypatch.setattr(attention_trials, "MOST_KEYS", (5,))
+    use_kernels(model)
+    assert "most_keys=5" in choices(model)[0]
+    assert are_equal(logits_of_tree(model, follow=False), stock)  # 3 tokens and a path of 5
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_a_wrong_order_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
+    source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
+    stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
+    monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (model, None, None))
+    monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
+    shown = run(capsys, "check", "--kernels", "--model", "a")
+    assert shown.code == 1
+    assert shown.out.splitlines()[1:] == [
+        "attention of 4 heads, 2 of keys, of 64, float32; layers: 1",
+        "  failed: its bits are not those of MLX's attention for one token",
+    ]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (_model(), None, None))
+    monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
+    shown = run(capsys, "check", "--kernels", "--model", "a")
+    assert shown.code == 0
+    assert "\n  equal: up to 40 keys\n" in shown.out
+    assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out
+    assert "   5 rows: 2000.000 ms, MLX's 1000.000 ms\n" in shown.out
+
+
+@needs_emulator
+def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_attention(monkeypatch, emulated_attention())
+    times = time_attention(SHAPE, 20, 2)
+    assert times.kernel > times.stock > 0  # threads are slow in the emulator
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+def test_what_does_not_compile_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> Callable[..., object]:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
+
+    monkeypatch.setattr("mlx_redrafter.kernels.tree_attention._kernel", refuse)
+    model = _model()
+    with caplog.at_level(logging.WARNING):
+        use_kernels(model)
+    assert choices(model) == ()
+    (line,) = caplog.messages
+    assert line == (
+        "MLX's kernels are used for 1 of 1 shapes: for attention of 4 heads, 2 of keys, of 64, "
+        "float16, [metal::Device] Unable to build metal library from source; "
+        "`redrafter-mlx check --kernels` shows all"
+    )
+
+
+def test_attention_of_other_kinds_is_left_alone() -> None:
+    assert attention_shapes(tiny_llama(layers=1)) == {}  # heads of 8
