@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.batch_stream import BatchStream
-from mlx_redrafter.chat import check_not_empty, encode_prompt
+from mlx_redrafter.chat import check_prompt, encode_prompt
 from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
 from mlx_redrafter.decoding.batch import Batch
@@ -358,30 +358,4 @@ def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
         raise ConfigError(
             f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
             f"got {plan.num_nodes}"
-        )
-
-
-def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
-    """Check that a prompt is one for a target.
-
-    Args:
-        prompt: Token ids.
-        num_cached: Tokens before it in a cache.
-        target: The target.
-
-    Raises:
-        ConfigError: It is empty or too long, or a token id is none.
-    """
-    check_not_empty(prompt)
-    if min(prompt) < 0 or max(prompt) >= target.vocab_size:
-        raise ConfigError(
-            f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "
-            f"{min(prompt) if min(prompt) < 0 else max(prompt)}"
-        )
-    total, limit = num_cached + len(prompt), target.context_length
-    if limit is not None and total > limit:
-        cached = f" after {num_cached} cached ones" if num_cached else ""
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens{cached}, the model's context is {limit}; "
-            "shorten the prompt"
         )
