@@ -70,7 +70,7 @@ def measure_throughput(
     """Write texts in every way, in turns; every round has other prompts, where there are enough.
 
     Args:
-        setting: What all ways share.
+        setting: Settings of all ways.
         plans: Fixed plans.
         prompts: Prompts, of which B are taken for a round, from the first on again after the last.
         batch_sizes: Numbers of texts at once.

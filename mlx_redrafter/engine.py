@@ -125,7 +125,7 @@ class Engine:
             prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
             history: Token ids of earlier texts that a lookup looks in, too, such as what
                 ``prompt_cache`` holds.
-            shared: What this text shares its forward passes with, from `share`; a text with a
+            shared: Decoder from `share`, whose texts share their forward passes; a text with a
                 ``sampler`` or ``kv_bits`` does not.
             **options: Fields of `GenerationOptions`.
 

@@ -43,7 +43,7 @@ class ResponseStream(Iterator[GenerationResponse]):
     Args:
         text: The text.
         tokenizer: Its tokenizer.
-        scheduler: What decodes it among others; None to decode it alone.
+        scheduler: Decoder of several texts; None to decode it alone.
     """
 
     def __init__(self, text: Text, tokenizer: TokenizerWrapper, scheduler: Scheduler | None = None):

@@ -69,7 +69,7 @@ class Job:
             prefixes: Caches to take from and to give to.
             counters: Counts to add to.
             on_progress: Function called between the chunks of a prompt.
-            shared: What its texts share forward passes with; None for texts in turns.
+            shared: Decoder of texts that share their passes; None where none do.
         """
         self._parts = self._write_all(engine, prefixes, counters, on_progress, shared)
 

@@ -186,7 +186,7 @@ class _Seat:
         stock: Its own mlx-lm caches, which hold nothing meanwhile.
 
     Attributes:
-        wanted: What the target is to process for it next.
+        wanted: Root or tree that the target is to process for it next.
         has_news: Whether its step has ended.
     """
 

@@ -37,7 +37,7 @@ def decode(text: Text, scheduler: Scheduler | None = None) -> Iterator[Token]:
 
     Args:
         text: The text.
-        scheduler: What decodes it among others; None to decode it alone.
+        scheduler: Decoder of several texts; None to decode it alone.
     """
     stats = text.stats
     try:

@@ -119,7 +119,7 @@ def judge_roots(
 
     Args:
         choosers: One per text; they differ in their seeds only.
-        outputs: Of all texts, each array with an axis of G before its others, N = 1.
+        outputs: Outputs for all texts, each array with an axis of G before its others, N = 1.
         positions: Position of the token chosen, text by text.
     """
     first, noise = choosers[0], None
@@ -153,7 +153,7 @@ def judge_trees(
 
     Args:
         choosers: As in `judge_roots`.
-        outputs: Of all texts, each array with an axis of G before its others.
+        outputs: Outputs for all texts, each array with an axis of G before its others.
         trees: One per text, all of N nodes.
         noises: Noise of the choices after nodes of each depth, of as many depths for all texts, L
             or more; None where there is none.
