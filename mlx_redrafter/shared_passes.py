@@ -8,11 +8,13 @@ and is the same wherever it is decoded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from mlx_redrafter.decoding.batch import Batch, Progress
 from mlx_redrafter.decoding.protocols import DraftPolicy
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 
 
@@ -83,8 +85,14 @@ class SharedPasses:
         return tokens
 
     def _step_all(self) -> None:
+        for text, progress in list(self._news.items()):
+            # The next pass writes where the tree in flight of a text that rests has its rows.
+            if text in self._batch:
+                with suppress(NonFiniteError):  # raised again in its own next step
+                    self._news[text] = progress._replace(tokens=[*progress.tokens, *text.land()])
+        resting = {text for text in self._batch.texts if text in self._news or text.is_finished}
         try:
-            news = self._batch.step(self._news)
+            news = self._batch.step(resting)
         except Exception as error:  # whose fault it is, nobody knows
             news = [Progress(text, [], error) for text in self._batch.texts]
         self._news.update((progress.text, progress) for progress in news)

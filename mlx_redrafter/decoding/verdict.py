@@ -208,7 +208,8 @@ def _accept_all(stacked: list[mx.array], chosen: mx.array, max_depth: int) -> Ac
         tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
         return accept(tree, choices)
 
-    return Acceptance(*mx.vmap(accept_one)(*stacked, chosen))
+    path, num_accepted, bonus = mx.vmap(accept_one)(*stacked, chosen)
+    return Acceptance(path, num_accepted, bonus)
 
 
 class _Outcomes:
