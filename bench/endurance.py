@@ -23,10 +23,11 @@ from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
 from mlx_redrafter.bench.turns import arm_name
 from mlx_redrafter.config import MAX_BEAM_LENGTH, DraftPlan, SamplingParams, check_int
+from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.fixed import FixedPolicy

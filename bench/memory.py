@@ -23,9 +23,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter

@@ -21,10 +21,11 @@ from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, choose
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.policy.fixed import FixedPolicy

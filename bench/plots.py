@@ -16,6 +16,7 @@ from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.regret import Regret
 from mlx_redrafter.bench.runs import AUTO, STOCK
 from mlx_redrafter.bench.sweep import Point
+from mlx_redrafter.bench.throughput import Throughput
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import RedrafterError
@@ -211,6 +212,23 @@ def plot_caches(path: Path, found: Sequence[CacheCost], heading: str) -> Path:
         for axes in (times, memory):
             _from_zero(axes)
         times.legend(title="a tree; dotted: one token")
+    return path
+
+
+def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
+    """Draw tokens per second, and the time per token of a text, by texts at once."""
+    with _figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
+        for way in dict.fromkeys(one.way for one in found):
+            mine = [one for one in found if one.way == way]
+            sizes = [one.batch_size for one in mine]
+            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".", label=way)
+            latency.plot(sizes, [1e3 * one.latency.median for one in mine], marker=".")
+        throughput.set_ylabel("tokens/s of all texts")
+        latency.set_ylabel("ms per token of a text")
+        latency.set_xlabel("texts at once")
+        for axes in (throughput, latency):
+            _from_zero(axes)
+        throughput.legend()
     return path
 
 

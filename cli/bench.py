@@ -18,6 +18,7 @@ from mlx_redrafter.cli.bench_regret import regret, simulate
 from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_serving import serving
 from mlx_redrafter.cli.bench_speed import compare, sweep
+from mlx_redrafter.cli.bench_throughput import throughput
 from mlx_redrafter.config import check_int
 from mlx_redrafter.errors import ConfigError
 
@@ -36,6 +37,7 @@ app.command()(overhead)
 app.command()(memory)
 app.command()(caches)
 app.command()(endurance)
+app.command()(throughput)
 app.command()(serving)
 app.command()(request)
 app.command()(copy)

@@ -10,8 +10,9 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.decode import CLEAR_CACHE_EVERY
 from mlx_redrafter.decoding.records import Token
-from mlx_redrafter.decoding.text import CLEAR_CACHE_EVERY, Text
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.responses import GenerationResponse, Responder
 
 

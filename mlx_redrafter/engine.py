@@ -16,6 +16,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.batch_stream import BatchStream
-from mlx_redrafter.chat import check_not_empty, encode_prompt
+from mlx_redrafter.chat import check_prompt, encode_prompt
 from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
 from mlx_redrafter.decoding.batch import Batch
@@ -46,6 +47,7 @@ from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.responses import ResponseStream
+from mlx_redrafter.shared_passes import SharedPasses
 from mlx_redrafter.target.target import Target
 
 # A cache may go from one engine to another.
@@ -110,6 +112,7 @@ class Engine:
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
         history: Sequence[Sequence[int]] = (),
+        shared: SharedPasses | None = None,
         **options: Any,
     ) -> ResponseStream:
         """Begin a text; its responses come one per token.
@@ -122,6 +125,8 @@ class Engine:
             prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
             history: Token ids of earlier texts that a lookup looks in, too, such as what
                 ``prompt_cache`` holds.
+            shared: Decoder from `share`, whose texts share their forward passes; a text with a
+                ``sampler`` or ``kv_bits`` does not.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -147,7 +152,8 @@ class Engine:
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
         text = self._open(request, chosen, history, sampler, processors, prompt_cache)
-        stream = ResponseStream(text, self.tokenizer)
+        may_share = sampler is None and chosen.quantisation is None
+        stream = ResponseStream(text, self.tokenizer, shared if may_share else None)
         _claims.claim(layers, stream)
         self._streams.add(stream)
         return stream
@@ -181,6 +187,18 @@ class Engine:
         stream = BatchStream(batch, texts, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
+
+    def share(self) -> SharedPasses:
+        """What the texts of one thread share their forward passes by; ``shared`` of `stream`.
+
+        The streams are read in turns. They come and go, and each text is the one that it is alone.
+
+        Raises:
+            UnsupportedTargetError: The model has layers that do not attend to all tokens.
+        """
+        batch = Batch(self.target)
+        new_policy = cache(lambda: self._batch_policy(batch, self._options({})))
+        return SharedPasses(batch, lambda: new_policy()())
 
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
         """A complete text; the options are those of `stream`."""
@@ -358,30 +376,4 @@ def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
         raise ConfigError(
             f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
             f"got {plan.num_nodes}"
-        )
-
-
-def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
-    """Check that a prompt is one for a target.
-
-    Args:
-        prompt: Token ids.
-        num_cached: Tokens before it in a cache.
-        target: The target.
-
-    Raises:
-        ConfigError: It is empty or too long, or a token id is none.
-    """
-    check_not_empty(prompt)
-    if min(prompt) < 0 or max(prompt) >= target.vocab_size:
-        raise ConfigError(
-            f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "
-            f"{min(prompt) if min(prompt) < 0 else max(prompt)}"
-        )
-    total, limit = num_cached + len(prompt), target.context_length
-    if limit is not None and total > limit:
-        cached = f" after {num_cached} cached ones" if num_cached else ""
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens{cached}, the model's context is {limit}; "
-            "shorten the prompt"
         )

@@ -14,9 +14,10 @@ from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.decoding.decode import Scheduler, decode
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,12 @@ class ResponseStream(Iterator[GenerationResponse]):
     Args:
         text: The text.
         tokenizer: Its tokenizer.
+        scheduler: Decoder of several texts; None to decode it alone.
     """
 
-    def __init__(self, text: Text, tokenizer: TokenizerWrapper):
+    def __init__(self, text: Text, tokenizer: TokenizerWrapper, scheduler: Scheduler | None = None):
         self._text = text
-        self._responses = _respond(text, tokenizer)
+        self._responses = _respond(text, tokenizer, scheduler)
 
     def __next__(self) -> GenerationResponse:
         return next(self._responses)
@@ -60,6 +62,11 @@ class ResponseStream(Iterator[GenerationResponse]):
         self._responses.close()
         if not self.is_closed:  # it has not begun
             self._text.close(0)
+
+    @property
+    def num_ready(self) -> int:
+        """Responses that come without another step."""
+        return self._text.num_ready
 
     @property
     def is_closed(self) -> bool:
@@ -129,11 +136,13 @@ class Responder:
         )
 
 
-def _respond(text: Text, tokenizer: TokenizerWrapper) -> Generator[GenerationResponse, None, None]:
+def _respond(
+    text: Text, tokenizer: TokenizerWrapper, scheduler: Scheduler | None
+) -> Generator[GenerationResponse, None, None]:
     responder = Responder(text, tokenizer)
     with (
         wired_limit(text.target.model, [generation_stream]),  # type: ignore[list-item]
-        closing(decode(text)) as tokens,  # type: ignore[type-var]
+        closing(decode(text, scheduler)) as tokens,  # type: ignore[type-var]
     ):
         for token in tokens:
             yield responder.respond(token)

@@ -18,6 +18,7 @@ from mlx_redrafter.server.parts import Answer, Part
 from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
+from mlx_redrafter.shared_passes import SharedPasses
 
 # Takes the parts of a request, then None, or what went wrong with it.
 Receiver = Callable[[Part | Refusal | None], None]
@@ -59,6 +60,7 @@ class Job:
         prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
+        shared: SharedPasses | None,
     ) -> None:
         """Begin, in the worker's thread.
 
@@ -67,15 +69,17 @@ class Job:
             prefixes: Caches to take from and to give to.
             counters: Counts to add to.
             on_progress: Function called between the chunks of a prompt.
+            shared: Decoder of texts that share their passes; None where none do.
         """
-        self._parts = self._write_all(engine, prefixes, counters, on_progress)
+        self._parts = self._write_all(engine, prefixes, counters, on_progress, shared)
 
     def step(self) -> bool:
-        """Send the next part; whether there was one."""
-        part = next(self._parts, None)
-        if part is not None:
+        """Send the parts of the next step; whether there were any."""
+        for part in self._parts:
             self.receive(part)
-        return part is not None
+            if part.finish_reason or self._stream is None or not self._stream.num_ready:
+                return True
+        return False
 
     def close(self) -> None:
         """End it, in the worker's thread."""
@@ -94,6 +98,7 @@ class Job:
         prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
+        shared: SharedPasses | None,
     ) -> Generator[Part]:
         """The parts of one text; its cache is kept, however it ends."""
         request = self.request
@@ -116,6 +121,7 @@ class Job:
                 history=[known],
                 logits_processors=_penalties(request, known),
                 prompt_progress_callback=on_progress,
+                shared=shared,
                 **vars(options),
             )
             if self.is_cancelled:  # before there was a stream to cancel

@@ -18,7 +18,7 @@ class Limits:
         ConfigError: One is out of range.
     """
 
-    max_running: Annotated[int, "Most requests whose texts are written at once, in turns."] = 8
+    max_running: Annotated[int, "Most requests whose texts are written at once."] = 8
     max_waiting: Annotated[int, "Most requests in the queue; further ones are refused."] = 64
     max_context: Annotated[
         int, "Most tokens of a prompt and its text; the model's own limit if that is less."

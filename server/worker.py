@@ -1,7 +1,8 @@
 """The thread that owns the device: it takes requests from a queue and writes their texts.
 
-The texts of several requests are written in turns, a token of each, every text with its own cache;
-between the chunks of a prompt the others go on. What goes wrong with one is that one's.
+The texts of several requests are written in turns, a step of each. Where the model has batches they
+share their forward passes: a request joins the others when its prompt is processed, between whose
+chunks the others go on. What goes wrong with one is that one's.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
 from mlx_redrafter.engine import Engine
-from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.errors import RedrafterError, UnsupportedTargetError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.shared_passes import SharedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Worker(threading.Thread):
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self._is_stopped = False
+        self._shared: SharedPasses | None = None
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue, from any thread.
@@ -86,6 +90,8 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Write texts; called in the thread."""
+        with suppress(UnsupportedTargetError):  # then its texts are decoded one by one
+            self._shared = self.engine.share()
         # What a text sets and takes back at its end would be taken from the others.
         with wired_limit(self.engine.target.model, [generation_stream]):  # type: ignore[list-item]
             while self._admit():
@@ -104,7 +110,7 @@ class Worker(threading.Thread):
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
             while self._waiting and len(self._running) < self._limits.max_running:
                 job = self._waiting.popleft()
-                job.open(self.engine, self._prefixes, self.counters, self._go_on)
+                job.open(self.engine, self._prefixes, self.counters, self._go_on, self._shared)
                 self._running.append(job)
         return not self._is_stopped
 

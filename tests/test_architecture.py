@@ -30,6 +30,7 @@ ORDER = [
     "proposers",
     "policy",
     "chat",
+    "shared_passes",
     "responses",
     "batch_stream",
     "claims",

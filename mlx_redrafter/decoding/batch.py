@@ -2,22 +2,27 @@
 
 Axes: B slots, N nodes of each slot's tree.
 
-Every text drafts, chooses and accepts as it would alone, and asks for what the target is to
-process; a step of the batch answers all of them with one forward pass. Where they ask for trees of
-different sizes, all are padded to the largest. Weights are read once for all texts, so that several
-texts together take less time than one after the other, with drafts or without.
+Every text drafts as it would alone, and asks for what the target is to process; a step of the batch
+answers all of them with one forward pass. Where they ask for trees of different sizes, all are
+padded to the largest. Texts that choose alike are judged with one set of operations and one read.
+Weights are read once for all texts, so that several texts together take less time than one after
+the other, with drafts or without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.records import Token
-from mlx_redrafter.decoding.text import Processing, Text
+from mlx_redrafter.decoding.text import Processing, Text, Wanted
+from mlx_redrafter.decoding.verdict import Verdict, judge_roots, judge_trees
 from mlx_redrafter.target.caches.batch import SlotCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
@@ -57,41 +62,67 @@ class Batch:
     def __len__(self) -> int:
         return len(self._seats)
 
+    def __contains__(self, text: object) -> bool:
+        return any(seat.text is text for seat in self._seats)
+
+    @property
+    def texts(self) -> list[Text]:
+        """Texts that are in it."""
+        return [seat.text for seat in self._seats]
+
     @property
     def num_slots(self) -> int:
         """Slots of a forward pass, B; idle ones take time, too."""
         return self._cache.num_slots
 
     def add(self, text: Text) -> None:
-        """Take in a text whose first step, the prompt, is done."""
+        """Take in a text at rest, such as one whose first step, the prompt, is done.
+
+        Its own caches are empty until it leaves.
+        """
         cache, taken = self._cache, {seat.slot for seat in self._seats}
         with mx.stream(generation_stream):
             if len(taken) == cache.num_slots:
                 cache.resize(range(len(taken)), max(1, 2 * len(taken)), cache.capacity)
             slot = next(slot for slot in range(cache.num_slots) if slot not in taken)
-            cache.insert(slot, text.own_cache.stock)
+            stock = text.own_cache.stock
+            cache.insert(slot, stock)
         text.cache = SlotCache(cache, slot)
-        self._seats.append(_Seat(text, slot))
+        self._seats.append(_Seat(text, slot, stock))
 
-    def step(self) -> list[Progress]:
-        """One forward pass, and what it has brought every text whose step has ended."""
-        for seat in self._seats:
+    def step(self, resting: Container[Text] = ()) -> list[Progress]:
+        """One forward pass, and what it has brought every text whose step has ended.
+
+        Args:
+            resting: Texts that have no part in it.
+        """
+        seats = [seat for seat in self._seats if seat.text not in resting]
+        for seat in seats:
             seat.begin()
-        for seat in self._seats:
+        for seat in seats:
             seat.proceed()
-        self._process([seat for seat in self._seats if seat.wanted is not None])
-        for seat in self._seats:
+        self._process([seat for seat in seats if seat.wanted is not None])
+        for seat in seats:
             seat.proceed()
-        return [self._take(seat) for seat in list(self._seats) if seat.has_news]
+        return [self._take(seat) for seat in seats if seat.has_news]
+
+    def is_between_steps(self, text: Text) -> bool:
+        """Whether a text has ended the step that it began."""
+        return not self._seat_of(text).is_in_step
 
     def remove(self, text: Text) -> None:
-        """Let a text go. Its caches are its own again where its request asks for them."""
-        seat = next(seat for seat in self._seats if seat.text is text)
+        """Let a text go, its caches its own again, with its rows if it may need them."""
+        seat = self._seat_of(text)
         self._seats.remove(seat)
+        is_over = text.is_finished or text.is_cancelled
+        is_wanted = text.request.leave_as_stock or not is_over
         with mx.stream(generation_stream):
-            text.cache = self._cache.leave(seat.slot, text.request.leave_as_stock)
+            text.cache = self._cache.leave(seat.slot, seat.stock if is_wanted else None)
             if 4 * len(self._seats) <= self._cache.num_slots:
                 self._shrink()
+
+    def _seat_of(self, text: Text) -> _Seat:
+        return next(seat for seat in self._seats if seat.text is text)
 
     def _take(self, seat: _Seat) -> Progress:
         progress = seat.take()
@@ -103,7 +134,7 @@ class Batch:
         """Answer all texts that ask for a forward pass with one."""
         if not asking:
             return
-        trees = [_IDLE] * self._cache.num_slots
+        trees = [TokenTree.alone(mx.zeros((1,), dtype=mx.int32))] * self._cache.num_slots
         for seat in asking:
             trees[seat.slot] = seat.tree
         size = max(tree.size for tree in trees)
@@ -111,11 +142,33 @@ class Batch:
             padded = [tree.padded(size) for tree in trees]
             # One proposer drafts for all of them.
             outputs = self.target.verify_batch(padded, self._cache, asking[0].text.layers)
-            outputs = [one.first(tree.size) for one, tree in zip(outputs, trees, strict=True)]
-        for seat in asking:
-            if not isinstance(seat.wanted, TokenTree):
-                self._cache.commit(seat.slot, [0])
-            seat.send(outputs[seat.slot])
+            for seat in asking:
+                if not seat.wants_tree:
+                    self._cache.commit(seat.slot, [0])
+            for seats in _together(asking):
+                self._answer(seats, outputs, padded)
+
+    def _answer(
+        self, seats: Sequence[_Seat], outputs: TargetOutputs, trees: Sequence[TokenTree]
+    ) -> None:
+        """Judge what several texts get with one set of operations, or leave one to judge."""
+        slots = [seat.slot for seat in seats]
+        choosers = [one for seat in seats if (one := seat.text.common_chooser) is not None]
+        if not choosers:
+            (seat,) = seats
+            seat.send(outputs.of(seat.slot).first(seat.tree.size))
+            return
+        if slots != list(range(self.num_slots)):
+            outputs = outputs.of(mx.array(slots))
+        if seats[0].wants_tree:
+            noises = [seat.wanted.noise for seat in seats if seat.wanted is not None]
+            trees = [trees[slot] for slot in slots]
+            verdicts = judge_trees(choosers, outputs, trees, noises)
+        else:
+            positions = [seat.text.cache.length for seat in seats]
+            verdicts = judge_roots(choosers, outputs, positions)
+        for seat, verdict in zip(seats, verdicts, strict=True):
+            seat.send(verdict)
 
     def _shrink(self) -> None:
         self._cache.shrink([seat.slot for seat in self._seats], self._cache.num_slots // 2)
@@ -127,24 +180,51 @@ class Batch:
 class _Seat:
     """A text in its slot, and how far it is with its step.
 
+    Args:
+        text: The text.
+        slot: Its slot.
+        stock: Its own mlx-lm caches, which hold nothing meanwhile.
+
     Attributes:
         wanted: Root or tree that the target is to process for it next.
         has_news: Whether its step has ended.
     """
 
-    def __init__(self, text: Text, slot: int):
+    def __init__(self, text: Text, slot: int, stock: Sequence[KVCache]):
         self.text = text
         self.slot = slot
-        self.wanted: mx.array | TokenTree | None = None
+        self.stock = stock
+        self.wanted: Wanted | None = None
         self.has_news = False
         self._steps: Processing[list[Token]] | None = None
         self._progress = Progress(text, [])
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether it is in the middle of a step."""
+        return self._steps is not None
+
+    @property
     def tree(self) -> TokenTree:
         """What it wants, as a tree."""
         assert self.wanted is not None
-        return self.wanted if isinstance(self.wanted, TokenTree) else TokenTree.alone(self.wanted)
+        drafts = self.wanted.drafts
+        return drafts if isinstance(drafts, TokenTree) else TokenTree.alone(drafts)
+
+    @property
+    def wants_tree(self) -> bool:
+        """Whether it wants more than a root."""
+        return self.wanted is not None and isinstance(self.wanted.drafts, TokenTree)
+
+    @property
+    def kind(self) -> object:
+        """What is equal for texts that are judged together."""
+        assert self.wanted is not None
+        chooser, noise = self.text.common_chooser, self.wanted.noise
+        if chooser is None:
+            return self.slot
+        num_levels = None if noise is None else noise.values.shape[0]
+        return self.wants_tree, num_levels, replace(chooser.params, seed=0)
 
     def begin(self) -> None:
         """Draft and dispatch, as far as that goes without waiting for the device."""
@@ -159,11 +239,11 @@ class _Seat:
         while self._steps is not None and self.wanted is None and not self.has_news:
             self.send(None)
 
-    def send(self, outputs: TargetOutputs | None) -> None:
-        """Go on with the outputs of the forward pass that was wanted, if one was."""
+    def send(self, answer: TargetOutputs | Verdict | None) -> None:
+        """Go on with the answer of the forward pass that was wanted, if one was."""
         assert self._steps is not None
         try:
-            self.wanted = self._steps.send(outputs)
+            self.wanted = self._steps.send(answer)
             return
         except StopIteration as end:
             self._progress = Progress(self.text, end.value)
@@ -179,4 +259,9 @@ class _Seat:
         return progress
 
 
-_IDLE = TokenTree.of([0], [0])
+def _together(seats: Sequence[_Seat]) -> Iterable[list[_Seat]]:
+    """Seats whose texts are judged together."""
+    kinds = defaultdict(list)
+    for seat in seats:
+        kinds[seat.kind].append(seat)
+    return kinds.values()

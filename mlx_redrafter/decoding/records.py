@@ -89,6 +89,8 @@ class InFlight:
         num_unmerged: Nodes as they would have been without merging.
         states: States of the nodes that a `StateReader` asks for, shape (N, S); None where none
             does.
+        read: Function that reads the outcome beside those of other texts; None where it is read
+            alone.
     """
 
     outcome: mx.array
@@ -102,6 +104,7 @@ class InFlight:
     num_nodes: int
     num_unmerged: int
     states: mx.array | None = None
+    read: Callable[[], list[int]] | None = None
 
     @property
     def num_accepted(self) -> mx.array:
@@ -170,4 +173,4 @@ class InFlight:
 
     @cached_property
     def _values(self) -> list[int]:
-        return to_ints(self.outcome)
+        return to_ints(self.outcome) if self.read is None else self.read()

@@ -163,8 +163,8 @@ class KeyedChooser:
         """Nothing to do: the noise belongs to positions, not to choices made."""
 
 
-def gumbel_noise(seed: int, positions: mx.array, vocab_size: int) -> mx.array:
-    """Standard Gumbel noise of some positions, integer, shape (n,).
+def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> mx.array:
+    """Standard Gumbel noise of some positions, integer, shape (n,), each with its seed or of one.
 
     Returns:
         float32, shape (n, V). A row depends on (seed, its position) alone.

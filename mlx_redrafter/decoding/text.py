@@ -11,37 +11,46 @@ waits for the outcome: then the device is idle while the host builds the next fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
 from mlx_redrafter.decoding.records import InFlight, Request, Token
-from mlx_redrafter.decoding.sampling import GumbelNoise, TokenChooser, choose
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser, TokenChooser
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.verdict import Verdict, judge_root, judge_tree
 from mlx_redrafter.target.caches.batch import SlotCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
-
-# Tokens after which memory that MLX keeps for reuse is given back, as in mlx-lm.
-CLEAR_CACHE_EVERY = 256
 
 
 class _Cancelled(Exception):
     """Ends the processing of a prompt."""
 
 
+class Wanted(NamedTuple):
+    """What the target is to process for a text.
+
+    Attributes:
+        drafts: Root, shape (1,), or tree.
+        noise: Noise of the choices after a tree.
+    """
+
+    drafts: mx.array | TokenTree
+    noise: GumbelNoise | None = None
+
+
 T = TypeVar("T")
-# A step as it goes: it yields what the target is to process, a root of shape (1,) or a tree, and is
-# sent the outputs; None before it waits for the device. It returns the tokens of the step.
-Processing = Generator[mx.array | TokenTree | None, TargetOutputs | None, T]
+# A step as it goes: it yields what the target is to process, and is sent the outputs, or the
+# verdict on them; None before it waits for the device. It returns the tokens of the step.
+Processing = Generator[Wanted | None, TargetOutputs | Verdict | None, T]
 
 
 class Proposal(NamedTuple):
@@ -66,6 +75,7 @@ class Text:
 
     Attributes:
         on_close: Function called when the text ends, however it does.
+        num_ready: Tokens that `decode` can yield without another step.
     """
 
     def __init__(
@@ -86,15 +96,18 @@ class Text:
         self.policy = policy
         self.processors = processors
         self.on_close: Callable[[], None] = lambda: None
+        self.num_ready = 0
         self.clock = StepClock()
         self.stats = DecodingStats()
         self.is_finished = self.is_cancelled = self.is_closed = False
         self._end_of_prompt = cache.length + len(request.prompt)
         # Tokens of all steps so far, and of the last one, those beyond the end of the text.
         self._num_tokens = self._num_cut = 0
-        # The newest forward pass, and whether its outcome is read and nothing follows it yet.
+        # The newest forward pass, whether its outcome is read and nothing follows it yet, and
+        # whether the proposer was told of it.
         self._flight: InFlight | None = None
         self._is_read = False
+        self._is_told = True
 
     def step(self) -> list[Token]:
         """Decode one step: the accepted drafts and the target's own token after them.
@@ -115,11 +128,11 @@ class Text:
             except _Cancelled:
                 self.is_finished = True
                 return []
-            self._is_read = True
+            self._is_read, self._is_told = True, False
             return self._accept(self._flight)
         if self._is_read:
             self._flight.check_finite()  # it may have accepted drafts before
-            self._is_read = False
+            self._is_read, self._is_told = False, True
             proposal = self._draft(self._choose(), self._flight)
             self._flight = yield from self._verify(proposal, self._flight)
 
@@ -138,6 +151,24 @@ class Text:
             if not self.is_finished and flight.is_finite:
                 self._flight = yield from self._verify(proposal, flight)
         self._is_read = self._flight is flight
+        return tokens
+
+    def land(self) -> list[Token]:
+        """Come to rest, for a move to other caches: read the pass in flight; nothing follows it.
+
+        Returns:
+            The tokens of that pass; none where it is read already, as after the prompt.
+
+        Raises:
+            NonFiniteError: The logits after the text so far are NaN.
+        """
+        tokens: list[Token] = []
+        if self._flight is not None and not self._is_read:
+            tokens = self._accept(self._flight)
+            self._is_read, self._is_told = True, False
+        if isinstance(self.cache, TreeCache):
+            with mx.stream(generation_stream):
+                self.cache.settle(self.cache.length)
         return tokens
 
     def cancel(self) -> None:
@@ -165,6 +196,12 @@ class Text:
         return () if reader is None else reader.layers
 
     @property
+    def common_chooser(self) -> KeyedChooser | None:
+        """What chooses where a batch may judge texts together; None where only the text can."""
+        is_alone = self.processors is not None or not isinstance(self.chooser, KeyedChooser)
+        return None if is_alone else cast(KeyedChooser, self.chooser)
+
+    @property
     def own_cache(self) -> TreeCache:
         """The cache of a text that is in no batch."""
         assert isinstance(self.cache, TreeCache)
@@ -186,11 +223,12 @@ class Text:
                 return result
             outputs = None
             if wanted is not None:
+                drafts, cache = wanted.drafts, self.own_cache
                 with mx.stream(generation_stream):
-                    if isinstance(wanted, TokenTree):
-                        outputs = self.target.verify(wanted, self.own_cache, self.layers)
+                    if isinstance(drafts, TokenTree):
+                        outputs = self.target.verify(drafts, cache, self.layers)
                     else:
-                        outputs = self.target.advance(wanted, self.own_cache, self.layers)
+                        outputs = self.target.advance(drafts, cache, self.layers)
 
     def _choose(self) -> DraftPlan | None:
         is_last = self._num_tokens + 1 == self.request.max_tokens
@@ -210,7 +248,7 @@ class Text:
                 self.layers,
                 self._read_states,
             )
-            return self._dispatch_token(outputs, num_nodes=0)
+            return self._judge_root(outputs).of_root(self.cache.length, num_nodes=0)
 
     def _read_states(self, states: mx.array) -> None:
         if self.drafting is not None and self.drafting.reader is not None:
@@ -223,39 +261,21 @@ class Text:
 
     def _advance(self, root: mx.array, plan: DraftPlan | None = None) -> Processing[InFlight]:
         """Process the root alone, as plain decoding does."""
-        outputs = yield root
-        assert outputs is not None
-        with mx.stream(generation_stream):
-            if self.processors is not None:
-                self.processors.extend(root)
-            return self._dispatch_token(outputs, num_nodes=1, plan=plan)
+        answer = yield Wanted(root)
+        assert answer is not None
+        if isinstance(answer, TargetOutputs):
+            with mx.stream(generation_stream):
+                if self.processors is not None:
+                    self.processors.extend(root)
+                answer = self._judge_root(answer)
+        return answer.of_root(self.cache.length, num_nodes=1, plan=plan)
 
-    def _dispatch_token(
-        self, outputs: TargetOutputs, num_nodes: int, plan: DraftPlan | None = None
-    ) -> InFlight:
-        logits = outputs.logits
+    def _judge_root(self, outputs: TargetOutputs) -> Verdict:
         if self.processors is not None:
-            logits = self.processors.process(logits)
-        depths = mx.zeros((1,), dtype=mx.int32)
-        position = mx.array([self.cache.length], dtype=mx.int32)
+            outputs = outputs._replace(logits=self.processors.process(outputs.logits))
         # The token just processed, the last of the committed ones, is the root of this choice.
-        noise = self.chooser.noise(position - 1, 1)
-        log_probs, outcome = choose(self.chooser, logits, depths, noise, 1)
-        hidden_state = outputs.hidden_states[0]
-        mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-        return InFlight(
-            outcome=outcome,
-            root=mx.maximum(outcome, 0),
-            position=position,
-            hidden_state=hidden_state,
-            log_probs=log_probs,
-            length=self.cache.length - 1,
-            path=None,
-            plan=plan,
-            num_nodes=num_nodes,
-            num_unmerged=num_nodes,
-            states=outputs.states,
-        )
+        position = mx.array([self.cache.length - 1], dtype=mx.int32)
+        return judge_root(self.chooser, outputs, self.chooser.noise(position, 1))
 
     def _draft(self, plan: DraftPlan | None, flight: InFlight) -> Proposal | None:
         """Dispatch the drafts of what may follow a pass, or let the proposer take note of it."""
@@ -284,38 +304,21 @@ class Text:
             tree = self.policy.keep(plan, tree)
         if tree.size == 1 or not self.cache.takes(tree):
             return (yield from self._advance(flight.root, plan))
-        outputs = yield tree
-        assert outputs is not None
-        return self._dispatch_tree(outputs, tree, plan, proposal.noise)
+        answer = yield Wanted(tree, proposal.noise)
+        assert answer is not None
+        if isinstance(answer, TargetOutputs):
+            answer = self._judge_tree(answer, tree, proposal.noise)
+        return answer.of_tree(self.cache.length, tree, plan)
 
-    def _dispatch_tree(
-        self, outputs: TargetOutputs, tree: TokenTree, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> InFlight:
-        length = self.cache.length
+    def _judge_tree(
+        self, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
+    ) -> Verdict:
         with mx.stream(generation_stream):
-            logits = outputs.logits
             if self.processors is not None:
                 self.processors.extend(tree.tokens[:1])
-                logits = self.processors.process_tree(logits, tree)
-            num_levels = tree.max_depth + 1
-            log_probs, chosen = choose(self.chooser, logits, tree.depths, noise, num_levels)
-            path, num_accepted, bonus = accept(tree, chosen)
-            hidden_state = outputs.hidden_states[path[num_accepted]][0]
-            outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
-            mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-        return InFlight(
-            outcome=outcome,
-            root=mx.maximum(bonus, 0),
-            position=num_accepted + (length + 1),
-            hidden_state=hidden_state,
-            log_probs=log_probs,
-            length=length,
-            path=path,
-            plan=plan,
-            num_nodes=tree.num_nodes,
-            num_unmerged=tree.num_unmerged,
-            states=outputs.states,
-        )
+                logits = self.processors.process_tree(outputs.logits, tree)
+                outputs = outputs._replace(logits=logits)
+            return judge_tree(self.chooser, outputs, tree, noise)
 
     def _accept(self, flight: InFlight) -> list[Token]:
         """Wait for a forward pass, commit what it accepted, and cut it where the text ends."""
@@ -354,7 +357,7 @@ class Text:
     def _settle(self, num_taken: int) -> None:
         try:
             if self._is_read and self._flight is not None:
-                if self._flight.num_nodes == 0:  # the proposer was not told of the first token
+                if not self._is_told:
                     self._skip(self._flight)
                 if num_taken == self._num_tokens:
                     self._catch_up(self._flight)
@@ -373,26 +376,3 @@ class Text:
             self._process(self._advance(flight.root))
         else:
             self.chooser.commit(len(flight.tokens) - self._num_cut + 1)
-
-
-def decode(text: Text) -> Iterator[Token]:
-    """Yield a text token by token.
-
-    However decoding ends, `Text.close` is told how many tokens were taken.
-    """
-    stats = text.stats
-    try:
-        while not text.is_finished and not text.is_cancelled:
-            for token in text.step():
-                stats.num_tokens += 1
-                if stats.num_tokens % CLEAR_CACHE_EVERY == 0:
-                    mx.clear_cache()
-                with text.clock.away():
-                    yield token
-    except GeneratorExit:
-        raise
-    except BaseException:
-        text.drafting = None  # its caches may be half-way, and are not continued
-        raise
-    finally:
-        text.close(stats.num_tokens)

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.config import DraftPlan, DraftShape, Quantisation, SamplingParams
+from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import InFlight, Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts

@@ -61,6 +61,11 @@ class TargetOutputs(NamedTuple):
         states = None if self.states is None else self.states[:count]
         return TargetOutputs(self.logits[:count], self.hidden_states[:count], states)
 
+    def of(self, texts: int | mx.array) -> TargetOutputs:
+        """The outputs for one of several texts, or for some, of arrays with an axis of texts."""
+        states = None if self.states is None else self.states[texts]
+        return TargetOutputs(self.logits[texts], self.hidden_states[texts], states)
+
 
 class Target:
     """A stock mlx-lm model, hooked so that it can verify trees; otherwise unchanged.
@@ -204,7 +209,7 @@ class Target:
             cache.expect(None)
             chunk = prompt[done : done + size]
             if layers:
-                states = self._process(chunk[None], cache.stock, layers)[0].states
+                states = self._process(chunk[None], cache.stock, layers).of(0).states
                 assert states is not None
                 on_states(states)
             else:
@@ -221,7 +226,7 @@ class Target:
     ) -> TargetOutputs:
         """Process one token, shape (1,), as plain decoding does; ``layers`` as in `verify`."""
         cache.expect(None)
-        (outputs,) = self._process(token[None], cache.layers, layers)
+        outputs = self._process(token[None], cache.layers, layers).of(0)
         cache.grow(1)
         return outputs
 
@@ -242,11 +247,11 @@ class Target:
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
         with tree_positions(TreePositions(nodes, cache.length, tree.max_depth + 1)):
-            return self._process(tokens[None], cache.layers, layers)[0]
+            return self._process(tokens[None], cache.layers, layers).of(0)
 
     def verify_batch(
         self, trees: Sequence[TokenTree], cache: BatchCache, layers: Sequence[int] = ()
-    ) -> list[TargetOutputs]:
+    ) -> TargetOutputs:
         """Process the trees of several texts at once, as `verify` does one.
 
         Args:
@@ -255,7 +260,7 @@ class Target:
             layers: As in `verify`.
 
         Returns:
-            Outputs of every node, slot by slot.
+            Outputs of every node, each array with an axis of slots before its others.
         """
         with tree_positions(cache.expect(trees)):
             return self._process(cache.step.tokens, cache.layers, layers)
@@ -278,7 +283,7 @@ class Target:
                     f"found {layer}; use a drafter trained for this model"
                 )
             install(HookPoint(self.blocks[layer], "__call__", capture_input))
-        states = self._process(mx.array([[0]]), None, layers)[0].states
+        states = self._process(mx.array([[0]]), None, layers).of(0).states
         if states is None or states.shape != (1, self.hidden_size * len(layers)):
             raise UnsupportedTargetError(
                 f"expected layers {list(layers)} of the target to take rows of {self.hidden_size} "
@@ -287,16 +292,12 @@ class Target:
 
     def _process(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
-    ) -> list[TargetOutputs]:
-        """Outputs for tokens of one or several texts, shape (texts, N), text by text."""
+    ) -> TargetOutputs:
+        """Outputs for tokens of one or several texts, shape (texts, N), with an axis of texts."""
         with captured_output() as outputs, captured_inputs() as inputs:
             logits = self.model(tokens, cache=caches)
         final, states = outputs[-1], None
         if layers:
             parts = [final if i == FINAL else inputs[id(self.blocks[i])] for i in layers]
             states = mx.concatenate(parts, axis=-1)
-        # By index: to iterate over an array waits for it.
-        return [
-            TargetOutputs(logits[text], final[text], None if states is None else states[text])
-            for text in range(tokens.shape[0])
-        ]
+        return TargetOutputs(logits, final, states)

@@ -63,6 +63,7 @@ COMMANDS: dict[str, list[str]] = {
     "bench memory": ["--model", "model", "--drafter", "drafter"],
     "bench caches": ["--model", "model"],
     "bench endurance": ["--model", "model", "--drafter", "drafter"],
+    "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench serving": ["--model", "model", "--drafter", "drafter", "--url", "http://127.0.0.1:9"],
     "bench request": ["--model", "model", "--drafter", "drafter"],
     "bench copy": ["--model", "model", "--drafter", "drafter"],

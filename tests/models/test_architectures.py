@@ -12,9 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 
 from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams
+from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target import target as target_module

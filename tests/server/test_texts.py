@@ -159,7 +159,7 @@ def test_many_clients_at_once(served: Served) -> None:
         for _ in range(12):
             time.sleep(draw.random() * 0.02)
             if draw.random() < 0.3:
-                _go_away(served, draw.random() * 0.03)
+                _go_away(served, draw.random() * 0.2)
                 continue
             number = draw.randrange(len(cases))
             status, reply = served.send("/v1/completions", cases[number])

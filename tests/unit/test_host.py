@@ -26,11 +26,13 @@ STEPS = 50
 LOOP = [
     "decoding/accept",
     "decoding/clock",
+    "decoding/decode",
     "decoding/processors",
     "decoding/records",
     "decoding/sampling",
     "decoding/stats",
     "decoding/text",
+    "decoding/verdict",
     "proposers/draft_model",
     "proposers/expansion",
     "proposers/lookup",

@@ -61,11 +61,14 @@ class BatchPass:
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids of all nodes, padding as token 0, int32, shape (B, N)."""
-        return mx.maximum(mx.stack([tree.tokens for tree in self.trees]), 0)
+        tokens = mx.concatenate([tree.tokens for tree in self.trees])
+        return mx.maximum(tokens, 0).reshape(len(self.trees), self.num_nodes)
 
     @cached_property
     def depths(self) -> mx.array:
         """Edges from the root, int32, shape (B, N)."""
+        if self.num_nodes == 1:
+            return mx.zeros((len(self.trees), 1), dtype=mx.int32)
         return mx.stack([tree.depths for tree in self.trees])
 
     @cached_property
@@ -104,6 +107,8 @@ class BatchPass:
     @cached_property
     def _is_above(self) -> mx.array:
         """Whether a row is that of a node's ancestor, or its own, shape (B, N, S)."""
+        if self.num_nodes == 1:
+            return self._behind == 0
         ancestors = mx.stack([tree.ancestors for tree in self.trees])
         is_node = (self._behind >= 0) & (self._behind < self.num_nodes)
         return mx.take_along_axis(ancestors, self._nodes, axis=2) & is_node
@@ -150,7 +155,7 @@ class BatchLayer:
         return self._keys[..., :num_rows, :], self._values[..., :num_rows, :]
 
     def insert(self, slot: int, stock: KVCache) -> None:
-        """Let a slot hold the rows of a cache; the buffers have room for them."""
+        """Move the rows of a cache into a slot; the buffers have room for them."""
         if stock.keys is None:  # a layer that the model never uses
             return
         stock_rows = stock.keys_and_values()
@@ -158,15 +163,15 @@ class BatchLayer:
             self._keys, self._values = map(self._blank, stock_rows)
         for buffer, part in zip(self._rows or (), stock_rows, strict=True):
             buffer[slot : slot + 1, :, : stock.offset] = part
+        stock.keys, stock.values, stock.offset = None, None, 0
 
-    def extract(self, slot: int, num_rows: int, length: int) -> KVCache:
-        """A cache of ``length`` tokens with copies of the first rows of a slot, and some more."""
-        stock, rows = KVCache(), self._rows
+    def extract(self, slot: int, stock: KVCache, num_rows: int, length: int) -> None:
+        """Let a cache hold copies of the first rows of a slot, of which ``length`` count."""
+        rows = self._rows
         if rows is not None:
             keys, values = (mx.contiguous(part[slot : slot + 1, :, :num_rows]) for part in rows)
             mx.eval(keys, values)  # else it would keep all of the buffer
             stock.keys, stock.values, stock.offset = keys, values, length
-        return stock
 
     def resize(self, slots: Sequence[int], num_slots: int, capacity: int) -> None:
         """Keep some slots, in this order, and add blank ones, with room for ``capacity`` rows."""
@@ -267,19 +272,23 @@ class BatchCache:
         for layer, one in zip(self.layers, stock, strict=True):
             layer.insert(slot, one)
 
-    def leave(self, slot: int, is_wanted: bool) -> TreeCache:
-        """Make a slot idle; its text's own caches, with copies of its rows if those are wanted.
+    def leave(self, slot: int, stock: Sequence[KVCache] | None) -> TreeCache:
+        """Make a slot idle, and return its text's own caches.
 
-        The row of the root of a tree in flight is among them, beyond the committed ones.
+        Args:
+            slot: The slot.
+            stock: mlx-lm's caches, one per layer, which get copies of its rows, that of the root
+                of a tree in flight among them, beyond the committed ones; None where nobody wants
+                those.
         """
         length = self.lengths[slot]
-        caches: list[FullCache] = []
-        if is_wanted:
+        if stock is not None:
             self._write_aside()
             num_rows = min(length + 1, self.capacity)
-            caches = [FullCache(layer.extract(slot, num_rows, length)) for layer in self.layers]
+            for layer, one in zip(self.layers, stock, strict=True):
+                layer.extract(slot, one, num_rows, length)
         self.lengths[slot], self._moves[slot] = 0, ((), 0)
-        return TreeCache(caches, length)
+        return TreeCache([FullCache(one) for one in stock or ()], length)
 
     def shrink(self, slots: Sequence[int], num_slots: int) -> None:
         """Keep some slots, in this order, among ``num_slots``, with room for what they hold."""

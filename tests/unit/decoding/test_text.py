@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, normalise
-from mlx_redrafter.decoding.text import Text, decode
+from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import Scripted

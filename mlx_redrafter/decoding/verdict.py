@@ -1,0 +1,233 @@
+"""What the target makes of a root or a tree: for one text, or for several at once.
+
+Axes: G texts, N nodes of a tree, L its levels, the root's included, H hidden size, V vocabulary.
+
+Several texts are judged with the operations of one, on more rows: each row has the noise that its
+text has alone, so that the answers are those of each text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.accept import Acceptance, accept
+from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.sampling import (
+    GumbelNoise,
+    KeyedChooser,
+    TokenChooser,
+    choose,
+    gumbel_noise,
+)
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.target.target import TargetOutputs
+from mlx_redrafter.tree import TokenTree
+
+
+class Verdict(NamedTuple):
+    """The target's answer to one text.
+
+    Attributes:
+        outcome: As in `InFlight`, shape (1,) for a root, (2 + 2 L,) for a tree.
+        log_probs: Natural log-probabilities after the nodes, shape (N, V).
+        hidden_state: Target state that predicted the bonus token, shape (H,).
+        states: As in `TargetOutputs`.
+        path: As in `InFlight`; None for a root.
+        read: Function that reads the outcome beside those of other texts; None where it stands
+            alone.
+    """
+
+    outcome: mx.array
+    log_probs: mx.array
+    hidden_state: mx.array
+    states: mx.array | None
+    path: mx.array | None = None
+    read: Callable[[], list[int]] | None = None
+
+    def of_root(self, length: int, num_nodes: int, plan: DraftPlan | None = None) -> InFlight:
+        """The forward pass over a root.
+
+        Args:
+            length: Committed tokens, that root included.
+            num_nodes: As in `InFlight`.
+            plan: As in `InFlight`.
+        """
+        return InFlight(
+            outcome=self.outcome,
+            root=mx.maximum(self.outcome, 0),
+            position=mx.array([length], dtype=mx.int32),
+            hidden_state=self.hidden_state,
+            log_probs=self.log_probs,
+            length=length - 1,
+            path=None,
+            plan=plan,
+            num_nodes=num_nodes,
+            num_unmerged=num_nodes,
+            states=self.states,
+            read=self.read,
+        )
+
+    def of_tree(self, length: int, tree: TokenTree, plan: DraftPlan) -> InFlight:
+        """The forward pass over a tree after ``length`` committed tokens."""
+        return InFlight(
+            outcome=self.outcome,
+            root=mx.maximum(self.outcome[:1], 0),
+            position=self.outcome[1:2] + (length + 1),
+            hidden_state=self.hidden_state,
+            log_probs=self.log_probs,
+            length=length,
+            path=self.path,
+            plan=plan,
+            num_nodes=tree.num_nodes,
+            num_unmerged=tree.num_unmerged,
+            states=self.states,
+            read=self.read,
+        )
+
+
+def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise | None) -> Verdict:
+    """The answer to a root, N = 1, dispatched."""
+    depths = mx.zeros((1,), dtype=mx.int32)
+    log_probs, outcome = choose(chooser, outputs.logits, depths, noise, 1)
+    hidden_state = outputs.hidden_states[0]
+    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
+    return Verdict(outcome, log_probs, hidden_state, outputs.states)
+
+
+def judge_tree(
+    chooser: TokenChooser, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
+) -> Verdict:
+    """The answer to a tree, dispatched."""
+    num_levels = tree.max_depth + 1
+    log_probs, chosen = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
+    path, num_accepted, bonus = accept(tree, chosen)
+    hidden_state = outputs.hidden_states[path[num_accepted]][0]
+    outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
+    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
+    return Verdict(outcome, log_probs, hidden_state, outputs.states, path)
+
+
+def judge_roots(
+    choosers: Sequence[KeyedChooser], outputs: TargetOutputs, positions: Sequence[int]
+) -> list[Verdict]:
+    """The answers to the roots of several texts, dispatched.
+
+    Args:
+        choosers: One per text; they differ in their seeds only.
+        outputs: Outputs for all texts, each array with an axis of G before its others, N = 1.
+        positions: Position of the token chosen, text by text.
+    """
+    first, noise = choosers[0], None
+    if first.params.temp:
+        seeds = mx.array([one.params.seed for one in choosers], dtype=mx.uint32)
+        values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
+        noise = GumbelNoise(first.params, values)
+    rows = mx.arange(len(choosers))
+    log_probs, chosen = choose(first, outputs.logits[:, 0], rows, noise, len(choosers))
+    outcomes = _Outcomes(chosen[:, None])
+    mx.async_eval(outcomes.values, log_probs, outputs.hidden_states, outputs.states)
+    return [
+        Verdict(
+            outcomes.values[text],
+            log_probs[text : text + 1],
+            outputs.hidden_states[text, 0],
+            None if outputs.states is None else outputs.states[text],
+            read=outcomes.reader(text),
+        )
+        for text in range(len(choosers))
+    ]
+
+
+def judge_trees(
+    choosers: Sequence[KeyedChooser],
+    outputs: TargetOutputs,
+    trees: Sequence[TokenTree],
+    noises: Sequence[GumbelNoise | None],
+) -> list[Verdict]:
+    """The answers to the trees of several texts, dispatched.
+
+    Args:
+        choosers: As in `judge_roots`.
+        outputs: Outputs for all texts, each array with an axis of G before its others.
+        trees: One per text, all of N nodes.
+        noises: Noise of the choices after nodes of each depth, of as many depths for all texts, L
+            or more; None where there is none.
+    """
+    count, size = len(trees), trees[0].size
+    tokens, _, depths, _ = stacked = _stack(trees)
+    values, noise, rows = [one.values for one in noises if one is not None], None, depths
+    if values:
+        noise = GumbelNoise(choosers[0].params, mx.concatenate(values))
+        rows = depths + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
+    num_rows = count * size
+    logits = outputs.logits.reshape(num_rows, -1)
+    log_probs, chosen = choose(choosers[0], logits, rows.reshape(-1), noise, num_rows)
+    log_probs = log_probs.reshape(count, size, -1)
+    max_depth = max(tree.max_depth for tree in trees)
+    paths, num_accepted, bonus = _accept_all(stacked, chosen.reshape(count, size), max_depth)
+    last = mx.take_along_axis(paths, num_accepted, axis=1)
+    hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
+    path_tokens = mx.take_along_axis(tokens, paths, axis=1)
+    outcomes = _Outcomes(mx.concatenate([bonus, num_accepted, paths, path_tokens], axis=1))
+    mx.async_eval(outcomes.values, hidden_states, log_probs, outputs.states)
+    return [
+        Verdict(
+            outcomes.values[text],
+            log_probs[text],
+            hidden_states[text, 0],
+            None if outputs.states is None else outputs.states[text],
+            paths[text],
+            outcomes.reader(text),
+        )
+        for text in range(count)
+    ]
+
+
+def _stack(trees: Sequence[TokenTree]) -> list[mx.array]:
+    """Tokens, parents, depths and ancestors of trees, each with an axis of G before its others."""
+    arrays = [(tree.tokens, tree.parents, tree.depths, tree.ancestors) for tree in trees]
+    return [mx.stack(list(parts)) for parts in zip(*arrays, strict=True)]
+
+
+def _accept_all(stacked: list[mx.array], chosen: mx.array, max_depth: int) -> Acceptance:
+    """What `accept` makes of each tree of `_stack`, given choices of shape (G, N)."""
+    size = chosen.shape[1]
+
+    def accept_one(
+        tokens: mx.array,
+        parents: mx.array,
+        depths: mx.array,
+        ancestors: mx.array,
+        choices: mx.array,
+    ) -> Acceptance:
+        tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
+        return accept(tree, choices)
+
+    path, num_accepted, bonus = mx.vmap(accept_one)(*stacked, chosen)
+    return Acceptance(path, num_accepted, bonus)
+
+
+class _Outcomes:
+    """Outcomes of several texts, which the host reads at once.
+
+    Args:
+        values: int32, shape (G, numbers of an outcome).
+    """
+
+    def __init__(self, values: mx.array):
+        self.values = values
+
+    def reader(self, text: int) -> Callable[[], list[int]]:
+        """What reads the outcome of one text."""
+        return lambda: self._read[text]
+
+    @cached_property
+    def _read(self) -> list[list[int]]:
+        count, width = self.values.shape
+        values = to_ints(self.values.reshape(-1))
+        return [values[text * width : (text + 1) * width] for text in range(count)]

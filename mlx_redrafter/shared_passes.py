@@ -1,0 +1,98 @@
+"""Texts that are read in turns, and share their forward passes while there are several of them.
+
+A text decodes alone until another one has begun, too; then both are at rest for a moment and move
+into a batch, and the last one that is left moves out of it. A text moves with its keys and values,
+and is the same wherever it is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from mlx_redrafter.decoding.batch import Batch, Progress
+from mlx_redrafter.decoding.protocols import DraftPolicy
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+
+
+class SharedPasses:
+    """Decodes the texts of one thread, each when it is asked for.
+
+    Args:
+        batch: A batch without texts.
+        new_policy: Function that makes the policy of a text in the batch, for texts that draft as
+            much as is worth it.
+    """
+
+    def __init__(self, batch: Batch, new_policy: Callable[[], DraftPolicy | None]):
+        self._batch = batch
+        self._new_policy = new_policy
+        # Texts that have begun, and their policies outside the batch.
+        self._policies: dict[Text, DraftPolicy | None] = {}
+        # What passes have brought texts that have not asked for it yet; those rest meanwhile.
+        self._news: dict[Text, Progress] = {}
+
+    def step(self, text: Text) -> list[Token]:
+        """The tokens of a text's next step, which may be those of other texts as well.
+
+        Raises:
+            NonFiniteError: The logits after the text so far are NaN.
+        """
+        if text not in self._policies:
+            tokens = text.step()
+            self._policies[text] = text.policy
+            return tokens
+        is_alone = len(self._policies) == 1
+        if text in self._batch:
+            rests = text not in self._news and self._batch.is_between_steps(text)
+            if is_alone and rests:
+                return self._part(text)
+            while text not in self._news:
+                self._step_all()
+        elif text not in self._news:
+            return text.step() if is_alone else self._join(text)
+        progress = self._news.pop(text)
+        if progress.error is not None:
+            raise progress.error
+        return progress.tokens
+
+    def has_news(self, text: Text) -> bool:
+        """Whether the tokens of its next step are there already."""
+        return text in self._news
+
+    def leave(self, text: Text) -> None:
+        """Let a text go, however it ended; its caches are its own again."""
+        self._policies.pop(text, None)
+        self._news.pop(text, None)
+        if text in self._batch:
+            self._batch.remove(text)
+
+    def _join(self, text: Text) -> list[Token]:
+        tokens = text.land()
+        if not text.is_finished:
+            self._batch.add(text)
+            if isinstance(text.policy, AdaptivePolicy):
+                text.policy = self._new_policy()
+        return tokens
+
+    def _part(self, text: Text) -> list[Token]:
+        tokens = text.land()
+        self._batch.remove(text)
+        text.policy = self._policies[text]
+        return tokens
+
+    def _step_all(self) -> None:
+        for text, progress in list(self._news.items()):
+            # The next pass writes where the tree in flight of a text that rests has its rows.
+            if text in self._batch:
+                with suppress(NonFiniteError):  # raised again in its own next step
+                    self._news[text] = progress._replace(tokens=[*progress.tokens, *text.land()])
+        resting = {text for text in self._batch.texts if text in self._news or text.is_finished}
+        try:
+            news = self._batch.step(resting)
+        except Exception as error:  # whose fault it is, nobody knows
+            news = [Progress(text, [], error) for text in self._batch.texts]
+        self._news.update((progress.text, progress) for progress in news)
