@@ -32,8 +32,8 @@ def test_the_work_of_a_request() -> None:
 
 def test_every_stage_counts() -> None:
     timetable = Timetable.of(WORK, PACE, None)
-    # 3,000 tokens are trained on: 3 measurements, each after 4 times the tokens that it takes. These
-    # and the first with a chain, and after training one with a chain, a tree, a calibration.
+    # 3,000 tokens are trained on: 3 measurements, each after 4 times the tokens that it takes.
+    # These and the first with a chain, and after training one with a chain, a tree, a calibration.
     assert timetable.num_evaluations == 3
     evaluation = 200 * (4 * 0.02 + 0.02 + 0.04 + 0.05)
     stages = {"writing": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
