@@ -208,8 +208,8 @@ def _accept_all(stacked: list[mx.array], chosen: mx.array, max_depth: int) -> Ac
         tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
         return accept(tree, choices)
 
-    path, num_accepted, bonus = mx.vmap(accept_one)(*stacked, chosen)
-    return Acceptance(path, num_accepted, bonus)
+    accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
+    return Acceptance(*accept_each(*stacked, chosen))
 
 
 class _Outcomes:
