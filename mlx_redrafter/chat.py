@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.target.target import Target
 
 Message = Mapping[str, Any]
 
@@ -104,6 +105,32 @@ def check_not_empty(prompt: Sequence[int]) -> None:
     """Raise `ConfigError` for a prompt without tokens."""
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one token")
+
+
+def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
+    """Check that a prompt is one for a target.
+
+    Args:
+        prompt: Token ids.
+        num_cached: Tokens before it in a cache.
+        target: The target.
+
+    Raises:
+        ConfigError: It is empty or too long, or a token id is none.
+    """
+    check_not_empty(prompt)
+    if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+        raise ConfigError(
+            f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "
+            f"{min(prompt) if min(prompt) < 0 else max(prompt)}"
+        )
+    total, limit = num_cached + len(prompt), target.context_length
+    if limit is not None and total > limit:
+        cached = f" after {num_cached} cached ones" if num_cached else ""
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens{cached}, the model's context is {limit}; "
+            "shorten the prompt"
+        )
 
 
 def _encode(tokenizer: TokenizerWrapper, text: str, **options: Any) -> list[int]:

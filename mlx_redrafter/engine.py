@@ -24,16 +24,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.batch_stream import BatchStream
-from mlx_redrafter.chat import check_not_empty, encode_prompt
+from mlx_redrafter.chat import check_prompt, encode_prompt
 from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
 from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
@@ -110,6 +112,7 @@ class Engine:
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
         history: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
         **options: Any,
     ) -> ResponseStream:
         """Begin a text; its responses come one per token.
@@ -122,11 +125,12 @@ class Engine:
             prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
             history: Token ids of earlier texts that a lookup looks in, too, such as what
                 ``prompt_cache`` holds.
+            grammar: As in `mlx_redrafter.stream_generate`.
             **options: Fields of `GenerationOptions`.
 
         Raises:
             ConfigError: An option is out of range (a ValueError), the prompt is empty or too long,
-                or the engine is closed.
+                the grammar does not go with the tokenizer, or the engine is closed.
             UnsupportedTargetError: Trees in this prompt cache would not be exact.
         """
         layers = _as_list("prompt_cache", prompt_cache)
@@ -140,13 +144,14 @@ class Engine:
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
+        masks = None if grammar is None else self.masks(grammar)
         request = self._request(
             prompt,
             chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
-        text = self._open(request, chosen, history, sampler, processors, prompt_cache)
+        text = self._open(request, chosen, history, sampler, processors, prompt_cache, masks=masks)
         stream = ResponseStream(text, self.tokenizer)
         _claims.claim(layers, stream)
         self._streams.add(stream)
@@ -170,6 +175,8 @@ class Engine:
             ConfigError: As `stream`; an error says which prompt is meant.
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
+        if options.pop("grammar", None) is not None:
+            raise ConfigError("grammar has no batches; leave it out, or use stream for each text")
         chosen = self._options(options)
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
@@ -185,6 +192,19 @@ class Engine:
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
         """A complete text; the options are those of `stream`."""
         return "".join(response.text for response in self.stream(prompt, **options))
+
+    def masks(self, grammar: Grammar) -> GrammarMasks:
+        """Masks of a text that is held to a grammar.
+
+        Raises:
+            ConfigError: The grammar does not go with the tokenizer.
+        """
+        if not isinstance(grammar, Grammar):
+            raise ConfigError(
+                "grammar must be a Grammar, such as Grammar.json_schema(...), got "
+                f"{reprlib.repr(grammar)}"
+            )
+        return GrammarMasks(lambda: grammar.matcher(self.tokenizer, self.target.vocab_size))
 
     def new_prompt_cache(self) -> list[Any]:
         """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
@@ -228,6 +248,7 @@ class Engine:
         logits_processors: Sequence[LogitsProcessor] = (),
         prompt_cache: Any = None,
         policy: DraftPolicy | None = None,
+        masks: GrammarMasks | None = None,
     ) -> Text:
         target, ids = self.target, request.prompt
         num_layers = 0 if self.proposer is None else self.proposer.num_layers
@@ -245,8 +266,9 @@ class Engine:
         if self.proposer is not None:
             proposer, policy = self._plan(options, history, cache.length + len(ids), policy)
             drafting = proposer.open(target, ids, options.couple, own)
-        processors = ProcessorChain(logits_processors, ids) if logits_processors else None
-        text = Text(target, cache, chooser, request, drafting, policy, processors)
+        has_chain = bool(logits_processors) or masks is not None
+        chain = ProcessorChain(logits_processors, ids, masks) if has_chain else None
+        text = Text(target, cache, chooser, request, drafting, policy, chain)
         if isinstance(policy, AdaptivePolicy):
             text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
         return text
@@ -358,30 +380,4 @@ def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
         raise ConfigError(
             f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
             f"got {plan.num_nodes}"
-        )
-
-
-def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
-    """Check that a prompt is one for a target.
-
-    Args:
-        prompt: Token ids.
-        num_cached: Tokens before it in a cache.
-        target: The target.
-
-    Raises:
-        ConfigError: It is empty or too long, or a token id is none.
-    """
-    check_not_empty(prompt)
-    if min(prompt) < 0 or max(prompt) >= target.vocab_size:
-        raise ConfigError(
-            f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "
-            f"{min(prompt) if min(prompt) < 0 else max(prompt)}"
-        )
-    total, limit = num_cached + len(prompt), target.context_length
-    if limit is not None and total > limit:
-        cached = f" after {num_cached} cached ones" if num_cached else ""
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens{cached}, the model's context is {limit}; "
-            "shorten the prompt"
         )
