@@ -19,7 +19,7 @@ MOST_CHARACTERS = 1 << 17
 # llguidance follows a rule into the next one on the stack, which ends after some thousands.
 MOST_RULES = 500
 # Without a bound a model may write blanks for ever, all of them good JSON.
-WHITESPACE = r"[ \t\r\n]{0,32}"
+WHITESPACE = r"( |\n[ \t]{0,20})?"
 
 # Vocabularies by tokenizer: to read one takes as long as many tokens.
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[Any, LLTokenizer]] = weakref.WeakKeyDictionary()
