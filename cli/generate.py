@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from mlx_redrafter.cli.grammar import Held
 from mlx_redrafter.cli.loading import WritingPair
 from mlx_redrafter.cli.options import Debug, Drafting, TextOptions, generation_options
 from mlx_redrafter.cli.prompting import Prompting
@@ -18,6 +19,7 @@ from mlx_redrafter.cli.records import takes_records
 if TYPE_CHECKING:
     from mlx_redrafter.config import GenerationOptions
     from mlx_redrafter.decoding.stats import ShapeStats
+    from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.responses import GenerationResponse
 
 
@@ -40,18 +42,20 @@ def generate(
     prompting: Prompting,
     pair: WritingPair,
     text: TextOptions,
+    held: Held,
     drafting: Drafting,
     output: Output,
 ) -> None:
     """Generate text: exactly what the target alone would write, in fewer forward passes."""
     options = generation_options(text, drafting)  # checked before anything is loaded
+    grammar = held.read()
     plan = options.plan
     if output.verbose:
         given = "the fastest shape at every step"
         if plan is not None:
             given = ", ".join(f"{name}={value}" for name, value in plan.options.items())
         typer.echo(f"Seed: {options.seed}. Drafting: {'off' if pair.no_draft else given}", err=True)
-    result = _generate(pair, prompting, options, stream=not output.as_json)
+    result = _generate(pair, prompting, options, grammar, stream=not output.as_json)
     if output.as_json:
         shape = vars(drafting) if plan is None else plan.options
         settings = dict.fromkeys(shape) if pair.no_draft else shape
@@ -72,7 +76,11 @@ class Result(NamedTuple):
 
 
 def _generate(
-    pair: WritingPair, prompting: Prompting, options: GenerationOptions, stream: bool
+    pair: WritingPair,
+    prompting: Prompting,
+    options: GenerationOptions,
+    grammar: Grammar | None,
+    stream: bool,
 ) -> Result:
     from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.generation import stream_generate
@@ -88,6 +96,7 @@ def _generate(
             ids,
             drafter=None if pair.no_draft else drafter,
             prompt_cache=cache,
+            grammar=grammar,
             prompt_progress_callback=on_progress,
             **vars(options),
         ):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlx_redrafter.engine import Engine
     from mlx_redrafter.errors import RedrafterError
     from mlx_redrafter.generation import generate, generate_batch, stream_generate
+    from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.loading import load
     from mlx_redrafter.proposers.draft_model import DraftModel
     from mlx_redrafter.proposers.lookup import Lookup
@@ -36,6 +37,7 @@ _HOMES = {
     "DrafterConfig": "proposers.redrafter.config",
     "Engine": "engine",
     "GenerationResponse": "responses",
+    "Grammar": "grammar",
     "Lookup": "proposers.lookup",
     "RedrafterError": "errors",
     "generate": "generation",
@@ -53,6 +55,7 @@ __all__ = [
     "DrafterConfig",
     "Engine",
     "GenerationResponse",
+    "Grammar",
     "Lookup",
     "RedrafterError",
     "__version__",

@@ -29,12 +29,14 @@ from mlx_redrafter.chat import check_prompt, encode_prompt
 from mlx_redrafter.claims import Claims
 from mlx_redrafter.config import DraftPlan, GenerationOptions
 from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
@@ -112,6 +114,7 @@ class Engine:
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
         history: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
         shared: SharedPasses | None = None,
         **options: Any,
     ) -> ResponseStream:
@@ -125,13 +128,14 @@ class Engine:
             prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
             history: Token ids of earlier texts that a lookup looks in, too, such as what
                 ``prompt_cache`` holds.
-            shared: Decoder from `share`, whose texts share their forward passes; a text with a
-                ``sampler`` or ``kv_bits`` does not.
+            grammar: As in `mlx_redrafter.stream_generate`.
+            shared: Decoder from `share`, whose texts share their forward passes, but for those
+                with a ``sampler``, ``grammar`` or ``kv_bits``.
             **options: Fields of `GenerationOptions`.
 
         Raises:
             ConfigError: An option is out of range (a ValueError), the prompt is empty or too long,
-                or the engine is closed.
+                the grammar does not go with the tokenizer, or the engine is closed.
             UnsupportedTargetError: Trees in this prompt cache would not be exact.
         """
         layers = _as_list("prompt_cache", prompt_cache)
@@ -145,14 +149,15 @@ class Engine:
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
+        masks = None if grammar is None else self.masks(grammar)
         request = self._request(
             prompt,
             chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
-        text = self._open(request, chosen, history, sampler, processors, prompt_cache)
-        may_share = sampler is None and chosen.quantisation is None
+        text = self._open(request, chosen, history, sampler, processors, prompt_cache, masks=masks)
+        may_share = sampler is None and grammar is None and chosen.quantisation is None
         stream = ResponseStream(text, self.tokenizer, shared if may_share else None)
         _claims.claim(layers, stream)
         self._streams.add(stream)
@@ -176,6 +181,8 @@ class Engine:
             ConfigError: As `stream`; an error says which prompt is meant.
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
+        if options.pop("grammar", None) is not None:
+            raise ConfigError("grammar has no batches; leave it out, or use stream for each text")
         chosen = self._options(options)
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
@@ -203,6 +210,19 @@ class Engine:
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
         """A complete text; the options are those of `stream`."""
         return "".join(response.text for response in self.stream(prompt, **options))
+
+    def masks(self, grammar: Grammar) -> GrammarMasks:
+        """Masks of a text that is held to a grammar.
+
+        Raises:
+            ConfigError: The grammar does not go with the tokenizer.
+        """
+        if not isinstance(grammar, Grammar):
+            raise ConfigError(
+                "grammar must be a Grammar, such as Grammar.json_schema(...), got "
+                f"{reprlib.repr(grammar)}"
+            )
+        return GrammarMasks(lambda: grammar.matcher(self.tokenizer, self.target.vocab_size))
 
     def new_prompt_cache(self) -> list[Any]:
         """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
@@ -246,6 +266,7 @@ class Engine:
         logits_processors: Sequence[LogitsProcessor] = (),
         prompt_cache: Any = None,
         policy: DraftPolicy | None = None,
+        masks: GrammarMasks | None = None,
     ) -> Text:
         target, ids = self.target, request.prompt
         num_layers = 0 if self.proposer is None else self.proposer.num_layers
@@ -263,8 +284,8 @@ class Engine:
         if self.proposer is not None:
             proposer, policy = self._plan(options, history, cache.length + len(ids), policy)
             drafting = proposer.open(target, ids, options.couple, own)
-        processors = ProcessorChain(logits_processors, ids) if logits_processors else None
-        text = Text(target, cache, chooser, request, drafting, policy, processors)
+        chain = ProcessorChain(logits_processors, ids, masks) if logits_processors or masks else None
+        text = Text(target, cache, chooser, request, drafting, policy, chain)
         if isinstance(policy, AdaptivePolicy):
             text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
         return text

@@ -14,6 +14,7 @@ from mlx_redrafter.decoding.processors import LogitsProcessor
 from mlx_redrafter.decoding.records import ProgressCallback
 from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.engine import AnyDrafter, Engine, Memory
+from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.responses import ResponseStream
 
 
@@ -111,6 +112,7 @@ def stream_generate(
     couple: bool = True,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
+    grammar: Grammar | None = None,
     prompt_cache: Sequence[Any] | None = None,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
@@ -146,6 +148,8 @@ def stream_generate(
             of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend on its
             argument and on ``mx.random.state`` only.
         logits_processors: Functions of the tokens so far and the logits, in mlx-lm's form.
+        grammar: What the text must be; every token is one that the grammar allows, after the
+            logits processors. Where ``max_tokens`` cuts it, the text may be incomplete.
         prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
             as in mlx-lm, those of a draft model or an EAGLE head; it holds the prompt and the
             tokens yielded once the iterator has ended or was closed.
@@ -160,7 +164,7 @@ def stream_generate(
         ConfigError: An option is out of range (a ValueError), the prompt is empty or too long.
         CheckpointError: The drafter was made for another model.
         UnsupportedTargetError: Trees of this model or cache would not be exact.
-        NonFiniteError: The logits after the prompt are NaN.
+        NonFiniteError: The logits after the prompt are NaN, or nothing may follow the text.
     """
     return _engine(model, tokenizer, drafter).stream(
         prompt,
@@ -181,6 +185,7 @@ def stream_generate(
         quantized_kv_start=quantized_kv_start,
         sampler=sampler,
         logits_processors=logits_processors,
+        grammar=grammar,
         prompt_cache=prompt_cache,
         prompt_progress_callback=prompt_progress_callback,
     )

@@ -150,7 +150,9 @@ class Front:
         return await self._write(request, parse_completion)
 
     async def _write(self, request: Request, parse: Parser) -> Response:
-        asked = parse(parse_json(await self._read(request)), self._defaults)
+        body = parse_json(await self._read(request))
+        async with self._encoding:  # one at a time, beside which others are answered
+            asked = await asyncio.to_thread(parse, body, self._defaults)
         if asked.model not in (None, self._name):
             raise Refusal(
                 f"the model here is {self._name!r}; leave model out, or give that",
@@ -159,7 +161,7 @@ class Front:
                 code="model_not_found",
             )
         engine = self._worker.engine
-        async with self._encoding:  # one at a time, beside which others are answered
+        async with self._encoding:
             asked, prompts = await asyncio.to_thread(fit, asked, engine, self._limits.max_context)
         mail = Mail()
         job = Job(asked, prompts, mail.put)

@@ -45,6 +45,11 @@ def fit(
         raise Refusal(
             f"logit_bias must have token ids below {target.vocab_size}, got {biased}", "logit_bias"
         )
+    if request.grammar is not None:
+        try:
+            engine.masks(request.grammar)
+        except ConfigError as error:
+            raise Refusal(f"response_format: {error}", "response_format") from error
     options, left = request.options, context - longest
     changed: dict[str, Any] = {"top_k": 0} if (options.top_k or 0) >= target.vocab_size else {}
     if not 0 < options.max_tokens <= left:

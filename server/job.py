@@ -120,6 +120,7 @@ class Job:
                 prompt_cache=cache,
                 history=[known],
                 logits_processors=_penalties(request, known),
+                grammar=request.grammar,
                 prompt_progress_callback=on_progress,
                 shared=shared,
                 **vars(options),

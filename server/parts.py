@@ -101,7 +101,8 @@ class Answer:
         self._index = index
         stops = {"normal": [(stop, None) for stop in request.stops]}
         self._stopping = TextStateMachine(stops).make_state()
-        is_chat = isinstance(request, ChatRequest)
+        # A grammar leaves no room for thinking or calls.
+        is_chat = isinstance(request, ChatRequest) and request.grammar is None
         machine = make_text_state_machine(tokenizer) if is_chat else TextStateMachine()
         self._kind = _first_kind(tokenizer, prompt) if is_chat else "normal"
         self._machine = machine.make_state(self._kind)

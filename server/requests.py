@@ -10,6 +10,7 @@ from mlx_lm.server import process_message_content
 
 from mlx_redrafter.config import GenerationOptions
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.server.fields import Fields, shortened
 from mlx_redrafter.server.refusals import Refusal
 
@@ -58,6 +59,7 @@ class TextRequest:
         num_texts: Texts for every prompt; the seed of each is one more than that before.
         stops: Texts that end a text and are not part of it.
         penalties: Arguments of mlx-lm's ``make_logits_processors``.
+        grammar: What the texts must be, None for anything.
         top_logprobs: Number of most probable tokens shown beside each token; None shows no
             log-probabilities.
         is_streamed: Whether parts are sent as they come.
@@ -70,6 +72,7 @@ class TextRequest:
     num_texts: int
     stops: tuple[str, ...]
     penalties: dict[str, Any]
+    grammar: Grammar | None
     top_logprobs: int | None
     is_streamed: bool
     shows_usage: bool
@@ -118,10 +121,11 @@ def parse_chat(body: object, defaults: GenerationOptions) -> ChatRequest:
     template_options = fields.typed("chat_template_kwargs", dict) or {}
     for name in template_options.keys() & _OWN_TEMPLATE_OPTIONS:
         raise Refusal(f"chat_template_kwargs must not have {name}", "chat_template_kwargs")
-    fields.one_of("response_format", [{"type": "text"}], ", as no other format is enforced")
     fields.one_of("modalities", [["text"]])
     fields.one_of("parallel_tool_calls", [True])
     common = _read_common(fields, defaults, (top or 0) if shows else None)
+    if tools and common["grammar"] is not None:
+        raise Refusal("response_format cannot be combined with tools", "response_format")
     return ChatRequest(**common, messages=messages, tools=tools, template_options=template_options)
 
 
@@ -176,6 +180,7 @@ def _read_common(
         "num_texts": fields.integer("n", 1, MOST_TEXTS) or 1,
         "stops": _read_stops(fields),
         "penalties": _read_penalties(fields),
+        "grammar": _read_grammar(fields),
         "top_logprobs": top_logprobs,
         "is_streamed": streams,
         "shows_usage": stream_options.typed("include_usage", bool) or False,
@@ -209,6 +214,32 @@ def _read_stops(fields: Fields) -> tuple[str, ...]:
         expected = f"a text of 1 to {LONGEST_STOP} characters, or at most {MOST_STOPS} of them"
         raise fields.refusal("stop", expected, given)
     return tuple(stops)
+
+
+def _read_grammar(fields: Fields) -> Grammar | None:
+    """The grammar of the format, strict or not: what is enforced is enforced in full."""
+    given = fields.typed("response_format", dict)
+    if given is None:
+        return None
+    asked = Fields(given, "response_format")
+    kind = asked.one_of("type", ["text", "json_object", "json_schema"])
+    if kind is None:
+        raise asked.refusal("type", '"text", "json_object" or "json_schema"', None)
+    described = asked.typed("json_schema", dict) if kind == "json_schema" else None
+    asked.finish()
+    if kind != "json_schema":
+        return Grammar.json_object() if kind == "json_object" else None
+    described = Fields(described or {}, "response_format.json_schema")
+    for name, type_ in (("name", str), ("description", str), ("strict", bool)):
+        described.typed(name, type_)
+    schema = described.typed("schema", dict)
+    described.finish()
+    if schema is None:
+        raise described.refusal("schema", "an object", None)
+    try:
+        return Grammar.json_schema(schema)
+    except ConfigError as error:
+        raise Refusal(f"response_format: {error}", "response_format.json_schema.schema") from error
 
 
 def _read_penalties(fields: Fields) -> dict[str, Any]:

@@ -18,6 +18,7 @@ ORDER = [
     "errors",
     "wording",
     "config",
+    "grammar",
     "backend",
     "host",
     "checkpoint",

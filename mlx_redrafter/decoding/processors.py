@@ -1,4 +1,4 @@
-"""Logits processors of mlx-lm, applied to every node of a tree with the node's own history.
+"""Logits processors of mlx-lm and masks of a grammar, for every node with its own history.
 
 Axes: N nodes, V vocabulary.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.tree import NO_TOKEN, TokenTree
 
@@ -19,17 +20,38 @@ class ProcessorChain:
     """Processors in mlx-lm's form, functions of (tokens so far, logits), and the text so far.
 
     As in mlx-lm the tokens are the prompt and everything generated, the newest token included.
+    Masks come last. The host makes them while the device computes the logits.
+
+    Args:
+        processors: The processors.
+        prompt: Token ids before the text.
+        masks: Masks of a grammar, at the beginning of the text.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], prompt: Sequence[int]):
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor],
+        prompt: Sequence[int],
+        masks: GrammarMasks | None = None,
+    ):
         self.processors = list(processors)
         self._history = mx.array(list(prompt), dtype=mx.int32)
+        self._masks = masks
+        self._unread: list[mx.array] = []
 
     def extend(self, tokens: mx.array) -> None:
         """Append tokens, int32 of shape (n,), that the target has chosen."""
-        self._history = mx.concatenate([self._history, tokens])
+        if self.processors:
+            self._history = mx.concatenate([self._history, tokens])
+        if self._masks is not None:
+            mx.async_eval(tokens)  # before the logits, so that nobody waits for both
+            self._unread.append(tokens)
 
-    def process(self, logits: mx.array, drafts: Sequence[int] = ()) -> mx.array:
+    def process(self, logits: mx.array) -> mx.array:
+        """Logits of shape (1, V), given the history."""
+        return self._mask(self._run(logits), [NO_TOKEN], [0])
+
+    def _run(self, logits: mx.array, drafts: Sequence[int] = ()) -> mx.array:
         """Logits of shape (1, V) after all processors, given the history and then ``drafts``."""
         tokens = self._history
         if drafts:
@@ -49,12 +71,31 @@ class ProcessorChain:
             Shape (N, V).
         """
         size = logits.shape[0]
-        values = to_ints(mx.concatenate([tree.tokens, tree.parents]))
+        nodes = mx.concatenate([tree.tokens, tree.parents])
+        mx.async_eval(nodes)
+        mx.async_eval(logits)
+        values = to_ints(nodes)
         tokens, parents = values[:size], values[size:]
+        return self._mask(self._run_tree(logits, tokens, parents), tokens, parents)
+
+    def _run_tree(
+        self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]
+    ) -> mx.array:
+        if not self.processors:
+            return logits
         drafts: list[list[int]] = [[]]
-        rows = [self.process(logits[:1])]
-        for node in range(1, size):
+        rows = [self._run(logits[:1])]
+        for node in range(1, len(tokens)):
             drafts.append([*drafts[parents[node]], tokens[node]])
             row = logits[node : node + 1]
-            rows.append(row if tokens[node] == NO_TOKEN else self.process(row, drafts[node]))
+            rows.append(row if tokens[node] == NO_TOKEN else self._run(row, drafts[node]))
         return mx.concatenate(rows)
+
+    def _mask(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
+        if self._masks is None:
+            return logits
+        mx.async_eval(logits)
+        for unread in self._unread:
+            self._masks.extend(to_ints(unread))
+        self._unread.clear()
+        return self._masks.apply(logits, tokens, parents)

@@ -176,3 +176,23 @@ def wrapped_tokenizer(vocab_size: int, eos_token_ids: set[int] | None = None) ->
     wrapper = TokenizerWrapper(ByteTokenizer(vocab_size))
     wrapper._eos_token_ids = set(eos_token_ids or ())
     return wrapper
+
+
+def fast_tokenizer() -> TokenizerWrapper:
+    """A byte-level tokenizer of 264 tokens; some are several signs of JSON, 0 is the end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("{", '"'), ('"', ":"), (",", '"'), ('"', "}"), ('"', ","), ("[", '"'), ('"', "]")]
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["</s>", *signs, *("".join(merge) for merge in merges)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=CHAT)
+    )
+
+
+CHAT = "{% for one in messages %}{{ one.content }}{% endfor %}:"

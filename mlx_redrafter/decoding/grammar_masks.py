@@ -1,0 +1,99 @@
+"""Masks of the tokens that a grammar allows after every node of a tree.
+
+Axes: N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_redrafter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class GrammarMasks:
+    """The masks of one text: one matcher, which goes down every branch of a tree and back.
+
+    Args:
+        new_matcher: Function that makes a matcher at the beginning of the text.
+    """
+
+    def __init__(self, new_matcher: Callable[[], LLMatcher]):
+        self._new_matcher = new_matcher
+        self._matcher = new_matcher()
+        self._text: list[int] = []
+        # What follows the end of a text is cut, so everything may.
+        self._everything = b"\xff" * len(self._matcher.compute_bitmask())
+        self._nothing = bytes(len(self._everything))
+        self._is_over = False
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in the next tokens of the text.
+
+        Raises:
+            ConfigError: A sampler has chosen what the masks do not allow.
+        """
+        for token in tokens:
+            if self._is_over:
+                return
+            self._text.append(token)
+            if not self._matcher.try_consume_tokens([token]):
+                self._is_over = self._matcher.is_stopped()
+                if not self._is_over:
+                    raise ConfigError(
+                        f"the sampler chose token {token}, which the grammar does not allow; it "
+                        "must never choose a token of probability 0"
+                    )
+
+    def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
+        """Logits with minus infinity for what may not follow a node.
+
+        Args:
+            logits: Shape (N, V).
+            tokens: Tokens of the nodes; the root's is the last of the text.
+            parents: Node index of each node's parent; the root's is 0.
+
+        Returns:
+            Shape (N, V). Rows of nodes that cannot be accepted are as they were. Where the matcher
+            gives up, as the text has become too complex for its limits, nothing may follow.
+        """
+        rows = [self._everything] * len(tokens)
+        if not self._is_over:
+            children: list[list[int]] = [[] for _ in tokens]
+            for node in range(1, len(tokens)):
+                children[parents[node]].append(node)
+            self._walk(0, tokens, children, rows, [])
+        words = mx.array(np.frombuffer(b"".join(rows), dtype=np.uint32).reshape(len(rows), -1))
+        bits = (words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+        allowed = bits.reshape(len(rows), -1)[:, : logits.shape[-1]] == 1
+        return mx.where(allowed, logits, mx.array(-float("inf"), dtype=logits.dtype))
+
+    def _walk(
+        self,
+        node: int,
+        tokens: Sequence[int],
+        children: Sequence[Sequence[int]],
+        rows: list[bytes],
+        path: list[int],
+    ) -> None:
+        """Fill in the rows of a node, at the end of ``path``, and of all below it."""
+        rows[node] = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            rows[node] = self._nothing
+            return
+        for child in children[node]:
+            token = tokens[child]
+            if token >= 0 and self._matcher.try_consume_tokens([token]):
+                self._walk(child, tokens, children, rows, [*path, token])
+                self._matcher.rollback(1)
+            elif self._matcher.is_error():
+                rows[child] = self._nothing
+            if self._matcher.is_error():  # it has given up on this branch, not on the others
+                self._matcher = self._new_matcher()
+                self._matcher.try_consume_tokens([*self._text, *path])
