@@ -117,14 +117,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in ``folder/model*.safetensors``, from the headers alone.
+def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in ``folder/model*.safetensors``, or in files, from headers alone.
 
     Raises:
         CheckpointError: There is no such file, or one is truncated or no safetensors file.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
+    for path in weight_files(folder) if files is None else files:
         try:
             path.open("rb").close()  # says what is wrong; the library has one word for everything
         except OSError as error:

@@ -11,7 +11,7 @@ from mlx_redrafter.checkpoint import find_checkpoint, has_weights, read_config, 
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.eagle.published import is_eagle
 from mlx_redrafter.proposers.medusa.layouts import is_medusa
-from mlx_redrafter.proposers.mtp.checkpoint import is_mtp
+from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.inspection import check_config
 

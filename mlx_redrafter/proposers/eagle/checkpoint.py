@@ -28,6 +28,7 @@ from mlx_redrafter.proposers.eagle.published import (
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     PATTERNS,
     check_finite,
+    check_floating,
     check_shapes,
     check_token_ids,
     quantize_as_stored,
@@ -60,7 +61,7 @@ def load_eagle(path_or_repo: str | Path) -> Eagle:
     tensors = read_tensors(folder)
     weights = {own: tensors[name] for own, name in names.items()}
     resolve_offsets(weights, names)
-    _check_dtypes(eagle, weights, folder)
+    check_floating(eagle, weights, folder)
     eagle.load_weights(list(weights.items()))
     check_finite(eagle, folder)
     check_token_ids(eagle, folder)
@@ -109,19 +110,3 @@ def save_eagle(
         config["quantization"] = quantization
     config.update(extra_config or {})
     write_checkpoint(Path(folder), config, named_parameters(eagle))
-
-
-def _check_dtypes(eagle: Eagle, weights: Mapping[str, mx.array], folder: Path) -> None:
-    """Quantised weights of other programs have the right shapes, too."""
-    parameters = named_parameters(eagle)
-    problems = [
-        f"{name} is {weight.dtype}"
-        for name, weight in weights.items()
-        if mx.issubdtype(weight.dtype, mx.floating)
-        != mx.issubdtype(parameters[name].dtype, mx.floating)
-    ]
-    if problems:
-        raise CheckpointError(
-            f"expected floating-point weights in {folder}, found {'; '.join(problems)}; use a head "
-            "that is not quantised"
-        )

@@ -1,37 +1,54 @@
-"""Loading of MTP modules out of a model's own folder, or of a folder with nothing else in it."""
+"""Loading of MTP modules out of a model's own files, or of a folder with nothing else in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
-from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.checkpoint import (
+    find_checkpoint,
+    has_weights,
+    read_config,
+    read_json,
+    read_shapes,
+    weight_files,
+)
+from mlx_redrafter.errors import CheckpointError, first_line
+from mlx_redrafter.proposers.mtp.families import (
+    FAMILIES,
+    Family,
+    model_type_of,
+    one_layer_model,
+    prefix_of,
+)
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.redrafter.checkpoint import PATTERNS, fill
+from mlx_redrafter.proposers.redrafter.checkpoint import (
+    PATTERNS,
+    check_finite,
+    check_floating,
+    check_shapes,
+    quantize_as_stored,
+)
 from mlx_redrafter.target.inspection import check_config
 
-# The type of the models whose modules are supported, and where the tensors of these stand.
-MODEL_TYPE = "mimo"
-MODULES = "model.mtp_layers."
-PREFIX = f"{MODULES}0."
-# Names that stand outside of the decoder layer.
-OUTSIDE_BLOCK = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
-
-
-def is_mtp(values: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether a folder has the tensors of an MTP module and none of a model's."""
-    of_module = [name.startswith(MODULES) for name in names]
-    return bool(of_module) and all(of_module)
+CONFIG_AND_INDEX = ["config.json", "model.safetensors.index.json"]
+# Where a model of one layer has the tensors of that layer.
+LAYER = "model.layers.0."
+EXPERT = re.compile(r"(.*)experts\.\d+\.(.*)")
 
 
 def load_mtp(path_or_repo: str | Path) -> Mtp:
     """Load a model's MTP module, the first where there are several.
 
     Args:
-        path_or_repo: The model's folder or repository, or a folder with its ``config.json`` and
-            its MTP tensors alone.
+        path_or_repo: The model's folder or repository, of which no other files are fetched than
+            those that its index names for the module; or a folder with its ``config.json`` and its
+            MTP tensors alone.
 
     Returns:
         The module in the dtype it was stored in, its weights in memory.
@@ -42,30 +59,159 @@ def load_mtp(path_or_repo: str | Path) -> Mtp:
         ConfigError: The model is of a kind whose modules are not supported.
         NonFiniteError: A weight is NaN or infinite.
     """
-    folder = find_checkpoint(path_or_repo, PATTERNS)
+    folder = find_checkpoint(path_or_repo, CONFIG_AND_INDEX)
     values = read_config(folder)
-    if values.get("model_type") != MODEL_TYPE:
-        raise ConfigError(
-            f"expected a model of type {MODEL_TYPE} with an MTP module, found "
-            f"{values.get('model_type')!r}; use a drafter or lookup"
-        )
-    check_config(values)
-    names = [name for name in read_shapes(folder) if name.startswith(PREFIX)]
-    if not names:
+    family, prefix = FAMILIES[model_type_of(values)], prefix_of(values)
+    check_config({**values, "model_type": model_type_of(values)})
+    files = indexed_files(folder, prefix)
+    if files != []:
+        folder = find_checkpoint(path_or_repo, files or PATTERNS)
+    tensors = _read_module(folder, files, prefix, family)
+    if not tensors:
         raise CheckpointError(
-            f"no tensors {PREFIX}* in {folder}, which converted copies often lack; give the "
+            f"no tensors {prefix}* in {folder}, which converted copies often lack; give the "
             "folder of the original model, or of its MTP tensors, as the drafter"
         )
+    module = _new_module(folder, values)
+    _fill(module, folder, values, _rename(tensors, values, folder))
+    return module
+
+
+def indexed_files(folder: Path, prefix: str) -> list[str] | None:
+    """Files that a checkpoint's index names for tensors of a prefix; None without an index.
+
+    Raises:
+        CheckpointError: The index is damaged, or names files that are none of the folder's.
+    """
+    path = folder / CONFIG_AND_INDEX[1]
+    if not path.exists():
+        return None
+    named = read_json(path).get("weight_map")
+    found = named.items() if isinstance(named, Mapping) else ()
+    files = {file if name.startswith(prefix) else None for name, file in map(_checked, found)}
+    return sorted(files - {None})
+
+
+def _checked(entry: tuple[str, Any]) -> tuple[str, str]:
+    name, file = entry
+    is_plain = isinstance(file, str) and PurePosixPath(file).name == file
+    if not is_plain or not file.endswith(".safetensors") or set(file) & set("*?[\\"):
+        raise CheckpointError(
+            f"expected the name of a safetensors file for {name} in {CONFIG_AND_INDEX[1]}, found "
+            f"{str(file)[:80]!r}; download it again"
+        )
+    return name, file
+
+
+def _read_module(
+    folder: Path, files: list[str] | None, prefix: str, family: Family
+) -> dict[str, mx.array]:
+    """Tensors by their names after the prefix, with the weights of norms as they are used."""
+    paths = [folder / file for file in files or []]
+    if not paths and has_weights(folder):
+        paths = weight_files(folder)
+    read_shapes(folder, paths)
+    tensors: dict[str, mx.array] = {}
+    for path in paths:
+        try:
+            stored, metadata = mx.load(str(path), return_metadata=True)  # type: ignore[misc]
+        except RuntimeError as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        # Files that programs of MLX wrote have norms and experts as its layers have them.
+        is_published = prefix != "" and metadata.get("format") != "mlx"
+        offset = family.norm_offset if is_published else 0.0
+        for name, tensor in stored.items():
+            bare = name.removeprefix(prefix)
+            if name.startswith(prefix) and not bare.startswith(family.left_out):
+                is_norm = "norm" in bare.rpartition(".")[0].rpartition(".")[2]
+                tensors[bare] = tensor + offset if offset and is_norm else tensor
+    return tensors
+
+
+def _new_module(folder: Path, values: Mapping[str, Any]) -> Mtp:
     try:
-        module = Mtp(values)
+        return Mtp(values)
     except Exception as error:  # what is made of damaged files may raise anything
         raise CheckpointError(
             f"the config.json in {folder} does not describe a model: {first_line(error)}; download "
             "it again"
         ) from error
-    fill(module, folder, values, {_own_name(name.removeprefix(PREFIX)): name for name in names})
-    return module
 
 
-def _own_name(name: str) -> str:
-    return name if name.startswith(OUTSIDE_BLOCK) else f"block.{name}"
+def _rename(
+    tensors: Mapping[str, mx.array], values: Mapping[str, Any], folder: Path
+) -> dict[str, tuple[str, mx.array]]:
+    """Tensors with the names they have in files, by the names of `Mtp`.
+
+    mlx-lm's own preparation of a layer stacks experts and takes FP8 and latent attention apart.
+    """
+    family = FAMILIES[model_type_of(values)]
+    laid = {LAYER + name: tensor for name, tensor in tensors.items()}
+    try:
+        laid = stack_experts(laid) if family.norm_offset else one_layer_model(values).sanitize(laid)
+        mx.eval(list(laid.values()))
+    except KeyError as error:
+        name = str(error.args[0]).replace(LAYER, prefix_of(values), 1)
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json: {name} is missing"
+        ) from error
+    except Exception as error:  # mlx-lm looks at no shape before
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json: {first_line(error)}"
+        ) from error
+    renamed = {}
+    for name, tensor in laid.items():
+        bare = name.removeprefix(LAYER)
+        old = next(filter(bare.startswith, family.names), "")
+        own = family.names.get(old, "block.") + bare.removeprefix(old)
+        renamed[own] = prefix_of(values) + bare, tensor
+    return renamed
+
+
+def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The weights of experts as mlx-lm's layers have them: stacked, in one tensor a projection.
+
+    Args:
+        tensors: Tensors by name; those of experts one by one (``experts.{e}.up_proj.weight``), or
+            stacked with two projections in one (``experts.gate_up_proj``).
+
+    Raises:
+        KeyError: One of several experts is missing.
+    """
+    laid, stacks = {}, {}
+    for name, tensor in tensors.items():
+        parts = EXPERT.fullmatch(name)
+        if parts is not None:
+            key = f"{parts[1]}switch_mlp.{parts[2]}"
+            stacks[key] = [*stacks.get(key, ()), tensor]
+        elif name.endswith("experts.gate_up_proj"):
+            base = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
+            gates, ups = mx.split(tensor, 2, axis=-2)
+            laid |= {f"{base}gate_proj.weight": gates, f"{base}up_proj.weight": ups}
+        elif name.endswith("experts.down_proj"):
+            laid[name.replace("experts.", "switch_mlp.") + ".weight"] = tensor
+        else:
+            laid[name] = tensor
+    for key, found in stacks.items():
+        base, _, rest = key.partition("switch_mlp.")
+        laid[key] = mx.stack([tensors[f"{base}experts.{e}.{rest}"] for e in range(len(found))])
+    return laid
+
+
+def _fill(
+    module: nn.Module,
+    folder: Path,
+    values: Mapping[str, Any],
+    renamed: Mapping[str, tuple[str, mx.array]],
+) -> None:
+    weights = {own: tensor for own, (_, tensor) in renamed.items()}
+    names = {own: name for own, (name, _) in renamed.items()}
+    shapes = {own: tensor.shape for own, tensor in weights.items()}
+    if "quantization" in values:
+        quantize_as_stored(module, values["quantization"], shapes)
+    check_shapes(module, shapes, folder, names)
+    check_floating(module, weights, folder)
+    module.load_weights(list(weights.items()))
+    check_finite(module, folder, names)
+    module.eval()
+    mx.eval(module.parameters())

@@ -1,50 +1,72 @@
-"""The MTP module of MiMo as a network, and nothing about search.
+"""MTP modules as networks, and nothing about search.
 
 Axes: n tokens, H hidden size.
-
-Source: XiaomiMiMo's checkpoints and vLLM's ``mimo_mtp.py``, whose parameter names are kept but for
-those of the decoder layer, which stand behind ``block.``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import mimo
 from mlx_lm.models.base import create_attention_mask
 
 from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.mtp.families import (
+    FAMILIES,
+    model_type_of,
+    one_layer_model,
+    text_values,
+)
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """What a module must have in common with its target.
+
+    Attributes:
+        model_type: Type of the model that it was trained with.
+        hidden_size: Hidden size of both, H.
+        vocab_size: Size of the vocabulary.
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
 
 
 class Mtp(ContextNetwork):
     """An MTP module, with ``h`` the target's last hidden state and ``e`` the token after it:
 
-        x = input_proj([hidden_layernorm(h), token_layernorm(e)])
-        y = final_layernorm(block(x));  logits = the target's head of y
+        x = join([embedding_norm(e), hidden_norm(h)])     (the other way round with hidden_first)
+        y = block(x);  logits = the target's head of norm(y)
 
-    It was trained for one step; for further drafts ``y`` stands for ``h``.
+    It was trained for one step; for further drafts ``y`` or ``norm(y)`` stands for ``h``.
 
     Args:
         values: The ``config.json`` of the model.
 
     Attributes:
-        args: Sizes of the model, as mlx-lm reads them.
+        config: Type and sizes of the model.
+        family: Order of what is joined, and what is fed back.
     """
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__()
-        self.args = args = mimo.ModelArgs.from_dict(dict(values))
-        hidden, eps = args.hidden_size, args.rms_norm_eps
-        self.token_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.hidden_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.block = mimo.TransformerBlock(args)
-        self.final_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.block = one_layer_model(values).layers[0]
+        norm = self.block.input_layernorm
+        hidden = norm.weight.shape[0]
+        model_type = model_type_of(values)
+        self.config = MtpConfig(model_type, hidden, text_values(values)["vocab_size"])
+        self.family = FAMILIES[model_type]
+        self.embedding_norm = nn.RMSNorm(hidden, eps=norm.eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
+        self.join = nn.Linear(2 * hidden, hidden, bias=False)
+        self.norm = nn.RMSNorm(hidden, eps=norm.eps)
 
     @property
     def num_layers(self) -> int:
@@ -54,8 +76,7 @@ class Mtp(ContextNetwork):
     @property
     def num_rows(self) -> int:
         """See `ContextNetwork.num_rows`."""
-        rows: int = self.args.vocab_size
-        return rows
+        return self.config.vocab_size
 
     @property
     def row_ids(self) -> None:
@@ -63,7 +84,7 @@ class Mtp(ContextNetwork):
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """See `ContextNetwork.check_fit`."""
-        check_sizes(self.args, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
+        check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         """See `ContextNetwork.captured_layers`; the output of the last one alone."""
@@ -75,18 +96,22 @@ class Mtp(ContextNetwork):
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """See `ContextNetwork.__call__`."""
-        dtype = self.token_layernorm.weight.dtype
+        dtype = self.embedding_norm.weight.dtype
         h, e = (rows[None].astype(dtype) for rows in (features, embeddings))
-        pairs = mx.concatenate([self.hidden_layernorm(h), self.token_layernorm(e)], axis=-1)
-        x = self.input_proj(pairs)
-        mask = create_attention_mask(x, caches[0])
-        y: mx.array = self.final_layernorm(self.block(x, mask, caches[0]))
+        pairs = [self.embedding_norm(e), self.hidden_norm(h)]
+        if self.family.hidden_first:
+            pairs.reverse()
+        x = self.join(mx.concatenate(pairs, axis=-1))
+        # Attention to latent rows takes no mask but an array.
+        is_latent = "kv_a_proj_with_mqa" in self.block.self_attn
+        mask = create_attention_mask(x, caches[0], return_array=is_latent)
+        y: mx.array = self.block(x, mask, caches[0])
         return y[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
         """See `ContextNetwork.feed_back`."""
-        return outputs
+        return self.norm(outputs) if self.family.feeds_norm else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
         """See `ContextNetwork.logits`; those of the target's head."""
-        return target.logits(outputs)
+        return target.logits(self.norm(outputs))

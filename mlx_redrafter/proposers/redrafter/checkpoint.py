@@ -140,10 +140,12 @@ def check_quantization(bits: Any, group_size: Any) -> None:
         )
 
 
-def check_finite(drafter: nn.Module, name: str | Path) -> None:
+def check_finite(
+    drafter: nn.Module, name: str | Path, names: Mapping[str, str] | None = None
+) -> None:
     """Raise `NonFiniteError` naming the tensors of ``drafter`` that hold NaN or infinity.
 
-    Waits for the device.
+    ``names`` are those in the checkpoint by the network's, where they differ. Waits for the device.
     """
     floating = {
         name: tensor
@@ -151,11 +153,31 @@ def check_finite(drafter: nn.Module, name: str | Path) -> None:
         if mx.issubdtype(tensor.dtype, mx.floating)
     }
     finite = to_ints(mx.stack([mx.all(mx.isfinite(tensor)) for tensor in floating.values()]))
-    bad = [name for name, is_finite in zip(floating, finite, strict=True) if not is_finite]
+    called = [(names or {}).get(own, own) for own in floating]
+    bad = [own for own, is_finite in zip(called, finite, strict=True) if not is_finite]
     if bad:
         raise NonFiniteError(
             f"the drafter {name} has NaN or infinite weights in {', '.join(bad)}; "
             "convert or train it again, in float32 or bfloat16 if float16 overflowed"
+        )
+
+
+def check_floating(drafter: nn.Module, weights: Mapping[str, mx.array], name: str | Path) -> None:
+    """Raise `CheckpointError` naming weights that are integers where numbers are expected.
+
+    Quantised weights of other programs have the right shapes, too.
+    """
+    parameters = named_parameters(drafter)
+    problems = [
+        f"{own} is {weight.dtype}"
+        for own, weight in weights.items()
+        if mx.issubdtype(weight.dtype, mx.floating)
+        != mx.issubdtype(parameters[own].dtype, mx.floating)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"expected floating-point weights in {name}, found {'; '.join(problems)}; use a head "
+            "that is not quantised"
         )
 
 

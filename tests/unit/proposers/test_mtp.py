@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,9 @@ from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.flights import flight_of
 from tests.helpers.mimo import CONFIG, PREFIX, module_tensors, tiny_mimo, write
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.helpers.mtp import TORCH_NAMES, TorchModule, family_config
+from tests.helpers.mtp import module_tensors as family_tensors
+from tests.models.tiny_models import build
 
 PROMPT = [5, 17, 3, 60, 9]
 SHAPES: list[dict[str, Any]] = [
@@ -39,19 +43,19 @@ SHAPES: list[dict[str, Any]] = [
 TIED = {**CONFIG, "tie_word_embeddings": True}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
+@pytest.fixture(scope="module", params=["mimo", "tied mimo", *TORCH_NAMES])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return TIED if request.param else CONFIG
+    return TIED if request.param == "tied mimo" else family_config(request.param)
 
 
 @pytest.fixture(scope="module")
 def model(config: dict[str, Any]) -> nn.Module:
-    return tiny_mimo(config=config)
+    return tiny_mimo(config=config) if config["model_type"] == "mimo" else build(config)
 
 
 @pytest.fixture(scope="module")
 def module(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_mtp(write(tmp_path_factory.mktemp("mtp"), module_tensors(config), config))
+    return load_mtp(write(tmp_path_factory.mktemp("mtp"), family_tensors(config), config))
 
 
 def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
@@ -61,7 +65,7 @@ def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
     return np.array(outputs[-1][0])
 
 
-def published(torch: Any, tensors: Mapping[str, mx.array], pairs: np.ndarray) -> Any:
+def published_mimo(torch: Any, tensors: Mapping[str, mx.array], pairs: np.ndarray) -> Any:
     """The equations of vLLM's ``mimo_mtp.py`` for pairs of h and e, shape (n, 2 H) to (n, H)."""
     functional = torch.nn.functional
     weights = {n.removeprefix(PREFIX): torch.from_numpy(np.array(t)) for n, t in tensors.items()}
@@ -104,7 +108,11 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
     model: nn.Module, module: Any, config: dict[str, Any]
 ) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    tensors, target = module_tensors(config), Target(model)
+    tensors, target = family_tensors(config), Target(model)
+    if config["model_type"] == "mimo":
+        published = lambda pairs: (published_mimo(torch, tensors, pairs),) * 2  # noqa: E731
+    else:
+        published = TorchModule(torch, config, tensors)
     drafting = as_proposer(module).open(target, PROMPT, True, [])
     embed = lambda tokens: np.array(target.embed(mx.array(tokens)))  # noqa: E731
     drafting.reader.read(mx.array(states_of(model, PROMPT)[:-1]))
@@ -128,11 +136,11 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
         # A pair for every token but the first: the state before it, and its embedding.
         pairs = np.concatenate([states_of(model, text)[:-1], embed(text[1:])], axis=1)
         for token, score in zip(chain, scores, strict=True):
-            output = published(torch, tensors, pairs)[-1:].numpy()
-            logits = target.logits(mx.array(output))[0]
+            normed, fed = (rows[-1:].numpy() for rows in published(pairs))
+            logits = target.logits(mx.array(normed))[0]
             log_probs = np.array(logits - mx.logsumexp(logits))
             assert score == pytest.approx(float(log_probs[token]), abs=1e-5)
-            pairs = np.concatenate([pairs, np.concatenate([output, embed([token])], axis=1)])
+            pairs = np.concatenate([pairs, np.concatenate([fed, embed([token])], axis=1)])
 
 
 def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
@@ -144,7 +152,9 @@ def test_texts_are_those_of_plain_decoding(model: nn.Module, module: Any) -> Non
     expected = stock_tokens(model, PROMPT, 24)
     sampling: dict[str, Any] = {"temp": 0.9, "seed": 3, "max_tokens": 24}
     sampled = _tokens(model, None, **sampling)
-    for shape in SHAPES:
+    # How much to draft is the same code for all.
+    shapes = SHAPES if module.config.model_type == "mimo" else SHAPES[1:]
+    for shape in shapes:
         assert_same_tokens(expected, _tokens(model, module, max_tokens=24, **shape), shape)
         assert _tokens(model, module, **sampling, **shape) == sampled
 
@@ -173,7 +183,7 @@ def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path)
     folder = own_folder(stories, tmp_path / "mimo", module_tensors())
     sidecar = write(tmp_path / "mtp", module_tensors(), {**CONFIG, "vocab_size": 512})
     assert recognise(sidecar)[0] == "MTP module"
-    assert "an MTP module, which needs no conversion" in inspect_checkpoint(sidecar).kind
+    assert "an MTP module of a model of type" in inspect_checkpoint(sidecar).kind
     for drafter in ("mtp", sidecar):
         model, tokenizer, module = load(folder, drafter=drafter)
         options: dict[str, Any] = {"max_tokens": 20, "beam_width": 2}
@@ -181,6 +191,52 @@ def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path)
             generate(model, tokenizer, "Lily", drafter=one, **options) for one in (None, module)
         )
         assert drafted == plain
+
+
+def test_of_a_repository_the_files_of_the_module_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: f"model-{i % 2:05}.safetensors" for i, name in enumerate(module_tensors())}
+    index = {"weight_map": {**files, "lm_head.weight": "model-00009.safetensors"}}
+    write(tmp_path, {})
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    asked: list[list[str]] = []
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        for file in set(files.values()) & set(allow_patterns):
+            tensors = {n: t for n, t in module_tensors().items() if files[n] == file}
+            mx.save_safetensors(str(tmp_path / file), tensors)
+        return str(tmp_path)
+
+    monkeypatch.setattr("mlx_redrafter.checkpoint.snapshot_download", download)
+    assert load_mtp("org/model").config.vocab_size == 64
+    assert asked[1:] == [["model-00000.safetensors", "model-00001.safetensors"]]
+    for file, message in (("../x.safetensors", "name of a safetensors file"), (None, "no tensors")):
+        names = {} if file is None else {PREFIX + "input_proj.weight": file}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        for path in tmp_path.glob("*.safetensors"):
+            path.unlink()
+        with pytest.raises(CheckpointError, match=message):
+            load_mtp("org/model")
+
+
+def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path: Path) -> None:
+    config = family_config("qwen3_next")
+    published = load_mtp(write(tmp_path / "published", family_tensors(config), config))
+    own = {f"mtp.layers.0.{n}": t for n, t in named_parameters(published.block).items()}
+    names = {"join": "fc", "norm": "norm"}
+    names |= {f"{part}_norm": f"pre_fc_norm_{part}" for part in ("embedding", "hidden")}
+    own |= {f"mtp.{name}.weight": published[part].weight for part, name in names.items()}
+    bare = {name.removeprefix("mtp."): tensor for name, tensor in own.items()}
+    sidecar = {"model_type": "qwen3_5_mtp", "text_config": {**config, "model_type": "qwen3_5"}}
+    read = load_mtp(write(tmp_path / "sidecar", bare, sidecar))
+    mx.save_safetensors(str(tmp_path / "published/model.safetensors"), own, {"format": "mlx"})
+    for other in (read, load_mtp(tmp_path / "published")):
+        for name, tensor in named_parameters(published).items():
+            assert mx.array_equal(named_parameters(other)[name], tensor), name
+    assert recognise(tmp_path / "sidecar")[0] == "MTP module"
 
 
 def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
@@ -213,7 +269,7 @@ BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]]
         module_tensors(),
         {**CONFIG, "model_type": "llama"},
         ConfigError,
-        "of type mimo with an MTP module, found 'llama'",
+        "with an MTP module, of type deepseek_v3, .* found 'llama'",
     ),
     "sizes": (module_tensors(), {**CONFIG, "vocab_size": 0}, CheckpointError, "vocab_size 0"),
     "no config": (module_tensors(), {"model_type": "mimo"}, CheckpointError, "does not describe"),
@@ -227,7 +283,8 @@ def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
         load_mtp(write(tmp_path, tensors, config))
 
 
-def test_modules_of_other_models_are_refused(module: Any) -> None:
+def test_modules_of_other_models_are_refused(tmp_path: Path) -> None:
+    module = load_mtp(write(tmp_path, module_tensors()))
     target = Target(tiny_llama(vocab_size=65))
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match"):
         as_proposer(module).check_fit(target, wrapped_tokenizer(65))

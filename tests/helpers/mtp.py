@@ -1,0 +1,229 @@
+"""Tiny models of all families with MTP modules, and their modules as they are published.
+
+Axes: H hidden size, E experts, I their width.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from tests.helpers import mimo
+from tests.models.tiny_models import tiny_config
+
+Shapes = dict[str, tuple[int, ...]]
+# Classes of the families in transformers.
+TORCH_NAMES = {
+    "deepseek_v3": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_next": "Qwen3Next",
+}
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def family_config(model_type: str) -> dict[str, Any]:
+    """The config of a tiny model of one of these families."""
+    if model_type == "mimo":
+        return mimo.CONFIG
+    config = dict(tiny_config(model_type))
+    values = dict(config.get("text_config", config))
+    values |= {"model_type": model_type, "vocab_size": 64, "num_key_value_heads": 4}
+    if "qwen3_5" in model_type:  # mlx-lm changes the object that it is given
+        rope = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
+        rope |= {"rope_theta": 100.0, "partial_rotary_factor": 0.5}
+        values["rope_parameters"] = rope
+    elif model_type != "glm4_moe" and not model_type.startswith("qwen"):
+        values["partial_rotary_factor"] = 1.0
+    return values
+
+
+def _mlp(prefix: str, hidden: int, width: int) -> Shapes:
+    shapes = (width, hidden), (width, hidden), (hidden, width)
+    return {f"{prefix}.{part}.weight": s for part, s in zip(PARTS, shapes, strict=True)}
+
+
+def _attention(config: Mapping[str, Any], has_gate: bool, has_bias: bool) -> Shapes:
+    hidden, heads, size = (config[k] for k in ("hidden_size", "num_attention_heads", "head_dim"))
+    rows = config["num_key_value_heads"] * size
+    shapes: Shapes = {"o_proj.weight": (hidden, heads * size)}
+    shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
+    for name, width in (("q", heads * size * (2 if has_gate else 1)), ("k", rows), ("v", rows)):
+        shapes[f"{name}_proj.weight"] = (width, hidden)
+        if has_bias:
+            shapes[f"{name}_proj.bias"] = (width,)
+    return shapes
+
+
+def _latent_attention(config: Mapping[str, Any]) -> Shapes:
+    hidden, heads, value = (config[k] for k in ("hidden_size", "num_attention_heads", "v_head_dim"))
+    rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+    queries, keys = config["q_lora_rank"], config["kv_lora_rank"]
+    return {
+        "q_a_proj.weight": (queries, hidden),
+        "q_a_layernorm.weight": (queries,),
+        "q_b_proj.weight": (heads * (nope + rope), queries),
+        "kv_a_proj_with_mqa.weight": (keys + rope, hidden),
+        "kv_a_layernorm.weight": (keys,),
+        "kv_b_proj.weight": (heads * (nope + value), keys),
+        "o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, width, num = (
+        config[k] for k in ("hidden_size", "moe_intermediate_size", "n_routed_experts")
+    )
+    is_latent = config["model_type"] != "glm4_moe"
+    attention = (
+        _latent_attention(config)
+        if is_latent
+        else _attention(config, False, config["attention_bias"])
+    )
+    shapes: Shapes = {
+        "embed_tokens.weight": (config["vocab_size"], hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+        "shared_head.head.weight": (config["vocab_size"], hidden),
+        "mlp.gate.weight": (num, hidden),
+        "mlp.gate.e_score_correction_bias": (num,),
+        **_mlp("mlp.shared_experts", hidden, width * config["n_shared_experts"]),
+        **{f"self_attn.{name}": shape for name, shape in attention.items()},
+    }
+    for e in range(num):
+        shapes |= _mlp(f"mlp.experts.{e}", hidden, width)
+    return shapes
+
+
+def _qwen_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, num = config["hidden_size"], config.get("num_experts", 0)
+    block = {f"self_attn.{n}": s for n, s in _attention(config, True, False).items()}
+    if num:
+        width = config["moe_intermediate_size"]
+        block |= {"mlp.gate.weight": (num, hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
+        block |= _mlp("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        if config["model_type"] == "qwen3_5_moe":
+            block["mlp.experts.gate_up_proj"] = (num, 2 * width, hidden)
+            block["mlp.experts.down_proj"] = (num, hidden, width)
+        else:
+            for e in range(num):
+                block |= _mlp(f"mlp.experts.{e}", hidden, width)
+    else:
+        block |= _mlp("mlp", hidden, config["intermediate_size"])
+    return {
+        "fc.weight": (hidden, 2 * hidden),
+        "pre_fc_norm_embedding.weight": (hidden,),
+        "pre_fc_norm_hidden.weight": (hidden,),
+        "norm.weight": (hidden,),
+        **{f"layers.0.{name}": shape for name, shape in block.items()},
+    }
+
+
+def prefix_of(config: Mapping[str, Any]) -> str:
+    """What the published names begin with."""
+    model_type = config["model_type"]
+    if model_type == "mimo":
+        return mimo.PREFIX
+    is_qwen = model_type.startswith("qwen")
+    return "mtp." if is_qwen else f"model.layers.{config['num_hidden_layers']}."
+
+
+def module_tensors(config: Mapping[str, Any]) -> dict[str, mx.array]:
+    """Random float32 weights of an MTP module under their published names."""
+    if config["model_type"] == "mimo":
+        return mimo.module_tensors(config)
+    if config["model_type"].startswith("qwen"):
+        shapes, offset = _qwen_shapes(config), 0.0
+    else:
+        shapes, offset = _deepseek_shapes(config), 1.0
+    layer = {"input_layernorm.weight": (config["hidden_size"],)}
+    layer["post_attention_layernorm.weight"] = layer["input_layernorm.weight"]
+    inner = "layers.0." if offset == 0.0 else ""
+    shapes |= {inner + name: shape for name, shape in layer.items()}
+    keys = mx.random.split(mx.random.key(8), len(shapes))
+    return {
+        prefix_of(config) + name: mx.random.normal(shape, scale=shape[-1] ** -0.5, key=key)
+        + (offset if "norm" in name else 0.0)
+        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+    }
+
+
+class TorchModule:
+    """A module by the published equations, its decoder layer that of transformers.
+
+    Args:
+        torch: PyTorch.
+        config: The config of the model.
+        tensors: Tensors by their published names.
+    """
+
+    def __init__(self, torch: Any, config: Mapping[str, Any], tensors: Mapping[str, mx.array]):
+        self.torch, self.eps = torch, config["rms_norm_eps"]
+        model_type = config["model_type"]
+        self.is_qwen = model_type.startswith("qwen")
+        start = prefix_of(config)
+        self.weights = {
+            n.removeprefix(start): torch.from_numpy(np.array(t)) for n, t in tensors.items()
+        }
+        package = f"transformers.models.{model_type}"
+        modeling = importlib.import_module(f"{package}.modeling_{model_type}")
+        configuration = importlib.import_module(f"{package}.configuration_{model_type}")
+        name = TORCH_NAMES[model_type]
+        text = "Text" if model_type.startswith("qwen3_5") else ""
+        own = {key: copy.deepcopy(v) for key, v in config.items() if key != "model_type"}
+        own |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+        own |= {"mlp_layer_types": ["sparse"]} if model_type == "glm4_moe_lite" else {}
+        own |= {"layer_types": ["full_attention"]} if self.is_qwen else {}
+        made = getattr(configuration, f"{name}{text}Config")(**own)
+        made._attn_implementation = "eager"
+        made._experts_implementation = "eager"
+        self.rope = getattr(modeling, f"{name}{text}RotaryEmbedding")(made)
+        self.layer = getattr(modeling, f"{name}DecoderLayer")(made, 0).eval()
+        inner = "layers.0." if self.is_qwen else ""
+        block = {n.removeprefix(inner): t for n, t in self.weights.items()}
+        expected = self.layer.state_dict()
+        if "mlp.experts.gate_up_proj" in expected and "mlp.experts.0.up_proj.weight" in block:
+            num = len(expected["mlp.experts.gate_up_proj"])
+            gates, ups, downs = (
+                torch.stack([block[f"mlp.experts.{e}.{part}.weight"] for e in range(num)])
+                for part in PARTS
+            )
+            block["mlp.experts.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+            block["mlp.experts.down_proj"] = downs
+        self.layer.load_state_dict({n: block[n] for n in expected}, strict=True)
+
+    def norm(self, x: Any, name: str) -> Any:
+        """An RMS norm, whose weights Qwen stores minus one."""
+        scale = self.torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * scale * (self.weights[f"{name}.weight"] + (1.0 if self.is_qwen else 0.0))
+
+    def __call__(self, pairs: np.ndarray) -> tuple[Any, Any]:
+        """Inputs of the head, and what is fed back, for pairs of h and e, shape (n, 2 H)."""
+        torch = self.torch
+        h, e = (part.float() for part in torch.from_numpy(pairs).chunk(2, dim=-1))
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        if self.is_qwen:
+            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        joined = torch.cat([self.norm(e, names[0]), self.norm(h, names[1])], dim=-1)
+        x = (joined @ self.weights[f"{names[2]}.weight"].T)[None]
+        n = x.shape[1]
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        positions = torch.arange(n)[None]
+        with torch.no_grad():
+            y = self.layer(
+                x,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=self.rope(x, positions),
+            )[0]
+        normed = self.norm(y, names[3])
+        return normed, normed if self.is_qwen else y

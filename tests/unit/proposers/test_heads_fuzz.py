@@ -1,0 +1,135 @@
+"""Damaged files of EAGLE heads and MTP modules: loaded or refused in one line, nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from tests.helpers.mtp import family_config, module_tensors
+
+Files = tuple[dict[str, Any], dict[str, mx.array]]
+NUM_FILES = 24
+WEIRD: tuple[Any, ...] = (
+    None,
+    0,
+    -1,
+    1,
+    3,
+    2**40,
+    0.5,
+    1e308,
+    True,
+    "",
+    "x",
+    [],
+    [1, 2],
+    {},
+    {"a": 1},
+)
+
+
+def eagle_files(version: int) -> Files:
+    """A published EAGLE head."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_attention_heads": 2}
+    head = Eagle(EagleConfig(version=version, num_key_value_heads=1, **sizes))
+    config = {"model_type": "llama", "num_key_value_heads": 1, "bias": False, **sizes}
+    return config, named_parameters(head)
+
+
+def mtp_files(model_type: str) -> Files:
+    """A published module without the rest of its model."""
+    config = family_config(model_type)
+    return config, module_tensors(config)
+
+
+SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], ContextNetwork]]] = {
+    "EAGLE-1": (lambda: eagle_files(1), load_eagle),
+    "EAGLE-3": (lambda: eagle_files(3), load_eagle),
+    "mimo": (lambda: mtp_files("mimo"), load_mtp),
+    "deepseek_v3": (lambda: mtp_files("deepseek_v3"), load_mtp),
+    "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
+    "qwen3_next": (lambda: mtp_files("qwen3_next"), load_mtp),
+    "qwen3_5_moe": (lambda: mtp_files("qwen3_5_moe"), load_mtp),
+}
+
+
+def damage(files: Files, chance: random.Random) -> Files:
+    """The same files with one to three things changed."""
+    config, tensors = dict(files[0]), dict(files[1])
+    for _ in range(chance.randint(1, 3)):
+        name, key = chance.choice(sorted(tensors)), chance.choice(sorted(config))
+        tensor = tensors[name]
+        match chance.randrange(9):
+            case 0 | 1 | 2:
+                config[key] = chance.choice(WEIRD)
+            case 3:
+                del config[key]
+            case 4:
+                config[chance.choice(("quantization", "text_config", "rope_scaling"))] = (
+                    chance.choice((*WEIRD, {"bits": 4, "group_size": 64}, {"type": "yarn"}))
+                )
+            case 5:
+                del tensors[name]
+            case 6:
+                tensors[name] = mx.zeros(chance.choice(((), (0,), (3,), (2, 3), (2, 2, 2))))
+            case 7:
+                tensors[name] = tensor.astype(chance.choice((mx.int32, mx.uint8, mx.float16)))
+            case _:
+                tensors[name + chance.choice((".scales", ".biases", "_scale_inv", ".0"))] = tensor
+        if not tensors or not config:
+            break
+    return config, tensors
+
+
+def check_damaged(folder: Path, kind: str, seed: int) -> None:
+    """Load damaged files; what loads must run.
+
+    Raises:
+        AssertionError: What is said takes several lines.
+    """
+    make, load = SEEDS[kind]
+    chance = random.Random(seed)
+    config, tensors = damage(make(), chance)
+    folder.mkdir(exist_ok=True)
+    path = folder / "model.safetensors"
+    mx.save_safetensors(str(path), tensors)
+    if chance.random() < 0.2:
+        content = bytearray(path.read_bytes())
+        for _ in range(3):
+            content[chance.randrange(min(len(content), 2000))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content[: chance.choice((len(content), len(content) // 2))])
+    (folder / "config.json").write_text(json.dumps(config))
+    message = run(load, folder)
+    assert message is None or len(message.splitlines()) == 1
+
+
+def run(load: Callable[[Path], ContextNetwork], folder: Path) -> str | None:
+    """Load a network and let it process two pairs; the message if it is refused."""
+    try:
+        network = load(folder)
+    except RedrafterError as error:
+        return str(error)
+    hidden = network.config.hidden_size
+    width = hidden * (network.config.num_captured if isinstance(network, Eagle) else 1)
+    rows = network.fuse(mx.ones((2, width)))
+    mx.eval(network(rows, mx.ones((2, hidden)), network.make_cache()))
+    return None
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    for seed in range(NUM_FILES):
+        check_damaged(tmp_path, kind, seed)
