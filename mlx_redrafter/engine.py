@@ -181,13 +181,13 @@ class Engine:
             ConfigError: As `stream`; an error says which prompt is meant.
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
-        if options.pop("grammar", None) is not None:
-            raise ConfigError("grammar has no batches; leave it out, or use stream for each text")
+        grammar = options.pop("grammar", None)
         chosen = self._options(options)
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
-        if chosen.quantisation is not None:
-            raise ConfigError("kv_bits has no batches; leave it out, or use stream for each text")
+        for name, value in {"grammar": grammar, "kv_bits": chosen.quantisation}.items():
+            if value is not None:
+                raise ConfigError(f"{name} has no batches; leave it out, or stream each text")
         batch, requests = Batch(self.target), [self._request(one, chosen) for one in prompts]
         new_policy = self._batch_policy(batch, chosen)
         texts = (self._open(request, chosen, policy=new_policy()) for request in requests)
@@ -196,9 +196,9 @@ class Engine:
         return stream
 
     def share(self) -> SharedPasses:
-        """What the texts of one thread share their forward passes by; ``shared`` of `stream`.
+        """What the streams of one thread share their forward passes by, which are read in turns.
 
-        The streams are read in turns. They come and go, and each text is the one that it is alone.
+        They come and go, and each text is the one that it is alone.
 
         Raises:
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
@@ -268,10 +268,9 @@ class Engine:
         policy: DraftPolicy | None = None,
         masks: GrammarMasks | None = None,
     ) -> Text:
-        target, ids = self.target, request.prompt
-        num_layers = 0 if self.proposer is None else self.proposer.num_layers
-        cached, own = prompt_cache, []
-        if cached is not None and len(cached) == target.num_layers + num_layers:
+        target, ids, own = self.target, request.prompt, []
+        cached, num_own = prompt_cache, 0 if self.proposer is None else self.proposer.num_layers
+        if cached is not None and len(cached) == target.num_layers + num_own:
             # mlx-lm's convention: the target's layers, then those of what drafts.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
         cache = target.new_cache(cached, options.quantisation, prompt_cache)
@@ -284,7 +283,8 @@ class Engine:
         if self.proposer is not None:
             proposer, policy = self._plan(options, history, cache.length + len(ids), policy)
             drafting = proposer.open(target, ids, options.couple, own)
-        chain = ProcessorChain(logits_processors, ids, masks) if logits_processors or masks else None
+        is_free = not logits_processors and masks is None
+        chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
         text = Text(target, cache, chooser, request, drafting, policy, chain)
         if isinstance(policy, AdaptivePolicy):
             text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
@@ -336,9 +336,9 @@ class Engine:
 
 def as_proposer(drafter: Drafter | ContextNetwork | Proposer) -> Proposer:
     """The proposer that a network of this package makes."""
-    if isinstance(drafter, ContextNetwork):
-        return ContextProposer(drafter)
-    return RecurrentProposer(drafter) if isinstance(drafter, Drafter) else drafter
+    if isinstance(drafter, Drafter):
+        return RecurrentProposer(drafter)
+    return ContextProposer(drafter) if isinstance(drafter, ContextNetwork) else drafter
 
 
 def _find_proposer(drafter: AnyDrafter, memory: Memory) -> Proposer | None:
