@@ -59,7 +59,7 @@ class TextRequest:
         num_texts: Texts for every prompt; the seed of each is one more than that before.
         stops: Texts that end a text and are not part of it.
         penalties: Arguments of mlx-lm's ``make_logits_processors``.
-        grammar: What the texts must be, None for anything.
+        grammar: Grammar of the texts, None for none.
         top_logprobs: Number of most probable tokens shown beside each token; None shows no
             log-probabilities.
         is_streamed: Whether parts are sent as they come.
