@@ -148,7 +148,7 @@ def stream_generate(
             of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend on its
             argument and on ``mx.random.state`` only.
         logits_processors: Functions of the tokens so far and the logits, in mlx-lm's form.
-        grammar: What the text must be; every token is one that the grammar allows, after the
+        grammar: Grammar of the text; every token is one that it allows, after the
             logits processors. Where ``max_tokens`` cuts it, the text may be incomplete.
         prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
             as in mlx-lm, those of a draft model or an EAGLE head; it holds the prompt and the

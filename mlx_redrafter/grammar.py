@@ -39,8 +39,9 @@ class Grammar:
     source: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        from_guidance = _guidance().LLMatcher.validate_grammar
-        _check(from_guidance(self.source, limits=_limits()))
+        validate = _guidance().LLMatcher.validate_grammar_with_warnings
+        is_error, messages = validate(self.source, limits=_limits())
+        _check(messages[0] if is_error else "")
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
@@ -55,14 +56,11 @@ class Grammar:
             text = json.dumps(values)
             if not isinstance(values, Mapping):
                 raise TypeError(f"expected an object, got {text[:40]}")
-            _check_size(text, text.count('"$ref"'), "references")
-            options: Any = {"whitespace_pattern": WHITESPACE}
-            source = _guidance().LLMatcher.grammar_from_json_schema(text, overrides=options)
-        except ConfigError:
-            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
-        return cls(source)
+        _check_size(text, text.count('"$ref"'), "references")
+        options = {"whitespace_pattern": WHITESPACE}
+        return cls(_guidance().LLMatcher.grammar_from_json_schema(text, overrides=options))
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -59,7 +59,7 @@ class TextRequest:
         num_texts: Texts for every prompt; the seed of each is one more than that before.
         stops: Texts that end a text and are not part of it.
         penalties: Arguments of mlx-lm's ``make_logits_processors``.
-        grammar: What the texts must be, None for anything.
+        grammar: Grammar of the texts, None for none.
         top_logprobs: Number of most probable tokens shown beside each token; None shows no
             log-probabilities.
         is_streamed: Whether parts are sent as they come.
@@ -225,21 +225,26 @@ def _read_grammar(fields: Fields) -> Grammar | None:
     kind = asked.one_of("type", ["text", "json_object", "json_schema"])
     if kind is None:
         raise asked.refusal("type", '"text", "json_object" or "json_schema"', None)
-    described = asked.typed("json_schema", dict) if kind == "json_schema" else None
+    schema = _read_schema(asked) if kind == "json_schema" else None
     asked.finish()
-    if kind != "json_schema":
-        return Grammar.json_object() if kind == "json_object" else None
-    described = Fields(described or {}, "response_format.json_schema")
-    for name, type_ in (("name", str), ("description", str), ("strict", bool)):
-        described.typed(name, type_)
-    schema = described.typed("schema", dict)
-    described.finish()
-    if schema is None:
-        raise described.refusal("schema", "an object", None)
+    if kind == "text":
+        return None
     try:
-        return Grammar.json_schema(schema)
+        return Grammar.json_object() if schema is None else Grammar.json_schema(schema)
     except ConfigError as error:
-        raise Refusal(f"response_format: {error}", "response_format.json_schema.schema") from error
+        raise Refusal(f"response_format: {error}", "response_format") from error
+
+
+def _read_schema(asked: Fields) -> dict[str, Any]:
+    within = Fields(asked.typed("json_schema", dict) or {}, "response_format.json_schema")
+    for name in ("name", "description"):
+        within.typed(name, str)
+    within.typed("strict", bool)
+    schema: dict[str, Any] | None = within.typed("schema", dict)
+    within.finish()
+    if schema is None:
+        raise within.refusal("schema", "an object", None)
+    return schema
 
 
 def _read_penalties(fields: Fields) -> dict[str, Any]:

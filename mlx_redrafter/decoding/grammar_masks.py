@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.errors import ConfigError
-
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -28,28 +26,21 @@ class GrammarMasks:
         self._new_matcher = new_matcher
         self._matcher = new_matcher()
         self._text: list[int] = []
-        # What follows the end of a text is cut, so everything may.
         self._everything = b"\xff" * len(self._matcher.compute_bitmask())
         self._nothing = bytes(len(self._everything))
-        self._is_over = False
+        # The mask of all that follows, once the matcher can tell no more.
+        self._rest: bytes | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens of the text.
-
-        Raises:
-            ConfigError: A sampler has chosen what the masks do not allow.
-        """
+        """Take in the next tokens of the text."""
         for token in tokens:
-            if self._is_over:
+            if self._rest is not None:
                 return
             self._text.append(token)
             if not self._matcher.try_consume_tokens([token]):
-                self._is_over = self._matcher.is_stopped()
-                if not self._is_over:
-                    raise ConfigError(
-                        f"the sampler chose token {token}, which the grammar does not allow; it "
-                        "must never choose a token of probability 0"
-                    )
+                is_end = self._matcher.is_stopped() and not self._matcher.is_error()
+                # What follows the end is cut; nothing may follow what the grammar forbids.
+                self._rest = self._everything if is_end else self._nothing
 
     def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
         """Logits with minus infinity for what may not follow a node.
@@ -61,10 +52,11 @@ class GrammarMasks:
 
         Returns:
             Shape (N, V). Rows of nodes that cannot be accepted are as they were. Where the matcher
-            gives up, as the text has become too complex for its limits, nothing may follow.
+            gives up, as the text has become too complex for its limits, and where a sampler has
+            chosen what has probability 0, nothing may follow.
         """
-        rows = [self._everything] * len(tokens)
-        if not self._is_over:
+        rows = [self._everything if self._rest is None else self._rest] * len(tokens)
+        if self._rest is None:
             children: list[list[int]] = [[] for _ in tokens]
             for node in range(1, len(tokens)):
                 children[parents[node]].append(node)

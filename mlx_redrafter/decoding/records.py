@@ -168,8 +168,8 @@ class InFlight:
             where = "in the text" if self.num_nodes else "after the prompt"
             raise NonFiniteError(
                 f"the target's logits {where} are NaN; its weights are damaged, its dtype "
-                "overflows (bfloat16 or float32 may not), or a logits processor or a grammar that "
-                "has become too complex left no token"
+                "overflows (bfloat16 or float32 may not), or a logits processor left no token, or "
+                "a grammar did, which is too complex or which a sampler has broken"
             )
 
     @cached_property

@@ -374,3 +374,23 @@ def test_interrupt_ends_with_130(
     monkeypatch.setattr("mlx_redrafter.generation.stream_generate", interrupt)
     result = run(capsys, *_options(stories, None))
     assert (result.code, result.out) == (130, "")
+
+
+def test_grammars(stories: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+    schema, rules = tmp_path / "schema.json", tmp_path / "rules.lark"
+    schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
+    rules.write_text('start: "a" | "b"')
+    options = [*_options(stories, None), "--json"]
+    found = run(capsys, *options, "--json-schema", schema, "--max-tokens", 60)
+    assert set(json.loads(json.loads(found.out)["text"])) <= {1, 2}
+    assert json.loads(run(capsys, *options, "--lark", rules).out)["text"] in ("a", "b")
+    assert json.loads(run(capsys, *options, "--regex", "[cd]{3}").out)["text"].strip("cd") == ""
+    rules.write_text("start: missing")
+    for bad, message in (
+        (["--lark", rules], "grammar cannot be used"),
+        (["--lark", tmp_path / "none"], "No such file"),
+        (["--regex", "a", "--lark", rules], "--regex and --lark cannot be combined"),
+    ):
+        found = run(capsys, *options, *bad)
+        assert (found.code, message in found.err) == (2, True), found.err
