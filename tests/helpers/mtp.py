@@ -41,7 +41,7 @@ def family_config(model_type: str) -> dict[str, Any]:
         rope |= {"rope_theta": 100.0, "partial_rotary_factor": 0.5}
         values["rope_parameters"] = rope
     elif model_type != "glm4_moe" and not model_type.startswith("qwen"):
-        values["partial_rotary_factor"] = 1.0
+        values |= {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-6}
     return values
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_redrafter.checkpoint import (
     find_checkpoint,
     has_weights,
+    named_parameters,
     read_config,
     read_json,
     read_shapes,
@@ -35,6 +36,7 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
     quantize_as_stored,
 )
 from mlx_redrafter.target.inspection import check_config
+from mlx_redrafter.wording import quote
 
 CONFIG_AND_INDEX = ["config.json", "model.safetensors.index.json"]
 # Where a model of one layer has the tensors of that layer.
@@ -88,8 +90,7 @@ def indexed_files(folder: Path, prefix: str) -> list[str] | None:
         return None
     named = read_json(path).get("weight_map")
     found = named.items() if isinstance(named, Mapping) else ()
-    files = {file if name.startswith(prefix) else None for name, file in map(_checked, found)}
-    return sorted(files - {None})
+    return sorted({file for name, file in map(_checked, found) if name.startswith(prefix)})
 
 
 def _checked(entry: tuple[str, Any]) -> tuple[str, str]:
@@ -97,8 +98,8 @@ def _checked(entry: tuple[str, Any]) -> tuple[str, str]:
     is_plain = isinstance(file, str) and PurePosixPath(file).name == file
     if not is_plain or not file.endswith(".safetensors") or set(file) & set("*?[\\"):
         raise CheckpointError(
-            f"expected the name of a safetensors file for {name} in {CONFIG_AND_INDEX[1]}, found "
-            f"{str(file)[:80]!r}; download it again"
+            f"expected the name of a safetensors file for {quote(name)} in {CONFIG_AND_INDEX[1]}, "
+            f"found {quote(str(file))}; download it again"
         )
     return name, file
 
@@ -114,9 +115,10 @@ def _read_module(
     tensors: dict[str, mx.array] = {}
     for path in paths:
         try:
-            stored, metadata = mx.load(str(path), return_metadata=True)  # type: ignore[misc]
+            loaded: Any = mx.load(str(path), return_metadata=True)
         except RuntimeError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
+        stored, metadata = loaded
         # Files that programs of MLX wrote have norms and experts as its layers have them.
         is_published = prefix != "" and metadata.get("format") != "mlx"
         offset = family.norm_offset if is_published else 0.0
@@ -130,7 +132,10 @@ def _read_module(
 
 def _new_module(folder: Path, values: Mapping[str, Any]) -> Mtp:
     try:
-        return Mtp(values)
+        module = Mtp(values)
+        row = mx.zeros((1, module.config.hidden_size))
+        module(row, row, module.make_cache())  # never computed: it tells whether the parts fit
+        return module
     except Exception as error:  # what is made of damaged files may raise anything
         raise CheckpointError(
             f"the config.json in {folder} does not describe a model: {first_line(error)}; download "
@@ -140,8 +145,8 @@ def _new_module(folder: Path, values: Mapping[str, Any]) -> Mtp:
 
 def _rename(
     tensors: Mapping[str, mx.array], values: Mapping[str, Any], folder: Path
-) -> dict[str, tuple[str, mx.array]]:
-    """Tensors with the names they have in files, by the names of `Mtp`.
+) -> dict[str, mx.array]:
+    """Tensors by the names of `Mtp`.
 
     mlx-lm's own preparation of a layer stacks experts and takes FP8 and latent attention apart.
     """
@@ -163,9 +168,15 @@ def _rename(
     for name, tensor in laid.items():
         bare = name.removeprefix(LAYER)
         old = next(filter(bare.startswith, family.names), "")
-        own = family.names.get(old, "block.") + bare.removeprefix(old)
-        renamed[own] = prefix_of(values) + bare, tensor
+        renamed[family.names.get(old, "block.") + bare.removeprefix(old)] = tensor
     return renamed
+
+
+def _published_name(own: str, family: Family, prefix: str) -> str:
+    for published, name in family.names.items():
+        if own.startswith(name):
+            return prefix + published + own.removeprefix(name)
+    return prefix + own.removeprefix("block.")
 
 
 def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -178,12 +189,12 @@ def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     Raises:
         KeyError: One of several experts is missing.
     """
-    laid, stacks = {}, {}
+    laid: dict[str, mx.array] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for name, tensor in tensors.items():
         parts = EXPERT.fullmatch(name)
         if parts is not None:
-            key = f"{parts[1]}switch_mlp.{parts[2]}"
-            stacks[key] = [*stacks.get(key, ()), tensor]
+            counts[parts[1], parts[2]] += 1
         elif name.endswith("experts.gate_up_proj"):
             base = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
             gates, ups = mx.split(tensor, 2, axis=-2)
@@ -192,25 +203,25 @@ def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
             laid[name.replace("experts.", "switch_mlp.") + ".weight"] = tensor
         else:
             laid[name] = tensor
-    for key, found in stacks.items():
-        base, _, rest = key.partition("switch_mlp.")
-        laid[key] = mx.stack([tensors[f"{base}experts.{e}.{rest}"] for e in range(len(found))])
+    for (base, rest), num in counts.items():
+        stack = mx.stack([tensors[f"{base}experts.{e}.{rest}"] for e in range(num)])
+        laid[f"{base}switch_mlp.{rest}"] = stack
     return laid
 
 
 def _fill(
-    module: nn.Module,
-    folder: Path,
-    values: Mapping[str, Any],
-    renamed: Mapping[str, tuple[str, mx.array]],
+    module: Mtp, folder: Path, values: Mapping[str, Any], weights: Mapping[str, mx.array]
 ) -> None:
-    weights = {own: tensor for own, (_, tensor) in renamed.items()}
-    names = {own: name for own, (name, _) in renamed.items()}
     shapes = {own: tensor.shape for own, tensor in weights.items()}
     if "quantization" in values:
         quantize_as_stored(module, values["quantization"], shapes)
+    prefix = prefix_of(values)
+    names = {
+        own: _published_name(own, module.family, prefix)
+        for own in named_parameters(module).keys() | shapes.keys()
+    }
     check_shapes(module, shapes, folder, names)
-    check_floating(module, weights, folder)
+    check_floating(module, weights, folder, names)
     module.load_weights(list(weights.items()))
     check_finite(module, folder, names)
     module.eval()

@@ -33,7 +33,7 @@ class Family:
     """The MTP modules of a family of models.
 
     Attributes:
-        prefix: What the names of the first module's tensors begin with; ``{layer}`` stands for the
+        prefix: Beginning of the names of the first module's tensors; ``{layer}`` stands for the
             number of the model's layers.
         names: Beginnings of the names after that, and those of `Mtp` in their place; other tensors
             are of the decoder layer.
@@ -42,7 +42,7 @@ class Family:
             module.
         hidden_first: Whether the state stands before the embedding in what is joined.
         feeds_norm: Whether the output after the last norm stands for the target's state.
-        norm_offset: What is to be added to the weights of norms as published.
+        norm_offset: Number to add to the published weights of norms.
     """
 
     prefix: str
@@ -121,7 +121,7 @@ def is_sidecar(values: Mapping[str, Any]) -> bool:
 
 
 def prefix_of(values: Mapping[str, Any]) -> str:
-    """What the names of the tensors of a model's first module begin with."""
+    """Beginning of the names of the tensors of a model's first module."""
     if is_sidecar(values):
         return ""
     prefix = FAMILIES[model_type_of(values)].prefix

@@ -162,14 +162,20 @@ def check_finite(
         )
 
 
-def check_floating(drafter: nn.Module, weights: Mapping[str, mx.array], name: str | Path) -> None:
-    """Raise `CheckpointError` naming weights that are integers where numbers are expected.
+def check_floating(
+    drafter: nn.Module,
+    weights: Mapping[str, mx.array],
+    name: str | Path,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `CheckpointError` naming weights that are integers where they should not be.
 
-    Quantised weights of other programs have the right shapes, too.
+    Quantised weights of other programs have the right shapes, too. ``names`` are those in the
+    checkpoint by the network's, where they differ.
     """
     parameters = named_parameters(drafter)
     problems = [
-        f"{own} is {weight.dtype}"
+        f"{(names or {}).get(own, own)} is {weight.dtype}"
         for own, weight in weights.items()
         if mx.issubdtype(weight.dtype, mx.floating)
         != mx.issubdtype(parameters[own].dtype, mx.floating)
@@ -255,7 +261,7 @@ def check_shapes(
     expected = {name: tensor.shape for name, tensor in named_parameters(drafter).items()}
     found = {name: shape for name, shape in stored.items() if name not in UNUSED_TENSORS}
     called = {name: (names or {}).get(name, name) for name in expected.keys() | found.keys()}
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    problems = [f"{called[name]} is missing" for name in expected.keys() - found.keys()]
     problems += [
         f"{called[name]} is not part of a drafter" for name in found.keys() - expected.keys()
     ]

@@ -22,6 +22,7 @@ from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.proposers.mtp.families import QWEN
 from mlx_redrafter.recognition import recognise
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
@@ -237,6 +238,31 @@ def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path: Path) -> None
         for name, tensor in named_parameters(published).items():
             assert mx.array_equal(named_parameters(other)[name], tensor), name
     assert recognise(tmp_path / "sidecar")[0] == "MTP module"
+    nn.quantize(published, group_size=32, bits=4)
+    back = {own: name for name, own in QWEN.names.items()}
+    quantised = {
+        next(back[old] + name.removeprefix(old) for old in back if name.startswith(old)): tensor
+        for name, tensor in named_parameters(published).items()
+    }
+    options = {"quantization": {"group_size": 32, "bits": 4}}
+    read = load_mtp(write(tmp_path / "sidecar", quantised, {**sidecar, **options}))
+    assert read.block.mlp.switch_mlp.up_proj.bits == 4
+
+
+def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path) -> None:
+    for model_type in ("deepseek_v3", "qwen3_next"):
+        config = family_config(model_type)
+        tensors = family_tensors(config)
+        name = next(name for name in tensors if name.endswith("o_proj.weight"))
+        weight = tensors[name]
+        tensors |= {name: mx.to_fp8(weight), f"{name}_scale_inv": mx.full((1, 1), 2.0)}
+        folder = write(tmp_path, tensors, config)
+        if model_type == "deepseek_v3":
+            read = load_mtp(folder).block.self_attn.o_proj.weight
+            assert mx.allclose(read.astype(mx.float32), 2 * weight, rtol=0.07, atol=0.01)
+        else:
+            with pytest.raises(CheckpointError, match="o_proj.weight_scale_inv is not part"):
+                load_mtp(folder)
 
 
 def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
@@ -250,7 +276,7 @@ BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]]
         changed("self_attn.k_proj.bias", None),
         CONFIG,
         CheckpointError,
-        r"self_attn\.k_proj\.bias is missing",
+        r"mtp_layers\.0\.self_attn\.k_proj\.bias is missing",
     ),
     "shape": (
         changed("input_proj.weight", mx.ones((32, 32))),
