@@ -261,7 +261,7 @@ def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path)
             read = load_mtp(folder).block.self_attn.o_proj.weight
             assert mx.allclose(read.astype(mx.float32), 2 * weight, rtol=0.07, atol=0.01)
         else:
-            with pytest.raises(CheckpointError, match="o_proj.weight_scale_inv is not part"):
+            with pytest.raises(CheckpointError, match="weight_scale_inv is not part"):
                 load_mtp(folder)
 
 
