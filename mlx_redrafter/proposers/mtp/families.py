@@ -132,7 +132,7 @@ def is_mtp(values: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Whether a folder has the tensors of MTP modules and none of a model's."""
     if is_sidecar(values):
         return True
-    known = values.get("model_type") in FAMILIES
+    known = str(values.get("model_type")) in FAMILIES
     prefixes = (*OWN_PREFIXES, prefix_of(values)) if known else OWN_PREFIXES
     of_module = [name.startswith(prefixes) for name in names]
     return bool(of_module) and all(of_module)
