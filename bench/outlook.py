@@ -30,6 +30,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.duration import Timetable
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.resources import count_drafter_weights
+from mlx_redrafter.training.students.kinds import new_student
 
 # Tokens per forward pass whose cost is told.
 TOLD = (4, 8)
@@ -106,7 +107,8 @@ def measure_outlook(
         for one in APPLE_ACCEPTANCE
     }
     best = max(speedups, key=speedups.__getitem__)
-    pace = rehearse(cost.request, target, cost.config, [TIMING_PROMPT], on_stage)
+    student = new_student(target, cost.request.network)
+    pace = rehearse(cost.request, target, student, [TIMING_PROMPT], on_stage)
     told = ", ".join(f"checking {n} tokens takes {times[n] / costs.plain:.2f}" for n in TOLD)
     return Outlook(
         costs.plain,

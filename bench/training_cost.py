@@ -24,6 +24,7 @@ from mlx_redrafter.training.resources import (
     COPIES_OF_LOGITS,
     PROMPT_TOKENS,
     Estimate,
+    StudentSize,
     count_drafter_weights,
     estimate,
     format_bytes,
@@ -70,7 +71,8 @@ class TrainingCost:
         written = round(options.written_share * tokens)
         work = Workload.of(request, tokens - written, written, PROMPT_TOKENS, options.held_out)
         config = choose_drafter_config(shape.target_size, request.network)
-        return cls(work, estimate(work, request, shape.target_size, config), request, config)
+        size = StudentSize(count_drafter_weights(config))
+        return cls(work, estimate(work, request, shape.target_size, size), request, config)
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
         """The computed time on a chip."""

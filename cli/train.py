@@ -114,7 +114,11 @@ def _request(run: Run, values: dict[str, Any]) -> TrainingRequest:
             seed=schedule.seed,
         ),
         network=NetworkOptions(
-            network.exit_dim, network.layers, network.length, network.draft_vocab
+            network.head,  # type: ignore[arg-type]
+            network.exit_dim,
+            network.layers,
+            network.length,
+            network.draft_vocab,
         ),
         loss=LossOptions(recipe=schedule.recipe),  # type: ignore[arg-type]
         training=TrainingOptions(

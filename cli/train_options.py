@@ -101,6 +101,13 @@ class Texts:
 class Network:
     """The drafter."""
 
+    head: Annotated[
+        str,
+        typer.Option(
+            help="Kind of drafter: redrafter, a recurrent one; medusa; eagle, EAGLE-3; or eagle1.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "redrafter"
     start_from: Annotated[
         str | None,
         typer.Option(
@@ -119,8 +126,13 @@ class Network:
         ),
     ] = None
     layers: Annotated[
-        int, typer.Option(help="Residual blocks before the head.", rich_help_panel=NETWORK)
-    ] = 2
+        int | None,
+        typer.Option(
+            help="Residual blocks before the head; by default 2, of Medusa heads 1.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
     length: Annotated[
         int,
         typer.Option(help="Tokens per beam to train for, root included.", rich_help_panel=NETWORK),

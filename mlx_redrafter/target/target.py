@@ -265,6 +265,20 @@ class Target:
         with tree_positions(cache.expect(trees)):
             return self._process(cache.step.tokens, cache.layers, layers)
 
+    def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
+        """Inputs of layers at all tokens of a new text, of shape (n,), in one pass.
+
+        Args:
+            tokens: Token ids, shape (n,).
+            layers: As in `verify`, at least one.
+
+        Returns:
+            The inputs beside each other, shape (n, S).
+        """
+        states = self._process(tokens[None], None, layers).of(0).states
+        assert states is not None
+        return states
+
     def watch(self, layers: Sequence[int]) -> None:
         """Hook layers, so that passes can tell what they are given; computes nothing.
 

@@ -9,8 +9,9 @@
     order = BatchOrder(cache, "train", BatchOptions("soft", 5, 1024, seed))
     config = choose_drafter_config(target, NetworkOptions())
     drafter = initialise_drafter(config, compute_head_matrix(target), seed)
-    loss = unrolled_loss(drafter, target.embed, batch, counts, LossOptions())
-    simulate(drafter, target.embed, shards, DraftPlan.of())            # tokens/step, no target run
+    student = RecurrentStudent(drafter, target.embed)                  # or new_student(...)
+    loss = draft_loss(student.logits(drafter, batch), batch, counts, LossOptions())
+    simulate(student, shards, DraftPlan.of())                          # tokens/step, no target run
 """
 
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
@@ -25,7 +26,7 @@ from mlx_redrafter.training.initial import (
     initialise_drafter,
     select_frequent_tokens,
 )
-from mlx_redrafter.training.loss import Batch, unrolled_loss
+from mlx_redrafter.training.loss import Batch, draft_loss
 from mlx_redrafter.training.options import (
     DataOptions,
     LossOptions,
@@ -38,7 +39,10 @@ from mlx_redrafter.training.resources import Estimate, check_resources, estimate
 from mlx_redrafter.training.run import TrainingResult, train_drafter
 from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.students.kinds import new_student
+from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from mlx_redrafter.training.trainer import Optimiser, Trainer, TrainingTask
 from mlx_redrafter.training.training_card import write_training_card
@@ -55,8 +59,10 @@ __all__ = [
     "LossOptions",
     "NetworkOptions",
     "Optimiser",
+    "RecurrentStudent",
     "Reporter",
     "Shard",
+    "Student",
     "TeacherCache",
     "TextGenerator",
     "TokenSequence",
@@ -70,18 +76,20 @@ __all__ = [
     "choose_drafter_config",
     "compute_head_matrix",
     "divide",
+    "draft_loss",
     "estimate",
     "fill_cache",
     "fill_rollouts",
+    "fill_states",
     "fingerprint_weights",
     "initialise_drafter",
     "load_json",
+    "new_student",
     "read_items",
     "save_json",
     "select_frequent_tokens",
     "simulate",
     "train_drafter",
-    "unrolled_loss",
     "write_csv",
     "write_picture",
     "write_training_card",

@@ -1,11 +1,13 @@
 """Batches of positions in an order that depends on the seed alone.
 
-The drafter's state starts anew at each position, so positions are independent examples, and those
-of several shards are shuffled together. A run can begin anywhere in the order.
+Where a drafter's state starts anew at each position, positions are independent examples. A drafter
+that attends to what it read before has stretches of consecutive positions as examples. Those of
+several shards are shuffled together. A run can begin anywhere in the order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +18,13 @@ from numpy.typing import NDArray
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch
 from mlx_redrafter.training.options import Recipe
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, find_draftable_steps
+from mlx_redrafter.training.teacher_cache import (
+    OPTIONAL,
+    Shard,
+    Split,
+    TeacherCache,
+    find_draftable_steps,
+)
 
 # Upper limit of the cached arrays in memory at one time; the shards below it are shuffled together.
 GROUP_BYTES = 2**29
@@ -32,12 +40,21 @@ class BatchOptions(NamedTuple):
         batch_tokens: Positions per batch; the last batch of a group is padded with positions of
             weight 0.
         seed: Random seed for the order.
+        stretch: Consecutive positions of an example.
+        layers: Layers of the target whose inputs stand for its last hidden states, [] for none.
     """
 
     recipe: Recipe
     beam_length: int
     batch_tokens: int
     seed: int
+    stretch: int = 1
+    layers: Sequence[int] = ()
+
+    @property
+    def batch_examples(self) -> int:
+        """Examples per batch."""
+        return max(1, self.batch_tokens // self.stretch)
 
 
 class HeadRows:
@@ -85,12 +102,13 @@ class Group:
 
     Attributes:
         shard: All shards of the group, concatenated.
-        positions: Positions with at least one step that counts, int64, shape (p,).
+        examples: First positions of the examples; of single positions, those with at least one
+            step that counts, int64, shape (p,).
         steps: True for the unroll steps that count, bool, shape (n, L - 1).
     """
 
     shard: Shard
-    positions: NDArray[np.int64]
+    examples: NDArray[np.int64]
     steps: NDArray[np.bool_]
 
 
@@ -127,8 +145,8 @@ class BatchOrder:
         self._group: tuple[int, Group] | None = None
 
     @property
-    def num_positions(self) -> int:
-        """Positions per epoch."""
+    def num_examples(self) -> int:
+        """Examples per epoch."""
         return sum(self.counts)
 
     @property
@@ -141,10 +159,11 @@ class BatchOrder:
         place = self._place(step)
         group = self._load(place.group)
         rng = np.random.default_rng([self.options.seed, place.epoch, place.group])
-        order = rng.permutation(group.positions)
-        size = self.options.batch_tokens
+        order = rng.permutation(group.examples)
+        options, size = self.options, self.options.batch_examples
         chosen = order[place.batch * size : (place.batch + 1) * size]
-        return gather(group, chosen, size, self.options.beam_length, self.rows)
+        positions = (chosen[:, None] + np.arange(options.stretch)).flatten()
+        return gather(group, positions, size * options.stretch, options.beam_length, self.rows)
 
     def _place(self, step: int) -> Place:
         epoch, left = divmod(step, self.steps_per_epoch)
@@ -156,12 +175,13 @@ class BatchOrder:
         raise AssertionError("a step beyond the epoch")
 
     def _num_batches(self, count: int) -> int:
-        return -(-count // self.options.batch_tokens)
+        return -(-count // self.options.batch_examples)
 
     def _survey(self) -> tuple[list[list[int]], list[int]]:
-        """List the shard numbers and count the positions of each group."""
+        """List the shard numbers and count the examples of each group."""
         groups: list[list[int]] = []
         counts: list[int] = []
+        sizes: list[int] = []
         room = 0
         # The cache holds given texts first and self-generated texts after them: a group of
         # neighbours would be one kind of text, and the drafter would forget the other.
@@ -175,10 +195,14 @@ class BatchOrder:
             if not groups or size > room:
                 groups.append([])
                 counts.append(0)
+                sizes.append(0)
                 room = GROUP_BYTES
             groups[-1].append(number)
             counts[-1] += count
+            sizes[-1] += shard.tokens.shape[0]
             room -= size
+        if self.options.stretch > 1:
+            counts = [-(-size // self.options.stretch) for size in sizes]
         return groups, counts
 
     def _mark_steps(self, shard: Shard) -> NDArray[np.bool_]:
@@ -196,11 +220,27 @@ class BatchOrder:
         if self._group is None or self._group[0] != number:
             self._group = None  # free its memory before the next group is read
             length = self.options.beam_length if self.options.recipe == "rollouts" else None
-            shards = [self.cache.load(self.split, n, length) for n in self.groups[number]]
+            layers = self.options.layers
+            shards = [self.cache.load(self.split, n, length, layers) for n in self.groups[number]]
             steps = np.concatenate([self._mark_steps(shard) for shard in shards])
-            group = Group(concatenate(shards), np.flatnonzero(steps.any(axis=1)), steps)
-            self._group = (number, group)
+            self._group = (number, make_group(concatenate(shards), steps, self.options.stretch))
         return self._group[1]
+
+
+def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> Group:
+    """Divide a shard into examples.
+
+    Args:
+        shard: The shard.
+        steps: True for the unroll steps that count, bool, shape (n, L - 1). Those that reach beyond
+            their stretch do not.
+        stretch: Consecutive positions of an example.
+    """
+    if stretch == 1:
+        return Group(shard, np.flatnonzero(steps.any(axis=1)), steps)
+    count, num_steps = steps.shape
+    last = np.arange(count)[:, None] % stretch + np.arange(num_steps)
+    return Group(shard, np.arange(0, count, stretch), steps & (last < stretch))
 
 
 def concatenate(shards: list[Shard]) -> Shard:
@@ -214,8 +254,10 @@ def concatenate(shards: list[Shard]) -> Shard:
         for name in shards[0].arrays()
         if name != "starts"
     }
-    if all(shard.rollouts is not None for shard in shards):
-        joined["rollouts"] = mx.concatenate([s.rollouts for s in shards if s.rollouts is not None])
+    for name in OPTIONAL:
+        arrays = [getattr(shard, name) for shard in shards]
+        if all(array is not None for array in arrays):
+            joined[name] = mx.concatenate(arrays)
     end = mx.array([int(offsets[-1])], dtype=mx.int32)
     shard = Shard(starts=mx.concatenate([*starts, end]), **joined)
     mx.eval(list(shard.arrays().values()))
@@ -225,12 +267,19 @@ def concatenate(shards: list[Shard]) -> Shard:
 def gather(
     group: Group, positions: NDArray[np.int64], size: int, length: int, rows: HeadRows
 ) -> Batch:
-    """Collect the batch of some positions, padded to ``size`` with positions of weight 0."""
+    """Collect the batch of some positions.
+
+    Positions of weight 0 pad it to ``size``, and stand for positions beyond the last.
+    """
     shard, last = group.shard, len(group.steps) - 1
-    weights = np.zeros((size, length - 1), np.float32)
-    weights[: len(positions)] = group.steps[positions]
-    padded = np.zeros(size, np.int64)
+    padded = np.full(size, last + 1)
     padded[: len(positions)] = positions
+    is_there = padded <= last
+    padded = np.where(is_there, padded, 0)
+    weights = np.where(is_there[:, None], group.steps[padded], False).astype(np.float32)
+    # What pads a stretch is another sequence.
+    sequences = np.searchsorted(np.array(shard.starts), padded, side="right")
+    sequences = np.where(is_there, sequences, 0).astype(np.int32)
     here = mx.array(padded.astype(np.int32))
     if shard.rollouts is None:
         ahead = np.minimum(padded[:, None] + np.arange(1, length + 1), last).astype(np.int32)
@@ -244,7 +293,8 @@ def gather(
         shard.top_ids[where], shard.top_log_probs[where].astype(mx.float32), shard.tail[where]
     )
     return Batch(
-        hidden=shard.hidden[here],
+        states=(shard.hidden if shard.states is None else shard.states)[here],
+        sequences=mx.array(sequences),
         tokens=tokens,
         labels=rows.look_up(tokens[:, 1:]),
         weights=mx.array(weights),

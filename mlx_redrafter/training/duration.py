@@ -94,7 +94,7 @@ class Pace:
             without rollouts.
         step: Seconds per optimiser step.
         chain: Seconds per held-out token of a measurement with a chain.
-        tree: Seconds per held-out token of a measurement with a tree.
+        tree: Seconds per held-out token of the other measurements of a finished drafter.
         calibration: Seconds per held-out token of the calibration, which stops at `ENOUGH`.
     """
 

@@ -29,7 +29,7 @@ from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
 from mlx_redrafter.training.target_size import TargetSize
 
-DEFAULT_EXIT_DIM = 1024
+DEFAULT_EXIT_DIM, DEFAULT_BLOCKS = 1024, 2
 # Columns of the head matrix computed at once.
 CHUNK_SIZE = 1024
 
@@ -41,7 +41,7 @@ def choose_drafter_config(target: Target | TargetSize, options: NetworkOptions) 
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         exit_dim=options.exit_dim or default,
-        num_draft_layers=options.num_layers,
+        num_draft_layers=DEFAULT_BLOCKS if options.num_layers is None else options.num_layers,
         rnn=True,
         draft_vocab_size=options.draft_vocab,
     )
@@ -110,6 +110,15 @@ def initialise_drafter(
     """
     mx.random.seed(seed)
     drafter = Drafter(config)
+    start_drafter(drafter, head, token_ids)
+    mx.eval(drafter.parameters())
+    return drafter
+
+
+def start_drafter(
+    drafter: Drafter, head: mx.array | None, token_ids: NDArray[np.int32] | None
+) -> None:
+    """Set what does not begin with random weights; see `initialise_drafter`."""
     if token_ids is not None:
         drafter.token_ids = mx.array(token_ids)
         head = None if head is None else head[drafter.token_ids]
@@ -118,8 +127,6 @@ def initialise_drafter(
         block.linear.bias = mx.zeros_like(block.linear.bias)
     if head is not None:
         _start_from_head(drafter, np.array(head.astype(mx.float32)))
-    mx.eval(drafter.parameters())
-    return drafter
 
 
 def _start_from_head(drafter: Drafter, head: NDArray[np.float32]) -> None:

@@ -1,11 +1,13 @@
 """The training losses: distillation of the target along the drafter's own unrolled states.
 
-Axes: B positions, S = L - 1 unroll steps, H hidden size, V rows of the head, k kept tokens.
+Axes: B positions, S = L - 1 unroll steps, C layers of the target, H hidden size, V rows of the
+head, k kept tokens.
 
-At position t the drafter sees the hidden state h_t and the tokens x_{t+1} (the root) to x_{t+1+i},
-and predicts x_{t+2+i}: step i of S. The target's own distribution of that token is P_{t+1+i}, which
-one pass over the text gives for all t and i. Trained on these distributions along self-generated
-text, the drafter minimises the paper's Eq. 2 with the inner expectation taken exactly.
+At position t a drafter sees the hidden state h_t and the tokens x_{t+1} (the root) to x_{t+1+i}, or
+of these only the root, and predicts x_{t+2+i}: step i of S. The target's own distribution of that
+token is P_{t+1+i}, which one pass over the text gives for all t and i. Trained on these
+distributions along self-generated text, the drafter minimises the paper's Eq. 2 with the inner
+expectation taken exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.options import DISTILLING, LossOptions
 
 # Log-probability of impossible tokens, in nats; its exponential is zero in float32.
@@ -31,7 +32,9 @@ class Batch(NamedTuple):
     """The drafter's inputs and the target's outputs at B positions.
 
     Attributes:
-        hidden: The target's hidden states, shape (B, H).
+        states: What the drafter reads of the target: its last hidden states, or the inputs of C of
+            its layers, shape (B, H) or (B, C * H).
+        sequences: Number of the sequence of each position, int32, shape (B,).
         tokens: Root and drafts, int32, shape (B, S + 1).
         labels: Rows of the head for the tokens after the root, -1 for tokens without a row, int32,
             shape (B, S).
@@ -42,7 +45,8 @@ class Batch(NamedTuple):
         tail: Probability of all tokens outside ``top_ids``, float32, shape (B, S).
     """
 
-    hidden: mx.array
+    states: mx.array
+    sequences: mx.array
     tokens: mx.array
     labels: mx.array
     weights: mx.array
@@ -55,9 +59,7 @@ class Batch(NamedTuple):
         return Batch(*(array[start:stop] for array in self))
 
 
-def unrolled_loss(
-    drafter: Drafter, embed: Embed, batch: Batch, counts: mx.array, options: LossOptions
-) -> mx.array:
+def draft_loss(logits: mx.array, batch: Batch, counts: mx.array, options: LossOptions) -> mx.array:
     """Compute the loss of a batch, or of a part of a batch, in nats.
 
         loss = sum_i w_i (sum_t rho_{t,i} l_{t,i}) / counts_i
@@ -69,8 +71,8 @@ def unrolled_loss(
     ``batch.tokens``, w and rho are 1.
 
     Args:
-        drafter: The network.
-        embed: The target's input embedding.
+        logits: The drafter's logits after the root and each draft but the last, float32, shape
+            (B, S, V).
         batch: All positions of a batch, or some of them.
         counts: Number of positions of the whole batch whose step i counts, so that the losses of
             its parts add up, float32, shape (S,).
@@ -79,7 +81,6 @@ def unrolled_loss(
     Returns:
         The loss, a float32 scalar.
     """
-    logits = unrolled_logits(drafter, embed, batch)
     if options.recipe in DISTILLING:
         teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
         if options.recipe == "soft":
@@ -92,17 +93,6 @@ def unrolled_loss(
         losses = cross_entropy(logits, batch.labels)
         weights = batch.weights * (batch.labels >= 0)  # tokens without a row cannot be drafted
     return mx.sum(mx.sum(weights * losses, axis=0) / mx.maximum(counts, 1.0))
-
-
-def unrolled_logits(drafter: Drafter, embed: Embed, batch: Batch) -> mx.array:
-    """Compute the drafter's logits after the root and each draft, float32, shape (B, S, V)."""
-    num_steps = batch.tokens.shape[1] - 1
-    inputs = drafter.project_input(embed(batch.tokens[:, :num_steps]))  # (B, S, H)
-    states = [drafter.start(inputs[:, 0])]
-    for step in range(1, num_steps):
-        states.append(drafter.advance(states[-1], inputs[:, step]))
-    hidden = batch.hidden[:, None].astype(drafter.dtype)
-    return drafter.logits(hidden, mx.stack(states, axis=1)).astype(mx.float32)
 
 
 def divergence(

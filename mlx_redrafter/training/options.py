@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,16 @@ Recipe = Literal["soft", "coupled", "apple", "rollouts"]
 RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
 # Recipes that train on the target's distributions; the others train on tokens.
 DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
+Head = Literal["redrafter", "medusa", "eagle", "eagle1"]
+# Kinds of heads, and the options beside the beam length that each has.
+HEADS: Mapping[Head, tuple[str, ...]] = {
+    "redrafter": ("exit_dim", "layers", "draft_vocab"),
+    "medusa": ("layers", "draft_vocab"),
+    "eagle": ("draft_vocab",),
+    "eagle1": (),
+}
+# Heads that attend to the text before, of which rollouts are no part.
+READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1")
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -54,24 +65,37 @@ class NetworkOptions:
     """Shape of the drafter; the defaults suit small and large targets.
 
     Attributes:
+        head: Kind of the drafter: a recurrent one, Medusa heads, EAGLE-3, or EAGLE-1.
         exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
-        num_layers: Number of residual blocks before the head.
+        num_layers: Number of residual blocks before the head; by default 2, of Medusa heads 1.
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
         draft_vocab: Number of tokens that the drafter can propose, the most frequent ones of the
             texts; None for all. With large vocabularies the head is most of the cost of a draft.
     """
 
+    head: Head = "redrafter"
     exit_dim: int | None = None
-    num_layers: int = 2
+    num_layers: int | None = None
     beam_length: int = 5
     draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ConfigError(f"head must be one of {', '.join(HEADS)}, got {self.head!r}")
+        given = {
+            "exit_dim": self.exit_dim,
+            "layers": self.num_layers,
+            "draft_vocab": self.draft_vocab,
+        }
+        for name, value in given.items():
+            if value is not None and name not in HEADS[self.head]:
+                raise ConfigError(f"{name} has no meaning for the head {self.head}; leave it out")
         if self.draft_vocab is not None:
             check_int("draft_vocab", self.draft_vocab, 1)
         if self.exit_dim is not None:
             check_int("exit_dim", self.exit_dim, 1)
-        check_int("layers", self.num_layers, 0, 16)
+        if self.num_layers is not None:
+            check_int("layers", self.num_layers, 0, 16)
         check_int("length", self.beam_length, 2, MAX_BEAM_LENGTH, " (the root counts as one)")
 
 
@@ -112,7 +136,7 @@ class TrainingOptions:
             reading and evaluation leave of it.
         batch_tokens: Positions per optimiser step.
         learning_rate: Peak of the schedule, which is a linear warm-up, then a cosine to a hundredth
-            of the peak; None for `default_learning_rate`.
+            of the peak; None for `Student.learning_rate`.
         warmup: Share of the steps spent warming up, 0 to 1.
         max_grad_norm: Largest norm of the gradient; longer gradients are scaled down.
         ema_decay: Decay of the moving average of the weights, which is exported.
@@ -157,11 +181,6 @@ class TrainingOptions:
             raise ConfigError(
                 f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}"
             )
-
-
-def default_learning_rate(exit_dim: int) -> float:
-    """Choose the peak learning rate by the head's width: 2e-3 for 1024, inverse to the width."""
-    return min(2.0 / exit_dim, 1.6e-2)
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:

@@ -11,8 +11,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.loading import load
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import HeadRows
 from mlx_redrafter.training.corpus import (
@@ -27,9 +25,7 @@ from mlx_redrafter.training.data import Encoder, read_items
 from mlx_redrafter.training.duration import Timetable, Workload
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import (
-    choose_drafter_config,
     compute_head_matrix,
-    initialise_drafter,
     load_earlier_drafter,
     select_frequent_tokens,
 )
@@ -37,6 +33,7 @@ from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.request import STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training.resources import (
+    StudentSize,
     check_minutes,
     check_resources,
     count_work,
@@ -44,8 +41,11 @@ from mlx_redrafter.training.resources import (
 )
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
+from mlx_redrafter.training.students.kinds import new_student
+from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.student import Student, initialise
 from mlx_redrafter.training.target_size import TargetSize
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import TeacherCache
 
 
@@ -53,15 +53,13 @@ class DistillationInputs(NamedTuple):
     """Inputs of the distillation beside the teacher cache; the target itself is not needed.
 
     Attributes:
-        embedding: The target's input embedding, shape (V, H).
-        drafter: The drafter before training.
+        student: The drafter before training.
         rows: Rows of the drafter's head.
         target_fingerprint: Fingerprint of the target's weights.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 
-    embedding: mx.array
-    drafter: Drafter
+    student: Student
     rows: HeadRows
     target_fingerprint: str
     start_fingerprint: str | None
@@ -77,8 +75,7 @@ class Preparation:
         tokenizer: The target's tokenizer.
         sources: Texts divided by their use.
         encoder: Encoder of the texts.
-        config: The drafter's shape.
-        earlier: The drafter to continue training, None for a new one.
+        student: The drafter; a new one has no weights yet.
         cache: The teacher cache.
         fingerprint: Fingerprint of the target's weights.
     """
@@ -88,8 +85,7 @@ class Preparation:
     tokenizer: TokenizerWrapper
     sources: Sources
     encoder: Encoder
-    config: DrafterConfig
-    earlier: Drafter | None
+    student: Student
     cache: TeacherCache
     fingerprint: str
 
@@ -111,10 +107,11 @@ class Preparation:
         request = _fit_to_context(request, target, reporter)
         options = request.data_options
         sources = divide(data, prompts, options)
-        earlier = None
-        if request.start_from is not None:
-            earlier = load_earlier_drafter(request.start_from, target, tokenizer.vocab_size)
-        new = choose_drafter_config(target, request.network)
+        if request.start_from is None:
+            student = new_student(target, request.network)
+        else:
+            drafter = load_earlier_drafter(request.start_from, target, tokenizer.vocab_size)
+            student = RecurrentStudent(drafter, target.embed)
         fingerprint = fingerprint_weights(model)
         identity = {
             "target": fingerprint,
@@ -130,8 +127,7 @@ class Preparation:
             tokenizer,
             sources,
             Encoder(tokenizer, options.sequence_length, target.vocab_size),
-            new if earlier is None else earlier.config,
-            earlier,
+            student,
             TeacherCache(request.cache_folder, identity),
             fingerprint,
         )
@@ -147,7 +143,8 @@ class Preparation:
         """
         request = self.request
         work = count_work(self.sources, self.encoder, request)
-        needed = estimate(work, request, TargetSize.of(self.target), self.config)
+        size = StudentSize.of(self.student)
+        needed = estimate(work, request, TargetSize.of(self.target), size)
         check_resources(needed, self.cache.folder)
         reporter.say(f"needs {needed}")
         if has_state(request.out / STATE_FOLDER):
@@ -161,7 +158,7 @@ class Preparation:
         pace = rehearse(
             request,
             self.target,
-            self.config,
+            self.student.holding(self.student.new_network()),
             prompts,
             lambda done, total: reporter.progress("rehearsal", done, total),
         )
@@ -182,28 +179,27 @@ class Preparation:
             self.sources, self.encoder, generator, options, self.cache.folder, reporter.progress
         )
         _check_corpus(corpus)
-        _fill(self.cache, corpus, self.target, self.request, reporter)
+        _fill(self.cache, corpus, self.target, self.student, self.request, reporter)
         return corpus, self._collect_inputs(corpus)
 
     def _collect_inputs(self, corpus: Corpus) -> DistillationInputs:
-        target, drafter, start = self.target, self.earlier, None
-        if drafter is None:
-            drafter = self._new_drafter(corpus)
+        target, student, start = self.target, self.student, None
+        if self.request.start_from is None:
+            self._initialise(corpus)
         else:
-            start = fingerprint_weights(drafter)
-        embedding = target.embed(mx.arange(target.vocab_size))
-        mx.eval(embedding)
-        ids = np.array(drafter.token_ids) if drafter.has_draft_vocab else None
+            start = fingerprint_weights(student.network)
+        student.leave_target()
+        ids = None if student.row_ids is None else np.array(student.row_ids)
         rows = HeadRows(ids, target.vocab_size)
-        return DistillationInputs(embedding, drafter, rows, self.fingerprint, start)
+        return DistillationInputs(student, rows, self.fingerprint, start)
 
-    def _new_drafter(self, corpus: Corpus) -> Drafter:
-        target, token_ids = self.target, None
-        if (count := self.config.draft_vocab_size) is not None:
-            stop_tokens = self.tokenizer.eos_token_ids
-            token_ids = select_frequent_tokens(corpus.train, stop_tokens, count, target.vocab_size)
-        seed = self.request.training.seed
-        return initialise_drafter(self.config, compute_head_matrix(target), seed, token_ids)
+    def _initialise(self, corpus: Corpus) -> None:
+        target, student, token_ids = self.target, self.student, None
+        if student.row_ids is not None:
+            token_ids = select_frequent_tokens(
+                corpus.train, self.tokenizer.eos_token_ids, student.head_rows, target.vocab_size
+            )
+        initialise(student, compute_head_matrix(target), self.request.training.seed, token_ids)
 
 
 def _fit_to_context(
@@ -228,6 +224,7 @@ def _fill(
     cache: TeacherCache,
     corpus: Corpus,
     target: Target,
+    student: Student,
     request: TrainingRequest,
     reporter: Reporter,
 ) -> None:
@@ -246,6 +243,14 @@ def _fill(
             k,
             lambda done, stage=stage, total=total: reporter.progress(stage, done, total),  # type: ignore[misc]
         )
+        if student.layers:
+            fill_states(
+                cache,
+                split,  # type: ignore[arg-type]
+                target,
+                student.layers,
+                lambda done, total=total: reporter.progress("reading layers", done, total),  # type: ignore[misc]
+            )
     if request.loss.recipe == "rollouts":
         total = sum(map(len, corpus.train))
         fill_rollouts(

@@ -15,14 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.proposers.redrafter.calibration import calibrate
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import Group, HeadRows, gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
-from mlx_redrafter.training.initial import initialise_drafter
 from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.self_generated import (
     ROUND_SIZE,
@@ -30,15 +26,17 @@ from mlx_redrafter.training.self_generated import (
     GenerationJob,
     TextGenerator,
 )
-from mlx_redrafter.training.simulation import iterate_generated_texts, measured_plans, simulate
+from mlx_redrafter.training.simulation import simulate
+from mlx_redrafter.training.students.student import Student, initialise
 from mlx_redrafter.training.teacher import (
     BATCH_SEQUENCES,
     ROLLOUT_POSITIONS,
     read_sequences,
+    read_states,
     roll_out,
 )
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.trainer import Optimiser
+from mlx_redrafter.training.trainer import Optimiser, stretch_of
 
 # Most tokens of a prompt, and tokens of a short and a long answer: their difference is the time of
 # writing without that of the prompts.
@@ -56,7 +54,7 @@ NUM_STAGES = 4
 def rehearse(
     request: TrainingRequest,
     target: Target,
-    config: DrafterConfig,
+    student: Student,
     prompts: Sequence[list[int]],
     on_stage: OnStage,
 ) -> Pace:
@@ -65,7 +63,7 @@ def rehearse(
     Args:
         request: The run.
         target: The teacher.
-        config: The drafter's shape.
+        student: The drafter, whose weights change.
         prompts: Beginnings of texts that the target continues, token ids.
         on_stage: Called with the number of stages done and of all of them.
 
@@ -77,6 +75,9 @@ def rehearse(
     on_stage(1, NUM_STAGES)
     k = request.top_k
     shard, seconds = _timed(lambda: read_sequences(target, sequences, k))
+    if student.layers:
+        states, extra = _timed(lambda: read_states(target, shard, student.layers))
+        shard, seconds = replace(shard, states=states), seconds + extra
     reading = seconds / shard.tokens.shape[0]
     rollout = 0.0
     if request.loss.recipe == "rollouts":
@@ -84,11 +85,11 @@ def rehearse(
         _, seconds = _timed(lambda: roll_out(target, few, length))
         rollout = seconds / few.tokens.shape[0]
     on_stage(2, NUM_STAGES)
-    ids = None if config.draft_vocab_size is None else np.arange(config.head_rows, dtype=np.int32)
-    drafter = initialise_drafter(config, None, 0, ids)
-    step = _time_step(request, target, drafter, shard)
+    ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
+    initialise(student, None, 0, ids)
+    step = _time_step(request, target, student, shard)
     on_stage(3, NUM_STAGES)
-    evaluation = _time_evaluation(request, target, drafter, shard)
+    evaluation = _time_evaluation(request, student, shard)
     on_stage(4, NUM_STAGES)
     return Pace(writing, reading, rollout, step, *evaluation)
 
@@ -119,15 +120,16 @@ def _write(
     return sequences, max(long - short, 0.1 * long) / written
 
 
-def _time_step(request: TrainingRequest, target: Target, drafter: Drafter, shard: Shard) -> float:
+def _time_step(request: TrainingRequest, target: Target, student: Student, shard: Shard) -> float:
     """Time optimiser steps on a batch of the run's size; the drafter's weights change."""
-    size, length = request.training.batch_tokens, request.network.beam_length
+    length, stretch = request.network.beam_length, stretch_of(student, request)
+    size = max(1, request.training.batch_tokens // stretch) * stretch
     count = shard.tokens.shape[0]
     group = Group(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
     rows = HeadRows(
-        np.array(drafter.token_ids) if drafter.has_draft_vocab else None, target.vocab_size
+        None if student.row_ids is None else np.array(student.row_ids), target.vocab_size
     )
-    optimiser = Optimiser(drafter, target.embed, request.loss, request.training, total_steps=1000)
+    optimiser = Optimiser(student, stretch, request.loss, request.training, total_steps=1000)
 
     def step() -> None:
         batch = gather(group, np.arange(size) % count, size, length, rows)
@@ -141,24 +143,22 @@ def _time_step(request: TrainingRequest, target: Target, drafter: Drafter, shard
 
 
 def _time_evaluation(
-    request: TrainingRequest, target: Target, drafter: Drafter, shard: Shard
+    request: TrainingRequest, student: Student, shard: Shard
 ) -> tuple[float, float, float]:
-    """Seconds per token of measurements with a chain and with a tree, and of calibration."""
+    """Seconds per token of a regular measurement, of all at the end, and of calibration."""
     few, fewer = (_first_tokens(shard, n) for n in (MEASURED_TOKENS, CALIBRATED_TOKENS))
 
     def time_simulation(plan: DraftPlan) -> float:
         """Mean time of greedy and sampled texts, of which half of the held-out ones are each."""
         temps = (0.0, request.data_options.temp)
         return sum(
-            _timed(lambda temp=temp: simulate(drafter, target.embed, [few], plan, temp))[1]  # type: ignore[misc]
+            _timed(lambda temp=temp: simulate(student, [few], plan, temp))[1]  # type: ignore[misc]
             for temp in temps
         ) / (len(temps) * few.tokens.shape[0])
 
-    chain, tree = map(
-        time_simulation, measured_plans(drafter, request.network.beam_length).values()
-    )
-    _, seconds = _timed(lambda: calibrate(drafter, target.embed, iterate_generated_texts(fewer)))
-    return chain, tree, seconds / fewer.tokens.shape[0]
+    chain, *others = map(time_simulation, student.plans(request.network.beam_length).values())
+    _, seconds = _timed(lambda: student.calibrate([fewer]))
+    return chain, sum(others), seconds / fewer.tokens.shape[0]
 
 
 def _first_tokens(shard: Shard, count: int) -> Shard:

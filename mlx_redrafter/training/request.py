@@ -9,6 +9,7 @@ from pathlib import Path
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.calibration import TOP_TOKENS
 from mlx_redrafter.training.options import (
+    READING_CONTEXT,
     DataOptions,
     LossOptions,
     NetworkOptions,
@@ -70,6 +71,14 @@ class TrainingRequest:
         if has_state(self.out / STATE_FOLDER) and not self.resume:
             raise ConfigError(
                 f"a run was begun in {self.out}; go on with --resume, or choose another --out"
+            )
+        head = self.network.head
+        if self.start_from is not None and head != "redrafter":
+            raise ConfigError(f"a head {head} begins anew; leave start_from out")
+        if self.loss.recipe == "rollouts" and head in READING_CONTEXT:
+            raise ConfigError(
+                f"rollouts are no part of the text that the head {head} attends to; use another "
+                "recipe"
             )
         if self.start_from is not None and self.network != NetworkOptions(
             beam_length=self.network.beam_length

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.utils import tree_reduce
 
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -17,6 +18,7 @@ from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
 from mlx_redrafter.training.data import CHARS_PER_TOKEN, Conversation, Document, Encoder, Item
 from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
 from mlx_redrafter.training.request import TrainingRequest
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.target_size import TargetSize
 
 # Usable share of the machine's memory.
@@ -59,6 +61,27 @@ class Estimate:
         )
 
 
+@dataclass(frozen=True)
+class StudentSize:
+    """Sizes of a drafter, as far as training depends on them.
+
+    Attributes:
+        num_weights: Number of its weights.
+        num_layers: Number of the target's layers whose inputs are stored for it.
+        keeps_target: Whether the target stays in memory while it is trained.
+    """
+
+    num_weights: int
+    num_layers: int = 0
+    keeps_target: bool = False
+
+    @classmethod
+    def of(cls, student: Student) -> StudentSize:
+        """The sizes of a student."""
+        weights = tree_reduce(lambda total, v: total + v.size, student.network.parameters(), 0)
+        return cls(weights, len(student.layers), student.reads_context)
+
+
 def count_drafter_weights(config: DrafterConfig) -> int:
     """Count the weights of a drafter."""
     hidden, width = config.hidden_size, config.exit_dim
@@ -90,7 +113,7 @@ def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> 
 
 
 def estimate(
-    work: Workload, request: TrainingRequest, size: TargetSize, config: DrafterConfig
+    work: Workload, request: TrainingRequest, size: TargetSize, student: StudentSize
 ) -> Estimate:
     """Estimate the resources for training a drafter.
 
@@ -98,14 +121,14 @@ def estimate(
         work: Amounts of work of the run.
         request: The run.
         size: Sizes of the teacher.
-        config: The drafter's shape.
+        student: Sizes of the drafter.
     """
     hidden, vocab = size.hidden_size, size.vocab_size
     k = min(request.top_k, vocab)
-    per_token = 2 * hidden + 6 * k + 9
+    per_token = 2 * hidden * (1 + student.num_layers) + 6 * k + 9
     if request.loss.recipe == "rollouts":
         per_token += 4 * request.network.beam_length
-    count = count_drafter_weights(config)
+    count = student.num_weights
     held_out = work.held_out * 6 * (min(request.held_out_top_k, vocab) - k)
     cache = work.tokens * per_token + held_out
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
@@ -115,7 +138,8 @@ def estimate(
     steps = COPIES_IN_MEMORY * 4 * count + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
     # A rehearsal takes steps beside the target.
     filling = size.weight_bytes + max(heads, reading, steps)
-    training = steps + group + vocab * hidden * size.float_bytes
+    kept = size.weight_bytes if student.keeps_target else vocab * hidden * size.float_bytes
+    training = steps + group + kept
     drafter = getattr(mx, request.dtype).size * count
     return Estimate(
         work.tokens,

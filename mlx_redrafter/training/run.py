@@ -13,9 +13,6 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoint import shared_name
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.proposers.redrafter.calibration import calibrate
-from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, save_drafter
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.curves import write_csv, write_picture
@@ -23,8 +20,9 @@ from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.preparation import DistillationInputs, Preparation
 from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.request import STATE_FOLDER, TrainingRequest
-from mlx_redrafter.training.simulation import iterate_generated_texts, measured_plans, simulate
-from mlx_redrafter.training.trainer import Trainer, TrainingTask
+from mlx_redrafter.training.simulation import simulate
+from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.trainer import Trainer, TrainingTask, stretch_of
 from mlx_redrafter.training.training_card import TrainingSummary, write_training_card
 
 
@@ -33,12 +31,12 @@ class TrainingResult:
     """The result of a run.
 
     Attributes:
-        drafter: The drafter in ``out``, but in float32.
+        student: The drafter in ``out``, but in float32.
         measured: Statistics of simulated decoding on held-out texts, by the name of the draft
             shape.
     """
 
-    drafter: Drafter
+    student: Student
     measured: dict[str, DecodingStats]
 
 
@@ -70,18 +68,23 @@ def train_drafter(
     cache = preparation.cache
     del preparation
     mx.clear_cache()  # the target is not referenced any more
+    student = inputs.student
     batch_options = BatchOptions(
         request.loss.recipe,
         request.network.beam_length,
         request.training.batch_tokens,
         request.training.seed,
+        stretch_of(student, request),
+        student.layers,
     )
     options = request.training
     if timetable is not None:
         options = replace(options, num_evaluations=timetable.num_evaluations)
-    held_out = [cache.load("held-out", n) for n in range(cache.num_shards("held-out"))]
+    held_out = [
+        cache.load("held-out", n, layers=student.layers)
+        for n in range(cache.num_shards("held-out"))
+    ]
     task = TrainingTask(
-        lambda tokens: inputs.embedding[tokens],
         BatchOrder(cache, "train", batch_options, inputs.rows),
         held_out,
         request.data_options.temp,
@@ -92,30 +95,22 @@ def train_drafter(
     schedule, minutes = None, request.training.minutes
     if timetable is not None and minutes is not None:
         schedule = timetable.schedule(minutes, time.monotonic() - begun)
-    trainer = Trainer(inputs.drafter, task, request.out / STATE_FOLDER, identity, schedule)
+    trainer = Trainer(student, task, request.out / STATE_FOLDER, identity, schedule)
     if trainer.progress.step:
         reporter.say(f"going on from step {trainer.progress.step:,}")
-    drafter = trainer.run(
+    student = trainer.run(
         on_step=lambda p: _report_step(p, request.out, reporter),
         on_best=lambda best: _save(best, request, inputs.target_fingerprint),
     )
-    texts = (text for shard in task.held_out for text in iterate_generated_texts(shard))
-    drafter.config = calibrate(drafter, task.embed, texts).applied(drafter.config)
-    measured = measure(drafter, task.embed, task, request.network.beam_length)
-    _finish(request, inputs, corpus, trainer, drafter, measured)
+    student.calibrate(task.held_out)
+    measured = {
+        name: simulate(student, task.held_out, plan, task.temp)
+        for name, plan in student.plans(request.network.beam_length).items()
+    }
+    _finish(request, inputs, corpus, trainer, student, measured)
     if not write_picture(request.out, trainer.progress.curve):
         reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
-    return TrainingResult(drafter, measured)
-
-
-def measure(
-    drafter: Drafter, embed: Embed, task: TrainingTask, beam_length: int
-) -> dict[str, DecodingStats]:
-    """Simulate decoding of the held-out texts with a chain and with a tree."""
-    return {
-        name: simulate(drafter, embed, task.held_out, plan, task.temp)
-        for name, plan in measured_plans(drafter, beam_length).items()
-    }
+    return TrainingResult(student, measured)
 
 
 def _describe_run(request: TrainingRequest, inputs: DistillationInputs, corpus: Corpus) -> str:
@@ -146,14 +141,9 @@ def _report_step(progress: Any, out: Path, reporter: Reporter) -> None:
     reporter.progress("training", progress.step, progress.total_steps)
 
 
-def _save(drafter: Drafter, request: TrainingRequest, target_fingerprint: str) -> None:
-    copy = copy_drafter(drafter)
-    copy.set_dtype(getattr(mx, request.dtype))
-    save_drafter(
-        copy,
-        request.out,
-        {"target": {"name": shared_name(request.model), "fingerprint": target_fingerprint}},
-    )
+def _save(student: Student, request: TrainingRequest, target_fingerprint: str) -> None:
+    target = {"name": shared_name(request.model), "fingerprint": target_fingerprint}
+    student.in_dtype(getattr(mx, request.dtype)).save(request.out, {"target": target})
 
 
 def _finish(
@@ -161,10 +151,10 @@ def _finish(
     inputs: DistillationInputs,
     corpus: Corpus,
     trainer: Trainer,
-    drafter: Drafter,
+    student: Student,
     measured: dict[str, DecodingStats],
 ) -> None:
-    _save(drafter, request, inputs.target_fingerprint)
+    _save(student, request, inputs.target_fingerprint)
     write_csv(request.out, trainer.progress.curve)
     files = [path.name for path in (*request.data, *request.prompts)]
     write_training_card(
@@ -175,7 +165,7 @@ def _finish(
             None if request.start_from is None else shared_name(request.start_from),
             files,
             corpus,
-            drafter.config,
+            student,
             request.loss,
             request.training,
             trainer.progress,

@@ -1,7 +1,7 @@
-"""One pass of the target over all sequences, and greedy rollouts from every position.
+"""One pass of the target over all sequences, the inputs of its layers, and greedy rollouts.
 
 Axes: n tokens, B sequences at once, c tokens of each sequence at once, V vocabulary, H hidden size,
-k kept tokens, L beam length.
+C layers, k kept tokens, L beam length.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.config import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.host import to_ints
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.topk import top_k
@@ -119,6 +120,51 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
         )
     arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
     return Shard(**pack_sequences(sequences), **arrays)
+
+
+def fill_states(
+    cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
+) -> None:
+    """Add the inputs of some layers at every token of all shards; existing ones are kept.
+
+    Args:
+        cache: A filled cache.
+        split: Split of the cache.
+        target: The teacher, whose layers are watched.
+        layers: Layers of the teacher.
+        on_tokens: Called with the number of tokens done so far.
+
+    Raises:
+        NonFiniteError: The inputs are not finite, or do not fit float16.
+    """
+    done = 0
+    for number in range(cache.num_shards(split)):
+        path = cache.state_path(split, number, layers)
+        shard = cache.load(split, number)
+        if not path.exists():
+            save_arrays(path, {"states": read_states(target, shard, layers)})
+        done += shard.tokens.shape[0]
+        on_tokens(done)
+
+
+def read_states(target: Target, shard: Shard, layers: Sequence[int]) -> mx.array:
+    """Compute the inputs of some layers at every token, float16, shape (n, C * H).
+
+    Raises:
+        NonFiniteError: They are not finite, or do not fit float16.
+    """
+    texts = []
+    for start, end in pairwise(to_ints(shard.starts)):
+        found = target.layer_inputs(shard.tokens[start:end], layers).astype(mx.float16)
+        mx.eval(found)
+        texts.append(found)
+    states = mx.concatenate(texts)
+    if not mx.all(mx.isfinite(states)).item():
+        raise NonFiniteError(
+            f"expected finite inputs of layers {list(layers)} within float16 from the target, "
+            "found NaN, infinity or larger values; train a head that reads its last hidden state"
+        )
+    return states
 
 
 def _read_batch(

@@ -4,12 +4,13 @@ One pass of the target over the sequences gives all that training needs, for eve
 the target runs once however long the drafter trains. A cache belongs to one target, one set of
 texts and one set of options; opening it with others is an error.
 
-Axes: n tokens of a shard, d sequences, H hidden size, k kept tokens, L beam length.
+Axes: n tokens of a shard, d sequences, H hidden size, C layers of the target, k kept tokens, L beam
+length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,8 @@ from mlx_redrafter.training.files import Arrays, load_arrays, load_json, save_ar
 FORMAT = 1
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
+# Arrays of a shard that only some drafters need, each in a file of its own.
+OPTIONAL = ("rollouts", "states")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Shard:
             (n, k).
         tail: Probability of all next tokens outside ``top_ids``, float32, shape (n,).
         rollouts: Greedy continuation of every token, or None, int32, shape (n, L).
+        states: The inputs of some of the target's layers, beside each other, or None, float16,
+            shape (n, C * H).
     """
 
     tokens: mx.array
@@ -50,10 +55,11 @@ class Shard:
     top_log_probs: mx.array
     tail: mx.array
     rollouts: mx.array | None = None
+    states: mx.array | None = None
 
     def arrays(self) -> Arrays:
-        """Arrays in the shard's file, by name; rollouts have their own file."""
-        return {name: value for name, value in vars(self).items() if name != "rollouts"}
+        """Arrays in the shard's file, by name."""
+        return {name: value for name, value in vars(self).items() if name not in OPTIONAL}
 
 
 class TeacherCache:
@@ -92,6 +98,11 @@ class TeacherCache:
         """The file of a shard's rollouts of ``length`` tokens."""
         return self.folder / f"{split}-rollouts-{length}-{number:05d}.safetensors"
 
+    def state_path(self, split: Split, number: int, layers: Sequence[int]) -> Path:
+        """The file of the inputs of some layers at a shard's tokens."""
+        named = "-".join(map(str, layers))
+        return self.folder / f"{split}-states-{named}-{number:05d}.safetensors"
+
     def has(self, split: Split, number: int) -> bool:
         """Tell whether a shard is stored."""
         return self.shard_path(split, number).exists()
@@ -101,8 +112,14 @@ class TeacherCache:
         self.begin()
         save_arrays(self.shard_path(split, number), shard.arrays())
 
-    def load(self, split: Split, number: int, rollout_length: int | None = None) -> Shard:
-        """Read a shard, with its rollouts if ``rollout_length`` is given.
+    def load(
+        self,
+        split: Split,
+        number: int,
+        rollout_length: int | None = None,
+        layers: Sequence[int] = (),
+    ) -> Shard:
+        """Read a shard, with rollouts of a length, and with the inputs of layers, if given.
 
         Raises:
             CheckpointError: A file is missing or damaged.
@@ -111,6 +128,8 @@ class TeacherCache:
         if rollout_length is not None:
             path = self.rollout_path(split, number, rollout_length)
             arrays["rollouts"] = load_arrays(path)["rollouts"]
+        if layers:
+            arrays["states"] = load_arrays(self.state_path(split, number, layers))["states"]
         try:
             return Shard(**arrays)
         except TypeError as error:

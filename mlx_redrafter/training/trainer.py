@@ -13,22 +13,16 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlx_redrafter.checkpoint import named_parameters
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import Arrays
-from mlx_redrafter.training.loss import Batch, unrolled_loss
-from mlx_redrafter.training.options import (
-    LossOptions,
-    TrainingOptions,
-    default_learning_rate,
-)
+from mlx_redrafter.training.loss import Batch, draft_loss
+from mlx_redrafter.training.options import LossOptions, TrainingOptions
+from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.state import CurvePoint, Progress, has_state, load_state, save_state
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
 
 # Largest size of the float32 logits computed at once, in bytes.
@@ -57,8 +51,8 @@ class Optimiser:
     """AdamW with warm-up, cosine, clipping, and a moving average of the weights.
 
     Args:
-        drafter: The drafter to train in place, in float32.
-        embed: The target's input embedding.
+        student: The drafter to train in place.
+        stretch: Consecutive positions of an example.
         loss: Training objective.
         options: Options of the optimisation.
         total_steps: Length of the schedule, in steps.
@@ -66,29 +60,30 @@ class Optimiser:
 
     def __init__(
         self,
-        drafter: Drafter,
-        embed: Embed,
+        student: Student,
+        stretch: int,
         loss: LossOptions,
         options: TrainingOptions,
         total_steps: int,
     ):
-        self.drafter = drafter
-        self.embed = embed
+        self.student = student
+        self.network = student.network
+        self.stretch = stretch
         self.loss_options = loss
         self.options = options
-        drafter.freeze(keys=["token_ids"], strict=False)
-        peak = options.learning_rate or default_learning_rate(drafter.config.exit_dim)
+        self.network.freeze(keys=["token_ids"], strict=False)
+        peak = options.learning_rate or student.learning_rate
         self.adam = optim.AdamW(
             learning_rate=_make_schedule(peak, options.warmup, total_steps),
             betas=[0.9, 0.95],
             weight_decay=0.0,
             bias_correction=True,
         )
-        self.adam.init(drafter.trainable_parameters())
-        self._cast = Drafter(drafter.config)
+        self.adam.init(self.network.trainable_parameters())
+        self._cast = student.new_network()
         self.average: Arrays = {n: mx.array(v) for n, v in self._trainable_parameters().items()}
-        self._gradient = self._compile(self._part_gradient, [drafter.state])
-        state = [drafter.state, self.adam.state, self.average]
+        self._gradient = self._compile(self._part_gradient, [self.network.state])
+        state = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, state)
 
     def step(self, batch: Batch) -> Update:
@@ -115,44 +110,47 @@ class Optimiser:
 
     def restore(self, arrays: Arrays) -> None:
         """Restore the state that `arrays` returned."""
-        self.drafter.load_weights(list(_select_prefix("weights.", arrays).items()), strict=False)
+        self.network.load_weights(list(_select_prefix("weights.", arrays).items()), strict=False)
         state = tree_unflatten(list(_select_prefix("optimiser.", arrays).items()))
         self.adam.state = state
         self.average.update(_select_prefix("average.", arrays))
-        compiled = [self.drafter.state, self.adam.state, self.average]
+        compiled = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, compiled)
         mx.eval(compiled)
 
-    def build_averaged_drafter(self) -> Drafter:
-        """Build a drafter with the averaged weights, independent of the trained drafter."""
-        return replace_weights(self.drafter, self.average)
+    def averaged(self) -> Student:
+        """The drafter with the averaged weights, independent of the one that is trained."""
+        return self.student.with_weights(self.average)
 
     def _trainable_parameters(self) -> Arrays:
-        return dict(tree_flatten(self.drafter.trainable_parameters()))
+        return dict(tree_flatten(self.network.trainable_parameters()))
 
     def _part_size(self, batch: Batch) -> int:
+        if self.stretch > 1:
+            return self.stretch
         rows, num_steps = batch.weights.shape
-        most = LOGITS_BYTES // (4 * self.drafter.config.head_rows * num_steps)
+        most = LOGITS_BYTES // (4 * self.student.head_rows * num_steps)
         parts = -(-rows // max(1, most))
         return -(-rows // parts)
 
     def _part_gradient(self, *arrays: mx.array) -> tuple[mx.array, Any]:
         *fields, counts = arrays
-        function = nn.value_and_grad(self.drafter, self._loss)
+        function = nn.value_and_grad(self.network, self._loss)
         return function(Batch(*fields), counts)
 
     def _loss(self, batch: Batch, counts: mx.array) -> mx.array:
-        drafter = self.drafter
+        network = self.network
         if self.options.compute_dtype == "bfloat16":
             # The cast is inside the gradient, so weights and gradients stay in float32.
-            drafter = self._cast
+            network = self._cast
             weights = self._trainable_parameters().items()
-            drafter.update(tree_unflatten([(n, v.astype(mx.bfloat16)) for n, v in weights]))
-        return unrolled_loss(drafter, self.embed, batch, counts, self.loss_options)
+            network.update(tree_unflatten([(n, v.astype(mx.bfloat16)) for n, v in weights]))
+        logits = self.student.logits(network, batch)
+        return draft_loss(logits, batch, counts, self.loss_options)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
-        self.adam.update(self.drafter, gradient)
+        self.adam.update(self.network, gradient)
         # A smaller decay in the first steps, so that the average forgets the initial weights.
         steps = self.adam.step.astype(mx.float32)
         decay = mx.minimum(self.options.ema_decay, steps / (steps + 10.0))
@@ -168,7 +166,6 @@ class TrainingTask(NamedTuple):
     """Data and options to train and measure a drafter with.
 
     Attributes:
-        embed: The target's input embedding.
         order: Batches to train on.
         held_out: Texts to measure on.
         temp: Sampling temperature of the held-out texts that are not greedy.
@@ -176,7 +173,6 @@ class TrainingTask(NamedTuple):
         options: Options of the optimisation.
     """
 
-    embed: Embed
     order: BatchOrder
     held_out: Sequence[Shard]
     temp: float
@@ -188,7 +184,7 @@ class Trainer:
     """Trainer of one drafter, from the beginning or from the state of an interrupted run.
 
     Args:
-        drafter: The drafter with its initial weights, trained in place, in float32.
+        student: The drafter with its initial weights, trained in place.
         task: Data and options.
         folder: Folder of the state; training continues from a state in the folder.
         identity: Description of the texts and options, which must equal that of the state.
@@ -200,18 +196,17 @@ class Trainer:
 
     def __init__(
         self,
-        drafter: Drafter,
+        student: Student,
         task: TrainingTask,
         folder: Path,
         identity: str,
         schedule: Schedule | None = None,
     ):
-        self.drafter = drafter
+        self.student = student
         self.task = task
         self.folder = folder
         self.identity = identity
-        length = task.order.options.beam_length
-        self.plan = DraftPlan.of(width=1, length=length)
+        self.plan = next(iter(student.plans(task.order.options.beam_length).values()))
         self.best: Arrays = {}
         self._optimiser: Optimiser | None = None
         self._saved_at = time.monotonic()
@@ -223,7 +218,7 @@ class Trainer:
                 schedule = Schedule(steps, task.options.num_evaluations)
             self.progress = Progress(*schedule)
 
-    def run(self, on_step: Event, on_best: Callable[[Drafter], None]) -> Drafter:
+    def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end.
 
         Args:
@@ -232,7 +227,7 @@ class Trainer:
             on_best: Called with the averaged drafter after each measurement better than all before.
 
         Returns:
-            The drafter with the best averaged weights, in float32.
+            The drafter with the best averaged weights.
 
         Raises:
             NonFiniteError: The loss is NaN or infinite.
@@ -253,7 +248,7 @@ class Trainer:
             except KeyboardInterrupt:
                 self.save()
                 raise
-        return replace_weights(self.drafter, self.best)
+        return self.student.with_weights(self.best)
 
     def save(self) -> None:
         """Write the state."""
@@ -273,9 +268,8 @@ class Trainer:
     def _require_optimiser(self, total_steps: int) -> Optimiser:
         if self._optimiser is None:
             task = self.task
-            self._optimiser = Optimiser(
-                self.drafter, task.embed, task.loss, task.options, total_steps
-            )
+            stretch = task.order.options.stretch
+            self._optimiser = Optimiser(self.student, stretch, task.loss, task.options, total_steps)
         return self._optimiser
 
     def _step(self, optimiser: Optimiser) -> None:
@@ -300,11 +294,11 @@ class Trainer:
         due = (progress.step * count) // total > ((progress.step - 1) * count) // total
         return due or progress.step >= total
 
-    def _measure(self, optimiser: Optimiser, on_best: Callable[[Drafter], None]) -> None:
+    def _measure(self, optimiser: Optimiser, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
-        drafter = optimiser.build_averaged_drafter()
+        student = optimiser.averaged()
         task = self.task
-        stats = simulate(drafter, task.embed, task.held_out, self.plan, task.temp)
+        stats = simulate(student, task.held_out, self.plan, task.temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))
@@ -318,21 +312,24 @@ class Trainer:
             progress.best, progress.best_step = rate, progress.step
             self.best = {name: mx.array(value) for name, value in optimiser.average.items()}
             mx.eval(self.best)
-            on_best(drafter)
+            on_best(student)
         gave_up = progress.since_best >= self.task.options.patience
         progress.is_done = progress.step >= total or gave_up
+
+
+def stretch_of(student: Student, request: TrainingRequest) -> int:
+    """Consecutive positions of an example for this kind of drafter, whose logits fit."""
+    if not student.reads_context:
+        return 1
+    length = request.network.beam_length
+    most = LOGITS_BYTES // (4 * student.head_rows * (length - 1))
+    longest = min(request.data_options.sequence_length, request.training.batch_tokens, most)
+    return max(2 * length, longest)
 
 
 def compiling_pays() -> bool:
     """Tell whether to compile; on the CPU, MLX runs a C++ compiler for seconds and gains little."""
     return bool(mx.default_device() != mx.Device(mx.cpu))
-
-
-def replace_weights(drafter: Drafter, weights: Arrays) -> Drafter:
-    """Copy a drafter with other weights; arrays that are not given are shared."""
-    copy = copy_drafter(drafter)
-    copy.update(tree_unflatten(list({**named_parameters(drafter), **weights}.items())))
-    return copy
 
 
 def _select_prefix(prefix: str, arrays: Arrays) -> Arrays:

@@ -10,15 +10,11 @@ import numpy as np
 
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.options import (
-    LossOptions,
-    TrainingOptions,
-    default_learning_rate,
-)
+from mlx_redrafter.training.options import LossOptions, TrainingOptions
 from mlx_redrafter.training.state import Progress
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.version import __version__
 
 # Training objective of each recipe, as the card describes it.
@@ -43,7 +39,7 @@ class TrainingSummary:
         start: Name of the earlier drafter that training started from, None for new weights.
         files: Names of the training files.
         corpus: Sequences of the run.
-        config: The drafter's shape and calibration.
+        student: The drafter.
         loss: Training objective.
         options: Options of the optimisation.
         progress: Counters and curve of the finished run.
@@ -56,7 +52,7 @@ class TrainingSummary:
     start: str | None
     files: Sequence[str]
     corpus: Corpus
-    config: DrafterConfig
+    student: Student
     loss: LossOptions
     options: TrainingOptions
     progress: Progress
@@ -71,15 +67,12 @@ def write_training_card(folder: Path, summary: TrainingSummary) -> None:
 
 def render_training_card(summary: TrainingSummary) -> str:
     """Render the card as Markdown."""
-    config, progress, options = summary.config, summary.progress, summary.options
+    student, progress, options = summary.student, summary.progress, summary.options
     hub = f"base_model: {summary.target}\n" if summary.target.count("/") == 1 else ""
     rows = {
         "target": f"`{summary.target}`, weights {summary.target_fingerprint}",
         "started from": "new weights" if summary.start is None else f"`{summary.start}`",
-        "head": f"{config.exit_dim} wide, {config.num_draft_layers} residual blocks, "
-        f"{config.head_rows} tokens",
-        "calibration": f"score scale {config.inverse_temperature:.2f}, "
-        f"noise share {config.coupling_weight:g}",
+        "head": student.summary,
         "objective": OBJECTIVES[summary.loss.recipe],
         "files": ", ".join(f"`{name}`" for name in summary.files),
         "tokens": f"{_count_trained(summary.corpus.given):,} given, "
@@ -87,13 +80,13 @@ def render_training_card(summary: TrainingSummary) -> str:
         "steps": f"{progress.step:,} of {progress.total_steps:,}, of "
         f"{options.batch_tokens:,} positions, in {progress.seconds / 60:.1f} minutes; the weights "
         f"are the averaged ones of step {progress.best_step:,}",
-        "learning rate": f"{options.learning_rate or default_learning_rate(config.exit_dim):g}, "
-        f"seed {options.seed}",
+        "learning rate": f"{options.learning_rate or student.learning_rate:g}, seed {options.seed}",
         "made with": f"mlx-redrafter {__version__}",
     }
     return _TEMPLATE.format(
         base_model=hub,
         target=summary.target,
+        kind=student.name[0].upper() + student.name[1:],
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         acceptance="\n".join(_render_acceptance(n, s) for n, s in summary.measured.items()),
         num_texts=len(summary.corpus.held_out),
@@ -133,8 +126,8 @@ tags: [mlx, speculative-decoding, redrafter]
 
 # Drafter for {target}
 
-A recurrent drafter (ReDrafter, arXiv 2403.09919) that makes this model decode faster and leaves its
-text as it is. It fits these weights only.
+{kind} to make this model decode faster and leave its text as it is, for
+these weights only.
 
     redrafter-mlx generate --model {target} --drafter . --prompt "..."
 

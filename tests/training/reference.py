@@ -96,7 +96,7 @@ def loss(
                 logits(
                     weights,
                     num_layers,
-                    batch["hidden"][row],
+                    batch["states"][row],
                     [table[token] for token in tokens[: step + 1]],
                 )[step]
             )

@@ -80,7 +80,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
 ) -> None:
     monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
     order = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))
-    assert order.num_positions == 3 + 7
+    assert order.num_examples == 3 + 7
     assert order.steps_per_epoch == 1 + 2
     seen: list[int] = []
     for batch in _batches(order, order.steps_per_epoch):
@@ -88,7 +88,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
             weights = np.array(batch.weights[row])
             if not weights.any():
                 continue
-            here = round(to_floats(batch.hidden[row, :1])[0])
+            here = round(to_floats(batch.states[row, :1])[0])
             seen.append(here)
             for step in np.flatnonzero(weights):
                 assert batch.tokens[row, step + 1].item() == 100 + here + 2 + step
@@ -103,7 +103,7 @@ def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
     late = BatchOrder(cache, "train", options).batch(5)
     assert all(mx.array_equal(a, b).item() for a, b in zip(steps[5], late, strict=True))
     other = BatchOrder(cache, "train", options._replace(seed=2)).batch(0)
-    assert not mx.array_equal(steps[0].hidden, other.hidden).item()
+    assert not mx.array_equal(steps[0].states, other.states).item()
 
 
 def test_a_group_mixes_shards_from_all_over_the_cache(
@@ -132,9 +132,9 @@ def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
         save_arrays(cache.rollout_path("train", number, L), {"rollouts": rollouts})
     order = BatchOrder(cache, "train", BatchOptions("rollouts", L, 32, seed=1))
     batch = order.batch(0)
-    assert order.num_positions == 4 + 1 + 8  # wherever the next token is the target's
+    assert order.num_examples == 4 + 1 + 8  # wherever the next token is the target's
     for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
-        here = round(to_floats(batch.hidden[int(row), :1])[0])
+        here = round(to_floats(batch.states[int(row), :1])[0])
         assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]
 
 

@@ -18,9 +18,10 @@ from mlx_redrafter.training.loss import (
     Batch,
     agreement,
     divergence,
-    unrolled_loss,
+    draft_loss,
 )
 from mlx_redrafter.training.options import LossOptions, Recipe
+from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1
@@ -46,7 +47,8 @@ def _batch() -> Batch:
     hidden = rng.normal(size=(B, H)).astype(np.float32)
     tokens = rng.integers(0, V, (B, S + 1)).astype(np.int32)
     return Batch(
-        hidden=mx.array(hidden),
+        states=mx.array(hidden),
+        sequences=mx.zeros(B, dtype=mx.int32),
         tokens=mx.array(tokens),
         labels=mx.array(tokens[:, 1:]),
         weights=mx.array(weights),
@@ -87,7 +89,7 @@ class Case:
             log_qs = [
                 reference.log_softmax(values)
                 for values in reference.logits(
-                    self.weights, LAYERS, self.arrays["hidden"][row], embeddings
+                    self.weights, LAYERS, self.arrays["states"][row], embeddings
                 )
             ]
             floor = self.options.confidence_floor
@@ -96,9 +98,8 @@ class Case:
 
     def loss(self, batch: Batch) -> mx.array:
         """The trainer's loss."""
-        return unrolled_loss(
-            self.drafter, lambda t: self.table[t], batch, self.counts, self.options
-        )
+        student = RecurrentStudent(self.drafter, lambda t: self.table[t])
+        return draft_loss(student.logits(self.drafter, batch), batch, self.counts, self.options)
 
     def expected(self, weights: reference.Weights) -> float:
         """The reference's loss; acceptance chances stay those of the original weights."""

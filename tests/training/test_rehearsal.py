@@ -16,7 +16,7 @@ from mlx_redrafter.training import (
     NetworkOptions,
     TrainingOptions,
     TrainingRequest,
-    choose_drafter_config,
+    new_student,
 )
 from mlx_redrafter.training.options import RECIPES, Recipe
 from mlx_redrafter.training.rehearsal import rehearse
@@ -36,8 +36,8 @@ def target() -> Target:
 def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
     request = replace(REQUEST, loss=LossOptions(recipe=recipe))
     stages: list[int] = []
-    config = choose_drafter_config(target, request.network)
-    pace = rehearse(request, target, config, [[1, 2, 3]], lambda done, _: stages.append(done))
+    student = new_student(target, request.network)
+    pace = rehearse(request, target, student, [[1, 2, 3]], lambda done, _: stages.append(done))
     assert stages == [0, 1, 2, 3, 4]
     assert (pace.rollout > 0) == (recipe == "rollouts")
     assert all(seconds > 0 for seconds in astuple(replace(pace, rollout=1.0)))
@@ -49,15 +49,15 @@ def test_short_contexts_and_reduced_heads(target: Target) -> None:
         network=NetworkOptions(exit_dim=8, beam_length=2, draft_vocab=5),
         data_options=DataOptions(sequence_length=16, temp=0.0),
     )
-    config = choose_drafter_config(target, request.network)
+    student = new_student(target, request.network)
     prompts = [[1], list(range(40))]
-    assert rehearse(request, target, config, prompts, lambda done, total: None).step > 0
+    assert rehearse(request, target, student, prompts, lambda done, total: None).step > 0
 
 
 def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
     model = tiny_llama()
     model.model.norm.weight = model.model.norm.weight * mx.nan
     target = Target(model)
-    config = choose_drafter_config(target, REQUEST.network)
+    student = new_student(target, REQUEST.network)
     with pytest.raises(NonFiniteError, match="cannot be used as a teacher"):
-        rehearse(REQUEST, target, config, [[1, 2, 3]], lambda done, total: None)
+        rehearse(REQUEST, target, student, [[1, 2, 3]], lambda done, total: None)

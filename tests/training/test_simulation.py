@@ -19,7 +19,8 @@ from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.simulation import count_accepted, simulate
+from mlx_redrafter.training.simulation import simulate
+from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama
@@ -65,7 +66,9 @@ def test_simulated_equals_measured_within_five_percent(
     sampler = make_sampler(temp=temp)
     sequences, tokens, steps = _decode(stories, drafter, plan, [{"sampler": sampler}])
     target = Target(stories.model)
-    found = simulate(drafter, target.embed, [read_sequences(target, sequences, 4)], plan)
+    found = simulate(
+        RecurrentStudent(drafter, target.embed), [read_sequences(target, sequences, 4)], plan
+    )
     assert found.num_tokens - 1 == tokens
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert tokens / steps > 1.3  # the drafter has learnt something
@@ -83,8 +86,8 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(
     sequences, tokens, steps = _decode(stories, drafter, plan, samplings)
     target = Target(stories.model)
     shard = read_sequences(target, sequences, 512)
-    found = simulate(drafter, target.embed, [shard], plan, temp)
-    without = simulate(drafter, target.embed, [shard], plan)
+    found = simulate(RecurrentStudent(drafter, target.embed), [shard], plan, temp)
+    without = simulate(RecurrentStudent(drafter, target.embed), [shard], plan)
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
@@ -101,7 +104,7 @@ def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
     ]
     shard = read_sequences(target, sequences, 4)
     roots = np.array([*range(1, 60), *range(61, 69)])
-    found = count_accepted(drafter, target.embed, shard, roots, plan)
+    found = RecurrentStudent(drafter, target.embed).count_accepted(shard, roots, plan, 0.0)
     enter = drafter.input_of(target.embed)
     tokens = np.array(shard.tokens)
     for root, count in zip(roots, found, strict=True):
@@ -121,6 +124,8 @@ def test_texts_with_nothing_to_draft_are_left_out() -> None:
     target = Target(tiny_llama(vocab_size=16))
     short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     shard = read_sequences(target, [short], 4)
-    found = simulate(random_drafter(16, 32), target.embed, [shard], PLANS["chain"])
+    found = simulate(
+        RecurrentStudent(random_drafter(16, 32), target.embed), [shard], PLANS["chain"]
+    )
     assert found.steps == 0
     assert found.tokens_per_step is None

@@ -13,25 +13,25 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import load_arrays_and_metadata
-from mlx_redrafter.training.initial import (
-    choose_drafter_config,
-    compute_head_matrix,
-    initialise_drafter,
-)
+from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.options import (
+    HEADS,
+    Head,
     LossOptions,
+    RECIPES,
     NetworkOptions,
     Recipe,
     TrainingOptions,
 )
 from mlx_redrafter.training.state import STATE_FILE, Progress
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
+from mlx_redrafter.training.students.kinds import new_student
+from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask
 from tests.helpers.models import tiny_llama
@@ -53,7 +53,14 @@ class TrainingSetup:
         fill_cache(self.cache, "train", self.target, texts[:8], 8, lambda n: None)
         fill_cache(self.cache, "held-out", self.target, texts[8:], 8, lambda n: None)
         fill_rollouts(self.cache, "train", self.target, 4, lambda n: None)
-        self.head = compute_head_matrix(self.target)
+        layers = self.new_student("eagle").layers
+        for split in ("train", "held-out"):
+            fill_states(self.cache, split, self.target, layers, lambda n: None)
+
+    def new_student(self, head: Head) -> Student:
+        """An untrained one, of 4 levels."""
+        exit_dim = 16 if head == "redrafter" else None
+        return new_student(self.target, NetworkOptions(head, exit_dim, beam_length=4))
 
     def trainer(
         self,
@@ -62,20 +69,23 @@ class TrainingSetup:
         options: TrainingOptions = OPTIONS,
         identity: str = '{"a": 1}',
         schedule: Schedule | None = None,
+        head: Head = "redrafter",
     ) -> Trainer:
         """A trainer that goes on with what is in ``folder``."""
-        config = choose_drafter_config(self.target, NetworkOptions(exit_dim=16))
-        batch_options = BatchOptions(recipe, 4, options.batch_tokens, options.seed)
+        student = self.new_student(head)
+        initialise(student, compute_head_matrix(self.target), 0)
+        stretch = 16 if student.reads_context else 1
+        batch_options = BatchOptions(
+            recipe, 4, options.batch_tokens, options.seed, stretch, student.layers
+        )
         task = TrainingTask(
-            self.target.embed,
             BatchOrder(self.cache, "train", batch_options),
-            [self.cache.load("held-out", 0)],
+            [self.cache.load("held-out", 0, layers=student.layers)],
             0.8,
             LossOptions(recipe=recipe),
             options,
         )
-        drafter = initialise_drafter(config, self.head, 0)
-        return Trainer(drafter, task, folder, identity, schedule)
+        return Trainer(student, task, folder, identity, schedule)
 
 
 @pytest.fixture(scope="module")
@@ -95,30 +105,42 @@ def _stop_at(*steps: int) -> Callable[[Progress], None]:
     return check
 
 
-def _same(first: Drafter, second: Drafter) -> bool:
-    a, b = named_parameters(first), named_parameters(second)
+def _same(first: Student, second: Student) -> bool:
+    a, b = named_parameters(first.network), named_parameters(second.network)
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
-@pytest.mark.parametrize("recipe", ["soft", "coupled", "apple", "rollouts"])
-def test_every_recipe_learns(setup: TrainingSetup, tmp_path: Path, recipe: Recipe) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "head"),
+    [
+        *((recipe, "redrafter") for recipe in RECIPES),
+        ("coupled", "medusa"),
+        ("rollouts", "medusa"),
+        ("soft", "eagle"),
+        ("apple", "eagle1"),
+    ],
+)
+def test_every_recipe_learns(
+    setup: TrainingSetup, tmp_path: Path, recipe: Recipe, head: Head
+) -> None:
     options = TrainingOptions(epochs=12, batch_tokens=32, num_evaluations=4, learning_rate=1e-2)
-    trainer = setup.trainer(tmp_path, recipe, options)
+    trainer = setup.trainer(tmp_path, recipe, options, head=head)
     trainer.run(_ignore, _ignore)
     losses = [point.loss for point in trainer.progress.curve[1:]]
     assert losses[-1] < 0.8 * losses[0]
     assert trainer.progress.step == trainer.progress.total_steps
 
 
+@pytest.mark.parametrize("head", HEADS)
 def test_interrupted_and_resumed_is_the_same_as_undisturbed(
-    setup: TrainingSetup, tmp_path: Path
+    setup: TrainingSetup, tmp_path: Path, head: Head
 ) -> None:
-    whole = setup.trainer(tmp_path / "whole")
+    whole = setup.trainer(tmp_path / "whole", head=head)
     expected = whole.run(_ignore, _ignore)
     for step in (1, 4, 7):
         with pytest.raises(KeyboardInterrupt):
-            setup.trainer(tmp_path / "parts").run(_stop_at(step), _ignore)
-    trainer = setup.trainer(tmp_path / "parts")
+            setup.trainer(tmp_path / "parts", head=head).run(_stop_at(step), _ignore)
+    trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
     assert _same(trainer.run(_ignore, _ignore), expected)
     first, second = (
@@ -154,7 +176,8 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
 
 def test_a_diverging_run_is_stopped(setup: TrainingSetup, tmp_path: Path) -> None:
     trainer = setup.trainer(tmp_path)
-    trainer.drafter.rnn_w.weight = trainer.drafter.rnn_w.weight * float("nan")
+    network = trainer.student.network
+    network.rnn_w.weight = network.rnn_w.weight * float("nan")
     with pytest.raises(NonFiniteError, match="the loss became nan at step 1"):
         trainer.run(_ignore, _ignore)
 
@@ -168,9 +191,8 @@ def test_parts_of_a_batch_give_the_same_step(
     whole = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
     monkeypatch.setattr(module, "LOGITS_BYTES", 4 * 64 * 3 * 5)  # five positions at a time
     parts = setup.trainer(tmp_path / "b", "soft", options).run(_ignore, _ignore)
-    for (name, a), (_, b) in zip(
-        tree_flatten(whole.parameters()), tree_flatten(parts.parameters()), strict=True
-    ):
+    first, second = (tree_flatten(one.network.parameters()) for one in (whole, parts))
+    for (name, a), (_, b) in zip(first, second, strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-4, err_msg=str(name))
 
 
@@ -190,17 +212,16 @@ def test_compiled_steps_are_the_same_steps(
     trainer = setup.trainer(tmp_path / "b", "soft", options)
     compiled = trainer.run(_ignore, _ignore)
     assert trainer.progress.step == trainer.progress.total_steps
-    for (name, a), (_, b) in zip(
-        tree_flatten(plain.parameters()), tree_flatten(compiled.parameters()), strict=True
-    ):
+    first, second = (tree_flatten(one.network.parameters()) for one in (plain, compiled))
+    for (name, a), (_, b) in zip(first, second, strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-4, err_msg=str(name))
 
 
 def test_bfloat16_keeps_weights_in_float32(setup: TrainingSetup, tmp_path: Path) -> None:
     options = TrainingOptions(epochs=4, batch_tokens=32, compute_dtype="bfloat16")
     trainer = setup.trainer(tmp_path, "soft", options)
-    drafter = trainer.run(_ignore, _ignore)
-    assert drafter.dtype == mx.float32
+    student = trainer.run(_ignore, _ignore)
+    assert student.network.dtype == mx.float32
     losses = [point.loss for point in trainer.progress.curve[1:]]
     assert losses[-1] < losses[0]
 

@@ -1,0 +1,188 @@
+"""Heads of other kinds while they learn: their logits and drafts are those of decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache
+
+from mlx_redrafter import load, stream_generate
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import (
+    NetworkOptions,
+    Student,
+    TokenSequence,
+    TrainingRequest,
+    fill_states,
+    new_student,
+    simulate,
+    train_drafter,
+)
+from mlx_redrafter.training.batches import HeadRows, gather, make_group
+from mlx_redrafter.training.loss import draft_loss
+from mlx_redrafter.training.options import HEADS, Head, LossOptions
+from mlx_redrafter.training.students.context import ContextStudent
+from mlx_redrafter.training.students.student import initialise
+from mlx_redrafter.training.teacher import read_sequences, read_states
+from mlx_redrafter.training.teacher_cache import Shard
+from tests.helpers.models import CharTokenizer, shared_model, tiny_llama
+from tests.training.conftest import small_request
+from tests.training.pieces import Silent
+
+VOCAB, LENGTH = 12, 4
+OTHERS: list[Head] = [head for head in HEADS if head != "redrafter"]
+CONTEXT: list[Head] = ["eagle", "eagle1"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama(vocab_size=VOCAB))
+
+
+def _student(target: Target, head: Head) -> Student:
+    student = new_student(target, NetworkOptions(head, beam_length=LENGTH))
+    initialise(student, None, 3)
+    return student
+
+
+def _shard(target: Target, student: Student, *lengths: int) -> Shard:
+    rng = np.random.default_rng(0)
+    texts = [
+        TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in lengths
+    ]
+    shard = read_sequences(target, texts, 4)
+    if student.layers:
+        shard = replace(shard, states=read_states(target, shard, student.layers))
+    return shard
+
+
+@pytest.mark.parametrize("head", CONTEXT)
+def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -> None:
+    """Row by row through a cache of mlx-lm, against all positions and levels at once."""
+    student = _student(target, head)
+    assert isinstance(student, ContextStudent)
+    shard = _shard(target, student, 9, 7)
+    steps = np.ones((16, LENGTH - 1), np.bool_)
+    batch = gather(
+        make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB)
+    )
+    found = np.array(student.logits(student.network, batch))
+    states = shard.hidden if shard.states is None else shard.states
+    features = student.network.fuse(states.astype(mx.float32))
+    for start, end in ((0, 9), (9, 16)):
+        for position in range(start, end - LENGTH):
+            caches = [KVCache() for _ in range(student.network.num_layers)]
+            following = target.embed(shard.tokens[start + 1 : position + 2])
+            outputs = student.network(features[start : position + 1], following, caches)[-1:]
+            for level in range(LENGTH - 1):
+                expected = student.network.logits(outputs, target)[0]
+                np.testing.assert_allclose(found[position, level], np.array(expected), atol=2e-5)
+                token = target.embed(shard.tokens[position + 2 + level][None])
+                outputs = student.network(student.network.feed_back(outputs), token, caches)
+
+
+@pytest.mark.parametrize("head", OTHERS)
+def test_gradients_are_those_of_the_loss(target: Target, head: Head) -> None:
+    """In a random direction, against the difference of two losses."""
+    student = _student(target, head)
+    shard = _shard(target, student, 16)
+    steps = np.ones((16, LENGTH - 1), np.bool_)
+    group = make_group(shard, steps, 16)
+    batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
+    counts = mx.sum(batch.weights, axis=0)
+    # Without the confidence, through which no gradient flows.
+    options = LossOptions(confidence_floor=1)
+    network = student.network
+
+    def loss() -> mx.array:
+        return draft_loss(student.logits(network, batch), batch, counts, options)
+
+    _, gradient = nn.value_and_grad(network, loss)()
+    weights = network.trainable_parameters()
+    direction = tree_map(lambda value: mx.random.normal(value.shape), weights)
+    parts = tree_map(lambda a, b: mx.sum(a * b), gradient, direction)
+    expected = sum(value.item() for _, value in nn.utils.tree_flatten(parts))
+    size, losses = 1e-3, []
+    for sign in (1, -1):
+        network.update(tree_map(lambda a, b, s=sign: a + s * size * b, weights, direction))
+        losses.append(loss().item())
+    assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("head", OTHERS)
+def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None:
+    student = _student(target, head)
+    tokenizer = CharTokenizer(VOCAB)
+    sequences, tokens, steps = [], 0, 0
+    for prompt in ([1, 2, 3], [5, 4, 3, 2, 1, 6, 7]):
+        options = {"max_tokens": 60, "beam_width": 1, "beam_length": LENGTH}
+        responses = list(
+            stream_generate(target.model, tokenizer, prompt, drafter=student.network, **options)
+        )
+        text = np.array([*prompt, *(response.token for response in responses)], np.int32)
+        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
+        tokens += len(responses) - 1
+        steps += responses[-1].steps
+    shard = read_sequences(target, sequences, VOCAB)
+    if student.layers:
+        shard = replace(shard, states=read_states(target, shard, student.layers))
+    found = simulate(student, [shard], student.plans(LENGTH)["chain of 3"])
+    assert (found.num_tokens - 1, found.steps) == (tokens, steps)
+    assert steps < tokens, "some drafts are right by chance"
+
+
+@pytest.mark.parametrize("head", OTHERS)
+def test_heads_are_trained_and_used(
+    stories_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, head: Head
+) -> None:
+    request = small_request(stories_file, tmp_path / "head")
+    cache = tmp_path_factory.getbasetemp() / "heads-cache"
+    draft_vocab = 300 if head in ("medusa", "eagle") else None
+    request = replace(
+        request, cache=cache, network=NetworkOptions(head, draft_vocab=draft_vocab)
+    )
+    result = train_drafter(request, Silent())
+    assert result is not None
+    (stats,) = result.measured.values()
+    assert (stats.tokens_per_step or 1) > 1.15
+    model, tokenizer, drafter = load(str(shared_model("stories260k")), drafter=str(request.out))
+    options = {"max_tokens": 40, "beam_width": 2, "beam_length": 4}
+    drafted = list(stream_generate(model, tokenizer, "Once", drafter=drafter, **options))
+    plain = list(stream_generate(model, tokenizer, "Once", max_tokens=40))
+    assert [r.token for r in drafted] == [r.token for r in plain]
+    assert drafted[-1].tokens_per_step > 1.1
+    card = (request.out / "README.md").read_text()
+    assert student_name(result.student) in card
+
+
+def student_name(student: Student) -> str:
+    """As the card begins it."""
+    return student.name[0].upper() + student.name[1:]
+
+
+def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exit_dim has no meaning for the head eagle"):
+        NetworkOptions("eagle", exit_dim=8)
+    with pytest.raises(ConfigError, match="draft_vocab has no meaning for the head eagle1"):
+        NetworkOptions("eagle1", draft_vocab=8)
+    with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
+        NetworkOptions("hydra")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rollouts are no part of the text"):
+        TrainingRequest(
+            "m",
+            tmp_path,
+            data=[tmp_path],
+            network=NetworkOptions("eagle"),
+            loss=LossOptions("rollouts"),
+        )
+    with pytest.raises(ConfigError, match="a head medusa begins anew"):
+        TrainingRequest(
+            "m", tmp_path, data=[tmp_path], network=NetworkOptions("medusa"), start_from="x"
+        )
