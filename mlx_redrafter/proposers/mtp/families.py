@@ -105,19 +105,22 @@ def model_type_of(values: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: Modules of that type are not supported.
     """
-    found = str(values.get("model_type")).removesuffix(SIDECAR)
-    if found not in FAMILIES:
+    if not has_family(values):
         raise ConfigError(
             f"expected a model with an MTP module, of type {', '.join(FAMILIES)}, found "
             f"{values.get('model_type')!r}; use a drafter or lookup"
         )
-    return found
+    return str(values["model_type"]).removesuffix(SIDECAR)
+
+
+def has_family(values: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a model with an MTP module, or of the module alone."""
+    return str(values.get("model_type")).removesuffix(SIDECAR) in FAMILIES
 
 
 def is_sidecar(values: Mapping[str, Any]) -> bool:
     """Whether a config says that there is nothing but a module."""
-    found = str(values.get("model_type"))
-    return found.endswith(SIDECAR) and found.removesuffix(SIDECAR) in FAMILIES
+    return has_family(values) and str(values["model_type"]).endswith(SIDECAR)
 
 
 def prefix_of(values: Mapping[str, Any]) -> str:
