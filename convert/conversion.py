@@ -109,7 +109,10 @@ def convert_drafter(
 
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if (kind := recognise_foreign(source)) is not None:
-        raise CheckpointError(f"expected a recurrent drafter or Medusa heads, found {kind}")
+        raise CheckpointError(
+            "expected a recurrent drafter, an EAGLE head, Medusa heads or an MTP module, found "
+            f"{kind}"
+        )
     if has_medusa(source):
         return _read_heads(source, options)
     named = map_names(source.tensors, source.config)

@@ -6,7 +6,6 @@ Files differ on which rotary embedding they say, so both are tried: the head's a
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,8 +39,6 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
 )
 from mlx_redrafter.recognition import CONFIG_ONLY
 from mlx_redrafter.wording import join_shortened, quote
-
-logger = logging.getLogger(__name__)
 
 FLOATS, INTEGERS = ("float32", "float16", "bfloat16"), ("int32", "int64")
 

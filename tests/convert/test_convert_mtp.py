@@ -22,6 +22,7 @@ from mlx_redrafter.recognition import recognise
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers import mimo
+from tests.helpers.cli import run
 from tests.helpers.models import tiny_llama
 from tests.helpers.mtp import family_config, module_tensors
 from tests.unit.proposers.test_mtp import own_folder
@@ -74,13 +75,17 @@ def test_quantised_modules_load(model_type: str, tmp_path: Path) -> None:
 
 
 def test_out_of_a_models_own_files(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stories: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.convert.first_drafts.TOKENS_PER_PROMPT", 8)
     folder, out = own_folder(stories, tmp_path / "own", mimo.module_tensors()), tmp_path / "out"
     assert inspect_checkpoint(folder).kind == "an MTP module of a model of type 'mimo', for 'own'"
     assert set(inspect_checkpoint(folder).source.tensors) == set(mimo.module_tensors())
-    convert(folder, out)
+    result = run(capsys, "convert", folder, out, "--dtype", "float32")
+    assert "MTP module of a model of type mimo, hidden_size 32, float32" in result.out
     assert read_config(out)["conversion"]["target"] == "own"
     conversion = convert(folder, out, target=folder)
     assert conversion.provenance["self_test"]["positions"] == 32
@@ -88,6 +93,9 @@ def test_out_of_a_models_own_files(
     assert "probably trained for another model" in conversion.warnings[0]
     kind = "an MTP module of a model of type 'mimo', written by this converter, for 'own'"
     assert inspect_checkpoint(out).kind == kind
+    shown = run(capsys, "convert", "inspect", out).out
+    assert kind in " ".join(shown.split())
+    assert "vocab_size: 512" in shown
     assert "--drafter PATH-OF-THIS-FOLDER" in (out / "README.md").read_text()
     model, tokenizer, module = load(folder, drafter=out)
     options: dict[str, Any] = {"max_tokens": 20, "beam_width": 2}

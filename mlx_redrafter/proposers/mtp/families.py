@@ -5,8 +5,10 @@
     MiMo                                 model.mtp_layers.0.*
 
 Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py`` and ``mimo_mtp.py``,
-and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is not here: vLLM's code alone, which has no norm before
-the head, does not establish its layout.
+and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is not here, as its sources contradict one another. In
+PaddlePaddle's training code a module reads the state before the model's last norm, which is applied
+to its output; FastDeploy's ``ernie4_5_mtp.py`` reads the state after that norm; vLLM's
+``ernie_mtp.py`` and SGLang's ``ernie4_eagle.py`` do so, too, and apply no norm to the output.
 """
 
 from __future__ import annotations
