@@ -134,6 +134,8 @@ def _drafters(subject: Subject) -> list[str]:
         "The bundled drafter, which was made for this model."
         if subject.is_bundled
         else "Not the bundled drafter: it belongs to the bundled model.",
+        "An EAGLE head or Medusa heads made for this very model, as --drafter; --drafter mtp where "
+        "its files hold an MTP module.",
         "A smaller model of the same token ids, as --drafter.",
     ]
     if subject.refusal is not None:

@@ -74,7 +74,10 @@ class Shape:
     """Sizes of drafts, all numbers."""
 
     beam_width: Annotated[int, library_option("beam_width")] = DraftShape.width
-    beam_length: Annotated[int, library_option("beam_length")] = DraftShape.length
+    beam_length: Annotated[
+        int | None,
+        library_option("beam_length", show_default="5, or what the drafter's heads reach"),
+    ] = None
     tree_nodes: Annotated[
         int | None, library_option("tree_nodes", show_default="9, or all there are")
     ] = None
@@ -86,7 +89,12 @@ class Shape:
             ConfigError: A size is out of range.
         """
         nodes = self.tree_nodes if select == "top_n" else None
-        return DraftPlan.of(self.beam_width, self.beam_length, nodes, select)
+        length = DraftShape.length if self.beam_length is None else self.beam_length
+        return DraftPlan.of(self.beam_width, length, nodes, select)
+
+    def fitted(self, plan: DraftPlan, max_length: int | None) -> DraftPlan:
+        """A plan that is no longer than drafts can be, unless a length is given."""
+        return plan.within(max_length) if self.beam_length is None else plan
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`redrafter-mlx convert`: drafters trained with PyTorch, made loadable here."""
+"""`redrafter-mlx convert`: published drafters, made loadable here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class ConvertGroup(Group):
 
 
 app = Application(
-    cls=ConvertGroup, help="Convert a PyTorch or TensorRT-LLM drafter, or Medusa heads."
+    cls=ConvertGroup,
+    help="Convert a published drafter: recurrent, an EAGLE head, Medusa heads or an MTP module.",
 )
 
 

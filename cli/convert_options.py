@@ -72,7 +72,10 @@ class VocabularyOptions:
     ] = None
     vocab_slice: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Draft only the N most frequent tokens of --vocab-text."),
+        typer.Option(
+            metavar="N",
+            help="Draft only the N most frequent tokens of --vocab-text (recurrent, Medusa).",
+        ),
     ] = None
     vocab_text: Annotated[
         list[Path] | None,

@@ -36,9 +36,10 @@ AnyDrafter = Annotated[
     typer.Option(
         "--drafter",
         "--draft-model",
-        help="Drafter or Medusa heads made for the target, or a smaller model of the same tokens: "
-        "a folder or a hub repository; or mtp, for the model's own MTP module; or lookup, the "
-        "default with --model, for drafts out of the text itself.",
+        help="Recurrent drafter, EAGLE head, Medusa heads or MTP module made for the target, or a "
+        "smaller model of the same tokens: a folder or a hub repository; or mtp, for the module in "
+        "the target's own files; or lookup, the default with --model, for drafts out of the text "
+        "itself.",
         show_default=False,
         rich_help_panel=MODEL,
     ),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.checkpoint import shared_name
-from mlx_redrafter.convert.conversion_card import render_conversion_card
 from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
+from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.options import Conversion, ConversionOptions
-from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, check_destination, publish
+from mlx_redrafter.convert.output import describe_provenance, write_conversion
+from mlx_redrafter.convert.publication import check_destination
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.selftest import SelfTest, self_test, self_test_heads
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
@@ -36,7 +36,6 @@ from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.version import __version__
 
 # Largest number of padding rows of a head, which are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
@@ -73,10 +72,13 @@ def convert_drafter(
         NonFiniteError: Weights are not finite, or too large for the dtype.
     """
     options = options or ConversionOptions()
-    source = open_source(path_or_repo)
+    module = find_mtp(path_or_repo)
+    source = module or open_source(path_or_repo)
     check_destination(destination, source.folder)
     if options.tree is not None and not has_medusa(source):
         raise ConfigError("a tree is chosen for Medusa heads, but these are none")
+    if module is not None:
+        return convert_mtp(module, destination, options)
     if is_eagle_source(source):
         return convert_eagle(source, destination, options)
     pending = _read(source, options)
@@ -93,20 +95,24 @@ def convert_drafter(
         measured = _test(pending, drafter, model, tokenizer)
     if isinstance(drafter, Medusa) and options.tree is not None:
         pending.config = drafter.config = replace(drafter.config, tree=options.tree)
-    provenance = _describe_provenance(source, pending, options, measured)
-    with publish(destination) as folder:
-        save_drafter(drafter, folder, {PROVENANCE_KEY: provenance})
-        stored_as = str(options.quantization or options.dtype)
-        card = render_conversion_card(
-            destination.resolve().name, pending.config, stored_as, provenance
-        )
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    return Conversion(pending.config, provenance, tuple(pending.warnings))
+    test = None if measured is None else measured.to_dict()
+    provenance = describe_provenance(source, options, pending.name_set, test, pending.notes)
+    return write_conversion(
+        destination,
+        partial(save_drafter, drafter),
+        pending.config,
+        options,
+        provenance,
+        pending.warnings,
+    )
 
 
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if (kind := recognise_foreign(source)) is not None:
-        raise CheckpointError(f"expected a recurrent drafter or Medusa heads, found {kind}")
+        raise CheckpointError(
+            "expected a recurrent drafter, an EAGLE head, Medusa heads or an MTP module, found "
+            f"{kind}"
+        )
     if has_medusa(source):
         return _read_heads(source, options)
     named = map_names(source.tensors, source.config)
@@ -191,17 +197,3 @@ def _test(
         pending.warnings.append(warning)
     pending.config = drafter.config
     return measured
-
-
-def _describe_provenance(
-    source: Source, pending: _PendingDrafter, options: ConversionOptions, measured: SelfTest | None
-) -> dict[str, Any]:
-    return {
-        "source": source.name,
-        "sha256": source.sha256(),
-        "converter": f"mlx_redrafter {__version__}",
-        "name_set": pending.name_set,
-        "target": None if options.target is None else shared_name(options.target),
-        "self_test": None if measured is None else measured.to_dict(),
-        "notes": pending.notes,
-    }

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.mtp.network import MtpConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 _TEMPLATE = """---
@@ -32,11 +33,12 @@ mlx_redrafter {version}. It makes the target's text appear faster; the text stay
 The licence is that of `{source}`; read it there before you pass these weights on.
 """
 
-Config = DrafterConfig | EagleConfig | MedusaConfig
+Config = DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
 _KINDS: Mapping[type, str] = {
     DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
     EagleConfig: "An [EAGLE](https://arxiv.org/abs/2503.01840) head",
     MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",
+    MtpConfig: "An MTP module",
 }
 
 
@@ -90,6 +92,8 @@ def _describe_network(config: Config) -> dict[str, str]:
             "kind": config.name,
             "width of the MLP, heads": f"{config.intermediate_size}, {config.num_attention_heads}",
         }
+    if isinstance(config, MtpConfig):
+        return {"type of the target": config.model_type}
     return {
         "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
         "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",

@@ -1,40 +1,27 @@
 """Conversion of EAGLE heads, and the test that tells whether one was trained for a target.
 
-The target decodes a few prompts greedily; at each token the head's first draft is compared with the
-target's next token. Files differ on which rotary embedding they say, so both are tried: the head's
-and the target's.
+Files differ on which rotary embedding they say, so both are tried: the head's and the target's.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.chat import encode_question
-from mlx_redrafter.checkpoint import find_checkpoint, read_config, shared_name
-from mlx_redrafter.convert.conversion_card import render_conversion_card
+from mlx_redrafter.checkpoint import find_checkpoint, read_config
+from mlx_redrafter.convert.first_drafts import FirstDrafts, compare, decode_texts
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.options import Conversion, ConversionOptions
-from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
-from mlx_redrafter.convert.selftest import (
-    LEAST_ACCEPTANCE,
-    PREFILL_STEP_SIZE,
-    PROMPTS,
-    TOKENS_PER_PROMPT,
-)
+from mlx_redrafter.convert.output import describe_provenance, write_conversion
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import read_weights
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.loading import load
 from mlx_redrafter.proposers.eagle.checkpoint import new_eagle, read_eagle_config, save_eagle
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -51,45 +38,32 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
     quantize_drafter,
 )
 from mlx_redrafter.recognition import CONFIG_ONLY
-from mlx_redrafter.target.target import Target
-from mlx_redrafter.version import __version__
 from mlx_redrafter.wording import join_shortened, quote
-
-logger = logging.getLogger(__name__)
 
 FLOATS, INTEGERS = ("float32", "float16", "bfloat16"), ("int32", "int64")
 
 
 @dataclass(frozen=True)
-class EagleTest:
+class EagleTest(FirstDrafts):
     """Results of the test.
 
     Attributes:
-        positions: Number of predicted tokens.
-        acceptance: Share of them whose first draft is the target's token, 0 to 1.
-        other_rope: The same with the target's rotary embedding; None where it is the head's.
+        other_rope: Acceptance with the target's rotary embedding; None where it is the head's.
         other_is_better: Whether that is clearly more, by two standard errors of the difference.
     """
 
-    positions: int
-    acceptance: float
-    other_rope: float | None
-    other_is_better: bool
+    other_rope: float | None = None
+    other_is_better: bool = False
 
     def warning(self) -> str | None:
         """The likely mistake, or None if the head seems to fit."""
-        share = f"only {self.acceptance:.0%} of the first drafts match the target"
-        if self.other_is_better:
-            return (
-                f"{share}, but {self.other_rope:.0%} do with the target's rotary embedding; give "
-                "config.json its rope_theta and rope_scaling and convert again"
-            )
-        if self.acceptance < LEAST_ACCEPTANCE:
-            return (
-                f"{share}; the head was probably trained for another model. Decoding stays exact, "
-                "but is not faster"
-            )
-        return None
+        if not self.other_is_better:
+            return super().warning()
+        return (
+            f"only {self.acceptance:.0%} of the first drafts match the target, but "
+            f"{self.other_rope:.0%} do with the target's rotary embedding; give config.json its "
+            "rope_theta and rope_scaling and convert again"
+        )
 
 
 def is_eagle_source(source: Source) -> bool:
@@ -151,39 +125,27 @@ def convert_eagle(source: Source, destination: Path, options: ConversionOptions)
     mx.eval(eagle.parameters())
     eagle.eval()
     measured = None if options.target is None else _test(eagle, options.target)
-    provenance = {
-        "source": source.name,
-        "sha256": source.sha256(),
-        "converter": f"mlx_redrafter {__version__}",
-        "name_set": named.name_set,
-        "target": None if options.target is None else shared_name(options.target),
-        "self_test": None if measured is None else asdict(measured),
-        "notes": list(named.notes),
-    }
-    with publish(destination) as folder:
-        save_eagle(eagle, folder, {PROVENANCE_KEY: provenance})
-        stored_as = str(options.quantization or options.dtype)
-        name = destination.resolve().name
-        card = render_conversion_card(name, eagle.config, stored_as, provenance)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    test = None if measured is None else asdict(measured)
+    provenance = describe_provenance(source, options, named.name_set, test, named.notes)
     warning = None if measured is None else measured.warning()
-    return Conversion(eagle.config, provenance, () if warning is None else (warning,))
+    return write_conversion(
+        destination,
+        partial(save_eagle, eagle),
+        eagle.config,
+        options,
+        provenance,
+        () if warning is None else (warning,),
+    )
 
 
 def _test(eagle: Eagle, name: str | Path) -> EagleTest:
-    model, tokenizer, _ = load(name)
-    target = Target(model)
-    as_proposer(eagle).check_fit(target, tokenizer)
-    logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
-    layers = eagle.captured_layers(target)
-    prompts = [encode_question(tokenizer, prompt) for prompt in PROMPTS]
-    texts = [(*_decode(target, prompt, layers), len(prompt)) for prompt in prompts]
-    found = [match for text in texts for match in _compare(eagle, target, *text)]
+    target, texts = decode_texts(eagle, name)
+    found = compare(eagle, target, texts)
     values = read_config(find_checkpoint(name, CONFIG_ONLY))
     other = with_rope(eagle, rope_of(values.get("text_config", values)))
     if other is None:
-        return EagleTest(len(found), sum(found) / len(found), None, False)
-    others = [match for text in texts for match in _compare(other, target, *text)]
+        return EagleTest(len(found), sum(found) / len(found))
+    others = compare(other, target, texts)
     differences = [new - old for old, new in zip(found, others, strict=True)]
     return EagleTest(
         positions=len(found),
@@ -203,32 +165,3 @@ def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
     for layer, made in zip(other.layers, new_eagle(config).layers, strict=True):
         layer.self_attn.rope = made.self_attn.rope
     return other
-
-
-def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> tuple[list[int], mx.array]:
-    """Continue a prompt greedily; all tokens, and the states after all but the last of them."""
-    tokens, cache = list(prompt), target.new_cache()
-    states: list[mx.array] = []
-    ids = mx.array(prompt, dtype=mx.int32)
-    outputs = target.prefill(
-        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
-    )
-    while True:
-        assert outputs.states is not None
-        states.append(outputs.states)
-        token = mx.argmax(outputs.logits, axis=-1).astype(mx.int32)
-        tokens += to_ints(token)
-        if len(tokens) > len(prompt) + TOKENS_PER_PROMPT:
-            return tokens, mx.concatenate(states)
-        outputs = target.advance(token, cache, layers)
-
-
-def _compare(
-    eagle: Eagle, target: Target, tokens: list[int], states: mx.array, num_prompt: int
-) -> list[int]:
-    """First drafts after each decoded token, 1 where equal to the target's next one, else 0."""
-    pairs = eagle.fuse(states[:-1]), target.embed(mx.array(tokens[1:-1]))
-    outputs = eagle(*pairs, eagle.make_cache())[num_prompt - 1 :]
-    rows = mx.argmax(eagle.logits(outputs, target), axis=-1)
-    ids = rows if eagle.row_ids is None else eagle.row_ids[rows]
-    return to_ints(ids == mx.array(tokens[num_prompt + 1 :]))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_redrafter.convert.conversion_card import Config
 from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
+from mlx_redrafter.convert.mtp import check_mtp, describe_mtp, find_mtp
 from mlx_redrafter.convert.names import NamedTensors, map_names
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -36,7 +37,7 @@ class Inspection:
 
     source: Source
     kind: str
-    config: DrafterConfig | EagleConfig | MedusaConfig | None
+    config: Config | None
     notes: tuple[str, ...]
 
 
@@ -46,6 +47,8 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     Raises:
         CheckpointError: The checkpoint does not exist, or a file is damaged or hostile.
     """
+    if (module := find_mtp(path_or_repo)) is not None:
+        return _inspect_mtp(module)
     source = open_source(path_or_repo)
     if is_eagle_source(source):
         return _inspect_eagle(source)
@@ -81,3 +84,12 @@ def _inspect_eagle(source: Source) -> Inspection:
         kind = "an EAGLE head that cannot be converted"
         return Inspection(source, kind, None, (str(error),))
     return Inspection(source, describe_eagle(source, eagle), eagle.config, named.notes)
+
+
+def _inspect_mtp(source: Source) -> Inspection:
+    kind = describe_mtp(source)
+    try:
+        config, source = check_mtp(source)
+    except CheckpointError as error:
+        return Inspection(source, "an MTP module that cannot be converted", None, (str(error),))
+    return Inspection(source, kind, config, ())

@@ -10,6 +10,7 @@ from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree
+from mlx_redrafter.proposers.mtp.network import MtpConfig
 from mlx_redrafter.proposers.redrafter.checkpoint import check_quantization
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 
@@ -85,6 +86,6 @@ class Conversion:
         warnings: Warnings about the drafter, for the user.
     """
 
-    config: DrafterConfig | EagleConfig | MedusaConfig
+    config: DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
     provenance: dict[str, Any]
     warnings: tuple[str, ...]

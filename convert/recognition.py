@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.medusa.layouts import heads_of, is_medusa
-from mlx_redrafter.proposers.mtp.families import SIDECAR, is_mtp
+from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.recognition import find_refused
 from mlx_redrafter.wording import quote
 
@@ -44,11 +44,7 @@ def recognise_foreign(source: Source) -> str | None:
         if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
             return _MODEL_TYPES[model_type]
     if is_mtp(config, names):
-        model_type = str(config.get("model_type")).removesuffix(SIDECAR)
-        return (
-            f"an MTP module of a model of type {quote(model_type)}, which needs no conversion; "
-            "give its folder as the --drafter"
-        )
+        return f"an MTP module of a model of type {quote(str(config.get('model_type')))}"
     if has_medusa(source):
         return None
     if heads_of(names) and "hidden_size" not in config and not _has_drafter_parts(names):

@@ -151,8 +151,8 @@ def stream_generate(
         grammar: Grammar of the text; every token is one that it allows, after the
             logits processors. Where ``max_tokens`` cuts it, the text may be incomplete.
         prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
-            as in mlx-lm, those of a draft model or an EAGLE head; it holds the prompt and the
-            tokens yielded once the iterator has ended or was closed.
+            as in mlx-lm, those of a draft model, an EAGLE head or an MTP module; it holds the
+            prompt and the tokens yielded once the iterator has ended or was closed.
         prefill_step_size: As in `GenerationOptions`.
         kv_bits: As in `GenerationOptions`; a ``prompt_cache`` is a list whose layers are replaced
             by quantised ones, as in mlx-lm.

@@ -59,10 +59,10 @@ def load(
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
             bundled one.
-        drafter: A recurrent drafter, an EAGLE head, Medusa heads or a smaller model of the same
-            token ids, likewise a folder or a repository; "mtp" for the model's own MTP module, or
-            "lookup" for drafts out of the text itself. None loads none, or the bundled drafter for
-            the bundled model.
+        drafter: A recurrent drafter, an EAGLE head, Medusa heads, an MTP module or a smaller model
+            of the same token ids, likewise a folder or a repository; "mtp" for the module in the
+            model's own files, or "lookup" for drafts out of the text itself. None loads none, or
+            the bundled drafter for the bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.

@@ -87,7 +87,7 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if refused is not None:
         raise CheckpointError(
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
-            "head or a smaller model of the same tokens"
+            "head, Medusa heads, an MTP module or a smaller model of the same tokens"
         )
     # A repository is downloaded once its config says what it is.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}

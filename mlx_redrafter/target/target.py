@@ -174,7 +174,9 @@ class Target:
         """What the LM head makes of `TargetOutputs.hidden_states`, shape (n, H) to (n, V)."""
         # Whatever comes before the head is built at most, and never computed.
         tokens = mx.zeros((1, hidden_states.shape[0]), dtype=mx.int32)
-        with replaced_output(hidden_states[None]):
+        # In another dtype than the head's all its weights would be cast.
+        states = hidden_states[None].astype(self.embed(tokens[0]).dtype)
+        with replaced_output(states):
             logits: mx.array = self.model(tokens)
         return logits[0]
 

@@ -86,7 +86,7 @@ def test_the_target_tells_how_much_it_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a random head, and one that was made for another model."""
-    monkeypatch.setattr("mlx_redrafter.convert.eagle.TOKENS_PER_PROMPT", 8)
+    monkeypatch.setattr("mlx_redrafter.convert.first_drafts.TOKENS_PER_PROMPT", 8)
     target = find_bundled("target")
     values = read_config(target)
     sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}

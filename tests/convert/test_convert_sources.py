@@ -321,4 +321,7 @@ def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("mlx_redrafter.checkpoint.snapshot_download", download)
     conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
     assert conversion.provenance["source"] == "org/drafter"
-    assert asked == [("org/drafter", ["*.json", "*.safetensors", "*.bin", "*.pt"])]
+    # First what tells whether it is a model with a module, of which no more would be fetched.
+    first, rest = asked
+    assert first == ("org/drafter", ["config.json", "model.safetensors.index.json"])
+    assert rest == ("org/drafter", ["*.json", "*.safetensors", "*.bin", "*.pt"])

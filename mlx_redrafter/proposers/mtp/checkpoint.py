@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,10 +18,13 @@ from mlx_redrafter.checkpoint import (
     read_json,
     read_shapes,
     weight_files,
+    write_checkpoint,
 )
 from mlx_redrafter.errors import CheckpointError, first_line
+from mlx_redrafter.proposers.draft_network import quantization_of
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
+    SIDECAR,
     Family,
     model_type_of,
     one_layer_model,
@@ -41,6 +44,8 @@ from mlx_redrafter.wording import quote
 CONFIG_AND_INDEX = ["config.json", "model.safetensors.index.json"]
 # Where a model of one layer has the tensors of that layer.
 LAYER = "model.layers.0."
+# Keys of a model's config.json that say nothing of its module once that is read.
+OF_THE_MODEL = ("architectures", "quantization", "quantization_config")
 EXPERT = re.compile(r"(.*)experts\.\d+\.(.*)")
 
 
@@ -61,22 +66,84 @@ def load_mtp(path_or_repo: str | Path) -> Mtp:
         ConfigError: The model is of a kind whose modules are not supported.
         NonFiniteError: A weight is NaN or infinite.
     """
+    folder, paths = find_module(path_or_repo)
+    module, weights, names = open_module(folder, paths)
+    check_floating(module, weights, folder, names)
+    try:
+        mx.eval(list(weights.values()))
+    except Exception as error:  # what is computed of damaged files may raise anything
+        raise _misfit(folder, first_line(error)) from error
+    module.load_weights(list(weights.items()))
+    check_finite(module, folder, names)
+    module.eval()
+    mx.eval(module.parameters())
+    return module
+
+
+def save_mtp(
+    module: Mtp,
+    values: Mapping[str, Any],
+    folder: str | Path,
+    extra_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a module so that `load_mtp` reads it back: a folder with nothing else in it.
+
+    Args:
+        module: The module, quantised or not.
+        values: The ``config.json`` that it was made by.
+        folder: Destination folder, created when it does not exist.
+        extra_config: Further keys for ``config.json``, such as where the weights come from.
+    """
+    config = {key: value for key, value in values.items() if key not in OF_THE_MODEL}
+    config["model_type"] = module.config.model_type + SIDECAR
+    if (quantization := quantization_of(module)) is not None:
+        config["quantization"] = quantization
+    config.update(extra_config or {})
+    weights = named_parameters(module)
+    tensors = {published_name(own, module.family, ""): weights[own] for own in weights}
+    write_checkpoint(Path(folder), config, tensors)
+
+
+def find_module(path_or_repo: str | Path) -> tuple[Path, list[Path]]:
+    """The folder of a module, and its weight files, which are fetched; see `load_mtp`.
+
+    Where there is no index of shards these may hold the whole model.
+    """
     folder = find_checkpoint(path_or_repo, CONFIG_AND_INDEX)
     values = read_config(folder)
-    family, prefix = FAMILIES[model_type_of(values)], prefix_of(values)
+    prefix = prefix_of(values)
     check_config({**values, "model_type": model_type_of(values)})
     files = indexed_files(folder, prefix)
     if files != []:
         folder = find_checkpoint(path_or_repo, files or PATTERNS)
-    tensors = _read_module(folder, files, prefix, family)
-    if not tensors:
-        raise CheckpointError(
-            f"no tensors {prefix}* in {folder}, which converted copies often lack; give the "
-            "folder of the original model, or of its MTP tensors, as the drafter"
-        )
+    if files:
+        return folder, [folder / file for file in files]
+    return folder, weight_files(folder) if has_weights(folder) else []
+
+
+def open_module(
+    folder: Path, paths: Sequence[Path]
+) -> tuple[Mtp, dict[str, mx.array], dict[str, str]]:
+    """A module of the right sizes, its weights before they are read, and their published names.
+
+    Raises:
+        CheckpointError: As `load_mtp`.
+        ConfigError: As `load_mtp`.
+    """
+    values = read_config(folder)
+    tensors = _read_module(folder, paths, values)
     module = _new_module(folder, values)
-    _fill(module, folder, values, _rename(tensors, values, folder))
-    return module
+    weights = _rename(tensors, values, folder)
+    shapes = {own: tensor.shape for own, tensor in weights.items()}
+    if "quantization" in values:
+        quantize_as_stored(module, values["quantization"], shapes)
+    prefix = prefix_of(values)
+    names = {
+        own: published_name(own, module.family, prefix)
+        for own in named_parameters(module).keys() | shapes.keys()
+    }
+    check_shapes(module, shapes, folder, names)
+    return module, weights, names
 
 
 def indexed_files(folder: Path, prefix: str) -> list[str] | None:
@@ -105,13 +172,11 @@ def _checked(entry: tuple[str, Any]) -> tuple[str, str]:
 
 
 def _read_module(
-    folder: Path, files: list[str] | None, prefix: str, family: Family
+    folder: Path, paths: Sequence[Path], values: Mapping[str, Any]
 ) -> dict[str, mx.array]:
     """Tensors by their names after the prefix, with the weights of norms as they are used."""
-    paths = [folder / file for file in files or []]
-    if not paths and has_weights(folder):
-        paths = weight_files(folder)
-    read_shapes(folder, paths)
+    family, prefix = FAMILIES[model_type_of(values)], prefix_of(values)
+    read_shapes(folder, list(paths))
     tensors: dict[str, mx.array] = {}
     for path in paths:
         try:
@@ -127,6 +192,11 @@ def _read_module(
             if name.startswith(prefix) and not bare.startswith(family.left_out):
                 is_norm = "norm" in bare.rpartition(".")[0].rpartition(".")[2]
                 tensors[bare] = tensor + offset if offset and is_norm else tensor
+    if not tensors:
+        raise CheckpointError(
+            f"no tensors {prefix}* in {folder}, which converted copies often lack; give the "
+            "folder of the original model, or of its MTP tensors, as the drafter"
+        )
     return tensors
 
 
@@ -154,16 +224,11 @@ def _rename(
     laid = {LAYER + name: tensor for name, tensor in tensors.items()}
     try:
         laid = stack_experts(laid) if family.norm_offset else one_layer_model(values).sanitize(laid)
-        mx.eval(list(laid.values()))
     except KeyError as error:
         name = str(error.args[0]).replace(LAYER, prefix_of(values), 1)
-        raise CheckpointError(
-            f"the weights in {folder} do not fit its config.json: {name} is missing"
-        ) from error
+        raise _misfit(folder, f"{name} is missing") from error
     except Exception as error:  # mlx-lm looks at no shape before
-        raise CheckpointError(
-            f"the weights in {folder} do not fit its config.json: {first_line(error)}"
-        ) from error
+        raise _misfit(folder, first_line(error)) from error
     renamed = {}
     for name, tensor in laid.items():
         bare = name.removeprefix(LAYER)
@@ -172,7 +237,12 @@ def _rename(
     return renamed
 
 
-def _published_name(own: str, family: Family, prefix: str) -> str:
+def _misfit(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"the weights in {folder} do not fit its config.json: {reason}")
+
+
+def published_name(own: str, family: Family, prefix: str) -> str:
+    """The name that a tensor of `Mtp` has in a checkpoint."""
     for published, name in family.names.items():
         if own.startswith(name):
             return prefix + published + own.removeprefix(name)
@@ -207,22 +277,3 @@ def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         stack = mx.stack([tensors[f"{base}experts.{e}.{rest}"] for e in range(num)])
         laid[f"{base}switch_mlp.{rest}"] = stack
     return laid
-
-
-def _fill(
-    module: Mtp, folder: Path, values: Mapping[str, Any], weights: Mapping[str, mx.array]
-) -> None:
-    shapes = {own: tensor.shape for own, tensor in weights.items()}
-    if "quantization" in values:
-        quantize_as_stored(module, values["quantization"], shapes)
-    prefix = prefix_of(values)
-    names = {
-        own: _published_name(own, module.family, prefix)
-        for own in named_parameters(module).keys() | shapes.keys()
-    }
-    check_shapes(module, shapes, folder, names)
-    check_floating(module, weights, folder, names)
-    module.load_weights(list(weights.items()))
-    check_finite(module, folder, names)
-    module.eval()
-    mx.eval(module.parameters())

@@ -5,8 +5,10 @@
     MiMo                                 model.mtp_layers.0.*
 
 Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py`` and ``mimo_mtp.py``,
-and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is not here: vLLM's code alone, which has no norm before
-the head, does not establish its layout.
+and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is not here, as its sources contradict one another. In
+PaddlePaddle's training code a module reads the state before the model's last norm, which is applied
+to its output; FastDeploy's ``ernie4_5_mtp.py`` reads the state after that norm; vLLM's
+``ernie_mtp.py`` and SGLang's ``ernie4_eagle.py`` do so, too, and apply no norm to the output.
 """
 
 from __future__ import annotations
@@ -105,19 +107,22 @@ def model_type_of(values: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: Modules of that type are not supported.
     """
-    found = str(values.get("model_type")).removesuffix(SIDECAR)
-    if found not in FAMILIES:
+    if not has_family(values):
         raise ConfigError(
             f"expected a model with an MTP module, of type {', '.join(FAMILIES)}, found "
             f"{values.get('model_type')!r}; use a drafter or lookup"
         )
-    return found
+    return str(values["model_type"]).removesuffix(SIDECAR)
+
+
+def has_family(values: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a model with an MTP module, or of the module alone."""
+    return str(values.get("model_type")).removesuffix(SIDECAR) in FAMILIES
 
 
 def is_sidecar(values: Mapping[str, Any]) -> bool:
     """Whether a config says that there is nothing but a module."""
-    found = str(values.get("model_type"))
-    return found.endswith(SIDECAR) and found.removesuffix(SIDECAR) in FAMILIES
+    return has_family(values) and str(values["model_type"]).endswith(SIDECAR)
 
 
 def prefix_of(values: Mapping[str, Any]) -> str:

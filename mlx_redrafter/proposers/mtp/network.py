@@ -6,8 +6,8 @@ Axes: n tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +37,17 @@ class MtpConfig:
     model_type: str
     hidden_size: int
     vocab_size: int
+    # Its head is the target's, whole.
+    draft_vocab_size: ClassVar[None] = None
+
+    @property
+    def summary(self) -> str:
+        """Kind and sizes, in words."""
+        return f"MTP module of a model of type {self.model_type}, hidden_size {self.hidden_size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values by their names."""
+        return asdict(self)
 
 
 class Mtp(ContextNetwork):

@@ -113,6 +113,8 @@ def copy_drafter(drafter: Drafter) -> Drafter:
 def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place; layers whose width does not divide stay.
 
+    So do routers of experts: they are small, and rounding would change who is asked.
+
     Raises:
         ConfigError: MLX has no such bits or group size, or no layer can be quantised with it.
     """
@@ -120,7 +122,9 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     fitting = [
         name
         for name, module in drafter.named_modules()
-        if isinstance(module, nn.Linear) and module.weight.shape[-1] % group_size == 0
+        if hasattr(module, "to_quantized")
+        and module.weight.shape[-1] % group_size == 0
+        and not name.endswith("gate")
     ]
     if not fitting:
         raise ConfigError(

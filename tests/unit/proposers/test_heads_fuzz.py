@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.proposers.mtp.network import Mtp
 from tests.helpers.mtp import family_config, module_tensors
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
@@ -55,6 +59,13 @@ def mtp_files(model_type: str) -> Files:
     return config, module_tensors(config)
 
 
+def converted(folder: Path) -> Mtp:
+    """A module as it comes through the converter."""
+    out = folder / "out"
+    convert_drafter(folder, out, ConversionOptions(dtype="float32"))
+    return load_mtp(out)
+
+
 SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], ContextNetwork]]] = {
     "EAGLE-1": (lambda: eagle_files(1), load_eagle),
     "EAGLE-3": (lambda: eagle_files(3), load_eagle),
@@ -63,6 +74,10 @@ SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], ContextNetwork]]] =
     "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
     "qwen3_next": (lambda: mtp_files("qwen3_next"), load_mtp),
     "qwen3_5_moe": (lambda: mtp_files("qwen3_5_moe"), load_mtp),
+    **{
+        f"{model_type}, converted": (partial(mtp_files, model_type), converted)
+        for model_type in ("mimo", "glm4_moe_lite", "qwen3_5")
+    },
 }
 
 

@@ -1,0 +1,152 @@
+"""Conversion of MTP modules: out of a model's own files, or of a folder with nothing else in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_redrafter.checkpoint import (
+    CONFIG_FILE,
+    find_checkpoint,
+    named_parameters,
+    read_config,
+    shared_name,
+)
+from mlx_redrafter.convert.first_drafts import FirstDrafts, compare, decode_texts
+from mlx_redrafter.convert.options import Conversion, ConversionOptions
+from mlx_redrafter.convert.output import describe_provenance, write_conversion
+from mlx_redrafter.convert.publication import PROVENANCE_KEY
+from mlx_redrafter.convert.safetensors_file import read_safetensors_file
+from mlx_redrafter.convert.source import Source
+from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.draft_network import quantization_of
+from mlx_redrafter.proposers.eagle.published import is_eagle
+from mlx_redrafter.proposers.medusa.layouts import is_medusa
+from mlx_redrafter.proposers.mtp.checkpoint import (
+    CONFIG_AND_INDEX,
+    find_module,
+    load_mtp,
+    open_module,
+    published_name,
+    save_mtp,
+)
+from mlx_redrafter.proposers.mtp.families import (
+    has_family,
+    is_mtp,
+    model_type_of,
+    one_layer_model,
+    prefix_of,
+)
+from mlx_redrafter.proposers.mtp.network import Mtp, MtpConfig
+from mlx_redrafter.proposers.redrafter.checkpoint import check_finite, quantize_drafter
+from mlx_redrafter.wording import quote
+
+
+def find_mtp(path_or_repo: str | Path) -> Source | None:
+    """The MTP module in a checkpoint, None where its config is not that of a model with one.
+
+    Of a repository no other files are fetched than those with the module.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    folder = find_checkpoint(path_or_repo, CONFIG_AND_INDEX)
+    values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
+    if not has_family(values) or is_eagle(values, ()) or is_medusa(values, {}):
+        return None
+    folder, paths = find_module(path_or_repo)
+    tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}
+    source = Source(shared_name(path_or_repo), folder, values, tuple(paths), tensors)
+    # A model that lacks its module is refused as such, without fetching the rest of it.
+    is_model = _has_index(source) or any("embed_tokens." in name for name in tensors)
+    has_module = any(name.startswith(prefix_of(values)) for name in tensors)
+    return source if is_model or has_module else None
+
+
+def describe_mtp(source: Source) -> str:
+    """The kind of a module, and the model that it is for."""
+    kind = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
+    kind += ", written by this converter" if PROVENANCE_KEY in source.config else ""
+    target = _target_of(source)
+    return kind + (f", for {quote(target)}" if target else "")
+
+
+def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
+    """The config of a module, and the checkpoint without the rest of the model; reads no values.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected, or of other shapes than the config
+            requires; or a value in ``config.json`` is out of range.
+    """
+    module, *_ = open_module(source.folder, source.files)
+    prefix = prefix_of(source.config)
+    tensors = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
+    return module.config, replace(source, tensors=tensors)
+
+
+def convert_mtp(source: Source, destination: Path, options: ConversionOptions) -> Conversion:
+    """Convert an MTP module; see `conversion.convert_drafter`."""
+    if options.rnn_activation is not None or options.vocabulary is not None:
+        raise ConfigError("an MTP module has no recurrence, and its head is the model's own")
+    module, values = load_mtp(source.folder), source.config
+    if quantization_of(module) is not None:
+        raise CheckpointError(
+            "expected an MTP module that is not quantised; convert the published one"
+        )
+    _cast(module, source, options.dtype)
+    if options.quantization is not None:
+        quantize_drafter(module, options.quantization.bits, options.quantization.group_size)
+        mx.eval(module.parameters())
+    measured = None
+    if options.target is not None:
+        matches = compare(module, *decode_texts(module, options.target))
+        measured = FirstDrafts(len(matches), sum(matches) / len(matches))
+    test = None if measured is None else asdict(measured)
+    provenance = describe_provenance(source, options, "MTP", test)
+    provenance["target"] = provenance["target"] or _target_of(source)
+    warning = None if measured is None else measured.warning()
+    return write_conversion(
+        destination,
+        partial(save_mtp, module, values),
+        module.config,
+        options,
+        provenance,
+        () if warning is None else (warning,),
+    )
+
+
+def _has_index(source: Source) -> bool:
+    return (source.folder / CONFIG_AND_INDEX[1]).exists()
+
+
+def _target_of(source: Source) -> str | None:
+    """The model that a module is for: the one in whose files it is, or that of a conversion."""
+    provenance = source.config.get(PROVENANCE_KEY)
+    if isinstance(provenance, Mapping):
+        target = provenance.get("target")
+        return target if isinstance(target, str) else None
+    is_alone = is_mtp(source.config, source.tensors) and not _has_index(source)
+    return None if is_alone else source.name
+
+
+def _cast(module: Mtp, source: Source, dtype: str) -> None:
+    """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers.
+
+    Raises:
+        NonFiniteError: Values are too large for the dtype.
+    """
+    is_cast = getattr(one_layer_model(source.config), "cast_predicate", lambda name: True)
+    weights = [
+        (name, tensor.astype(DTYPES[dtype]) if is_cast(name) else tensor)
+        for name, tensor in named_parameters(module).items()
+    ]
+    module.load_weights(weights)
+    prefix = prefix_of(source.config)
+    names = {own: published_name(own, module.family, prefix) for own, _ in weights}
+    check_finite(module, source.name, names)
+    mx.eval(module.parameters())
