@@ -21,9 +21,9 @@ from mlx_redrafter.training.files import load_arrays_and_metadata
 from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.options import (
     HEADS,
+    RECIPES,
     Head,
     LossOptions,
-    RECIPES,
     NetworkOptions,
     Recipe,
     TrainingOptions,
