@@ -104,7 +104,8 @@ class Network:
     head: Annotated[
         str,
         typer.Option(
-            help="Kind of drafter: redrafter, a recurrent one; medusa; eagle, EAGLE-3; or eagle1.",
+            help="Kind of drafter: redrafter, a recurrent one; medusa; eagle, EAGLE-3; eagle1; "
+            "or mtp, an MTP module.",
             rich_help_panel=NETWORK,
         ),
     ] = "redrafter"

@@ -14,16 +14,17 @@ Recipe = Literal["soft", "coupled", "apple", "rollouts"]
 RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
 # Recipes that train on the target's distributions; the others train on tokens.
 DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
-Head = Literal["redrafter", "medusa", "eagle", "eagle1"]
+Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp"]
 # Kinds of heads, and the options beside the beam length that each has.
 HEADS: Mapping[Head, tuple[str, ...]] = {
     "redrafter": ("exit_dim", "layers", "draft_vocab"),
     "medusa": ("layers", "draft_vocab"),
     "eagle": ("draft_vocab",),
     "eagle1": (),
+    "mtp": (),
 }
 # Heads that attend to the text before, of which rollouts are no part.
-READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1")
+READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp")
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -65,7 +66,8 @@ class NetworkOptions:
     """Shape of the drafter; the defaults suit small and large targets.
 
     Attributes:
-        head: Kind of the drafter: a recurrent one, Medusa heads, EAGLE-3, or EAGLE-1.
+        head: Kind of the drafter: a recurrent one, Medusa heads, EAGLE-3, EAGLE-1, or an MTP
+            module in MiMo's format.
         exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
         num_layers: Number of residual blocks before the head; by default 2, of Medusa heads 1.
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.

@@ -1,4 +1,4 @@
-"""Networks with K/V rows of their own as students: EAGLE heads.
+"""Networks with K/V rows of their own as students: EAGLE heads, MTP modules.
 
 Axes: n positions of a stretch of text, H hidden size, V rows of the head.
 
@@ -22,6 +22,8 @@ from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT
 from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.mtp.checkpoint import save_mtp
+from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.loss import Batch
 from mlx_redrafter.training.students.chain import ChainStudent
@@ -115,6 +117,34 @@ class EagleStudent(ContextStudent):
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """See `Student.save`."""
         save_eagle(self.network, folder, extra)
+
+
+class MtpStudent(ContextStudent):
+    """An MTP module.
+
+    Args:
+        network: The module.
+        target: As for every `ContextStudent`.
+        values: The ``config.json`` of a model with such a module.
+    """
+
+    name = "an MTP module (arXiv 2412.19437)"
+    network: Mtp
+
+    def __init__(self, network: Mtp, target: Target, values: Mapping[str, Any]):
+        super().__init__(network, target)
+        self.values = values
+
+    def new_network(self) -> Mtp:
+        """See `Student.new_network`."""
+        return Mtp(self.values)
+
+    def start(self, head: mx.array | None, token_ids: NDArray[np.int32] | None) -> None:
+        """See `Student.start`; all begins with random weights."""
+
+    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """See `Student.save`."""
+        save_mtp(self.network, self.values, folder, extra)
 
 
 class _Rows:

@@ -9,11 +9,12 @@ from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.initial import choose_drafter_config
 from mlx_redrafter.training.options import Head, NetworkOptions
-from mlx_redrafter.training.students.context import EagleStudent
+from mlx_redrafter.training.students.context import EagleStudent, MtpStudent
 from mlx_redrafter.training.students.medusa import MedusaStudent
 from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from mlx_redrafter.training.students.student import Student
@@ -70,6 +71,20 @@ def _new_eagle_1(target: Target, options: NetworkOptions) -> Student:
     return EagleStudent(Eagle(config), target)
 
 
+def _new_mtp(target: Target, options: NetworkOptions) -> Student:
+    """A module in MiMo's format, whose layer is a dense one; any target can have it."""
+    values = {
+        "model_type": "mimo",
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": EagleConfig.rms_norm_eps,
+        "rope_theta": EagleConfig.rope_theta,
+        "tie_word_embeddings": True,
+        **_layer_sizes(target),
+    }
+    return MtpStudent(Mtp(values), target, values)
+
+
 def _layer_sizes(target: Target) -> dict[str, Any]:
     """Sizes of a decoder layer as wide as the target, as `EagleConfig` names them."""
     hidden = target.hidden_size
@@ -91,4 +106,5 @@ KINDS: Mapping[Head, Callable[[Target, NetworkOptions], Student]] = {
     "medusa": _new_medusa,
     "eagle": _new_eagle,
     "eagle1": _new_eagle_1,
+    "mtp": _new_mtp,
 }
