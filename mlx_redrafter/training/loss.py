@@ -32,8 +32,8 @@ class Batch(NamedTuple):
     """The drafter's inputs and the target's outputs at B positions.
 
     Attributes:
-        states: What the drafter reads of the target: its last hidden states, or the inputs of C of
-            its layers, shape (B, H) or (B, C * H).
+        states: Last hidden states of the target, or the inputs of those of its layers that the
+            drafter reads, shape (B, H) or (B, C * H).
         sequences: Number of the sequence of each position, int32, shape (B,).
         tokens: Root and drafts, int32, shape (B, S + 1).
         labels: Rows of the head for the tokens after the root, -1 for tokens without a row, int32,

@@ -17,11 +17,13 @@ from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.files import remove_leftovers
+from mlx_redrafter.training.options import TrainingOptions
 from mlx_redrafter.training.preparation import DistillationInputs, Preparation
 from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.request import STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask, stretch_of
 from mlx_redrafter.training.training_card import TrainingSummary, write_training_card
 
@@ -68,34 +70,15 @@ def train_drafter(
     cache = preparation.cache
     del preparation
     mx.clear_cache()  # the target is not referenced any more
-    student = inputs.student
-    batch_options = BatchOptions(
-        request.loss.recipe,
-        request.network.beam_length,
-        request.training.batch_tokens,
-        request.training.seed,
-        stretch_of(student, request),
-        student.layers,
-    )
     options = request.training
     if timetable is not None:
         options = replace(options, num_evaluations=timetable.num_evaluations)
-    held_out = [
-        cache.load("held-out", n, layers=student.layers)
-        for n in range(cache.num_shards("held-out"))
-    ]
-    task = TrainingTask(
-        BatchOrder(cache, "train", batch_options, inputs.rows),
-        held_out,
-        request.data_options.temp,
-        request.loss,
-        options,
-    )
+    task = _make_task(request, inputs, cache, options)
     identity = _describe_run(request, inputs, corpus)
     schedule, minutes = None, request.training.minutes
     if timetable is not None and minutes is not None:
         schedule = timetable.schedule(minutes, time.monotonic() - begun)
-    trainer = Trainer(student, task, request.out / STATE_FOLDER, identity, schedule)
+    trainer = Trainer(inputs.student, task, request.out / STATE_FOLDER, identity, schedule)
     if trainer.progress.step:
         reporter.say(f"going on from step {trainer.progress.step:,}")
     student = trainer.run(
@@ -111,6 +94,33 @@ def train_drafter(
     if not write_picture(request.out, trainer.progress.curve):
         reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
     return TrainingResult(student, measured)
+
+
+def _make_task(
+    request: TrainingRequest,
+    inputs: DistillationInputs,
+    cache: TeacherCache,
+    options: TrainingOptions,
+) -> TrainingTask:
+    student = inputs.student
+    batch_options = BatchOptions(
+        request.loss.recipe,
+        request.network.beam_length,
+        options.batch_tokens,
+        options.seed,
+        stretch_of(student, request),
+        student.layers,
+    )
+    return TrainingTask(
+        BatchOrder(cache, "train", batch_options, inputs.rows),
+        [
+            cache.load("held-out", n, layers=student.layers)
+            for n in range(cache.num_shards("held-out"))
+        ],
+        request.data_options.temp,
+        request.loss,
+        options,
+    )
 
 
 def _describe_run(request: TrainingRequest, inputs: DistillationInputs, corpus: Corpus) -> str:

@@ -124,7 +124,7 @@ class MtpStudent(ContextStudent):
 
     Args:
         network: The module.
-        target: As for every `ContextStudent`.
+        target: The teacher.
         values: The ``config.json`` of a model with such a module.
     """
 

@@ -28,7 +28,7 @@ class Student(ABC):
         network: Its network, in float32.
 
     Attributes:
-        network: As above.
+        network: Weights and sizes.
         name: The kind in words, as a phrase with an article if it takes one.
         reads_context: Whether it attends to what it read before, so that its examples are
             stretches of text, or drafts from one state of the target.
