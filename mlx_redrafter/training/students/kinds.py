@@ -19,8 +19,9 @@ from mlx_redrafter.training.students.medusa import MedusaStudent
 from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from mlx_redrafter.training.students.student import Student
 
-# Width of an attention head, and of the MLP relative to the hidden size, rounded up to a multiple.
-HEAD_DIM, LEAST_HEADS = 128, 4
+# Width of an attention head, below `WIDE` and from there on, and of the MLP relative to the hidden
+# size, rounded up to a multiple.
+HEAD_DIM, WIDE_HEAD_DIM, WIDE, LEAST_HEADS = 64, 128, 2048, 4
 MLP_RATIO, MLP_MULTIPLE = 8 / 3, 64
 # Least layers of a target whose second one, middle one and third last EAGLE-3 reads.
 DEEP = 8
@@ -88,7 +89,7 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
 def _layer_sizes(target: Target) -> dict[str, Any]:
     """Sizes of a decoder layer as wide as the target, as `EagleConfig` names them."""
     hidden = target.hidden_size
-    heads = max(LEAST_HEADS, hidden // HEAD_DIM)
+    heads = max(LEAST_HEADS, hidden // (HEAD_DIM if hidden < WIDE else WIDE_HEAD_DIM))
     while heads > 1 and hidden % (2 * heads):  # rotary embeddings take pairs
         heads -= 1
     return {
