@@ -53,7 +53,9 @@ def widen(
     layers: Annotated[
         int | None, typer.Option(help="Layers of the copy; new ones add nothing.")
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Drafter of the small model.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter or head made for the small model.")
+    ] = None,
     drafter_out: Annotated[Path | None, typer.Option(help="Folder for the drafter's copy.")] = None,
     drafter_exit_dim: Annotated[
         int | None,
@@ -78,8 +80,10 @@ def widen(
             check_int(name, value, 1)
     count = parse_count(parameters)
     from mlx_redrafter.bench.widen import widen_drafter, widen_target
+    from mlx_redrafter.bench.widen_heads import widen_head
     from mlx_redrafter.checkpoint import find_checkpoint
     from mlx_redrafter.convert.publication import check_new
+    from mlx_redrafter.recognition import recognise
 
     if drafter is not None and drafter_out is not None:  # before the long work
         check_new(drafter_out, find_checkpoint(drafter))
@@ -88,5 +92,10 @@ def widen(
     shape = widen_target(source, destination, count, layers, context, seed)
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is not None and drafter_out is not None:
-        config = widen_drafter(drafter, drafter_out, shape.hidden_size, drafter_exit_dim, seed)
-        typer.echo(f"{drafter_out}: {config}")
+        kind, _ = recognise(drafter)
+        if kind == "recurrent drafter":
+            config = widen_drafter(drafter, drafter_out, shape.hidden_size, drafter_exit_dim, seed)
+            typer.echo(f"{drafter_out}: {config}")
+        else:
+            widen_head(kind, drafter, drafter_out, shape.hidden_size)
+            typer.echo(f"{drafter_out}: {kind}")

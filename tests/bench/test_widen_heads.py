@@ -1,0 +1,59 @@
+"""Widened heads propose the same drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_redrafter.bench.widen import widen_target
+from mlx_redrafter.bench.widen_heads import widen_head
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.loading import load
+from mlx_redrafter.recognition import recognise
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import NetworkOptions, TokenSequence, new_student
+from mlx_redrafter.training.batches import HeadRows, gather, make_group
+from mlx_redrafter.training.options import HEADS, Head
+from mlx_redrafter.training.students.context import ContextStudent
+from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.teacher import read_sequences
+from tests.helpers.models import shared_model
+
+LENGTH = 4
+
+
+def _logits(student: Student, target: Target) -> np.ndarray:
+    tokens = np.arange(3, 43, dtype=np.int32)
+    shard = read_sequences(target, [TokenSequence(tokens, tokens > 0)], 4)
+    hidden = target.layer_inputs(mx.array(tokens), student.layers or (-1,))
+    group = make_group(shard, np.ones((40, LENGTH - 1), np.bool_), 40)
+    batch = gather(group, np.arange(40), 40, LENGTH, HeadRows(None, target.vocab_size))
+    return np.array(student.logits(student.network, batch._replace(states=hidden)))
+
+
+@pytest.mark.parametrize("head", [head for head in HEADS if head != "redrafter"])
+def test_drafts_stay(tmp_path: Path, head: Head) -> None:
+    source = shared_model("stories260k")
+    target = Target(load(str(source))[0])
+    student = new_student(target, NetworkOptions(head, beam_length=LENGTH))
+    initialise(student, None, 1)
+    student.save(tmp_path / "head", {})
+    shape = widen_target(source, tmp_path / "wide", 16_000_000)
+    kind, _ = recognise(tmp_path / "head")
+    widen_head(kind, tmp_path / "head", tmp_path / "wide-head", shape.hidden_size)
+    model, _, drafter = load(str(tmp_path / "wide"), drafter=str(tmp_path / "wide-head"))
+    wide = Target(model)
+    other = new_student(wide, NetworkOptions(head, beam_length=LENGTH))
+    other = other.holding(getattr(drafter, "network", drafter))
+    if isinstance(other, ContextStudent):
+        other.layers = student.layers
+        wide.watch(other.layers or (-1,))
+    np.testing.assert_allclose(_logits(other, wide), _logits(student, target), atol=2e-4)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a draft model cannot be widened"):
+        widen_head("draft model", tmp_path, tmp_path / "out", 64)
