@@ -119,6 +119,7 @@ def _request(run: Run, values: dict[str, Any]) -> TrainingRequest:
             network.layers,
             network.length,
             network.draft_vocab,
+            network.fused,
         ),
         loss=LossOptions(recipe=schedule.recipe),  # type: ignore[arg-type]
         training=TrainingOptions(

@@ -146,6 +146,14 @@ class Network:
             rich_help_panel=NETWORK,
         ),
     ] = None
+    fused: Annotated[
+        bool,
+        typer.Option(
+            "--fused",
+            help="Let a recurrent drafter read two more layers of the model.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = False
     dtype: Annotated[
         str, typer.Option(help="Dtype of the weights written.", rich_help_panel=NETWORK)
     ] = "float16"

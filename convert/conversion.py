@@ -115,6 +115,10 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
         )
     if has_medusa(source):
         return _read_heads(source, options)
+    if source.config.get("captured_layers") is not None:
+        raise CheckpointError(
+            "a drafter that reads several layers of its model is not converted; use it as it is"
+        )
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
     weights = read_weights(named.sources, source.tensors, options.dtype)

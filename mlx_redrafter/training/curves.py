@@ -49,7 +49,8 @@ def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:
         f"{folder.name}, best: {best.tokens_per_step:.2f} tokens/step after {best.step:,} steps, "
         f"{best.seconds / 60:.0f} minutes"
     )
-    upper.set_ylim(1, 1 + 1.1 * (best.tokens_per_step - 1))  # from what plain decoding has
+    gain = best.tokens_per_step - 1
+    upper.set_ylim(1, 1 + 1.1 * (gain or 1))  # from what plain decoding has
     upper.set_ylabel("tokens/step, held-out texts")
     trained = [point for point in curve if point.step > 0]
     lower.plot([p.step for p in trained], [p.loss for p in trained], marker=".", color="tab:orange")

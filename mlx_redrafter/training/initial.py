@@ -24,7 +24,7 @@ from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.options import NetworkOptions
 from mlx_redrafter.training.target_size import TargetSize
@@ -34,8 +34,10 @@ DEFAULT_EXIT_DIM, DEFAULT_BLOCKS = 1024, 2
 CHUNK_SIZE = 1024
 
 
-def choose_drafter_config(target: Target | TargetSize, options: NetworkOptions) -> DrafterConfig:
-    """Choose the shape of a new drafter for this target."""
+def choose_drafter_config(
+    target: Target | TargetSize, options: NetworkOptions, layers: tuple[int, ...] | None = None
+) -> DrafterConfig:
+    """Choose the shape of a new drafter for this target, that reads these layers."""
     default = min(DEFAULT_EXIT_DIM, 2 * target.hidden_size)
     return DrafterConfig(
         vocab_size=target.vocab_size,
@@ -44,6 +46,7 @@ def choose_drafter_config(target: Target | TargetSize, options: NetworkOptions) 
         num_draft_layers=DEFAULT_BLOCKS if options.num_layers is None else options.num_layers,
         rnn=True,
         draft_vocab_size=options.draft_vocab,
+        captured_layers=layers,
     )
 
 
@@ -127,6 +130,10 @@ def start_drafter(
         block.linear.bias = mx.zeros_like(block.linear.bias)
     if head is not None:
         _start_from_head(drafter, np.array(head.astype(mx.float32)))
+    layers = drafter.config.captured_layers
+    if layers is not None:  # at first the last hidden state alone
+        parts = [(layer == FINAL) * mx.eye(drafter.config.hidden_size) for layer in layers]
+        drafter.fc.weight = mx.concatenate(parts, axis=1)
 
 
 def _start_from_head(drafter: Drafter, head: NDArray[np.float32]) -> None:

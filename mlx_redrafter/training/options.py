@@ -17,7 +17,7 @@ DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
 Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp"]
 # Kinds of heads, and the options beside the beam length that each has.
 HEADS: Mapping[Head, tuple[str, ...]] = {
-    "redrafter": ("exit_dim", "layers", "draft_vocab"),
+    "redrafter": ("exit_dim", "layers", "draft_vocab", "fused"),
     "medusa": ("layers", "draft_vocab"),
     "eagle": ("draft_vocab",),
     "eagle1": (),
@@ -73,6 +73,8 @@ class NetworkOptions:
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
         draft_vocab: Number of tokens that the drafter can propose, the most frequent ones of the
             texts; None for all. With large vocabularies the head is most of the cost of a draft.
+        fused: Whether the recurrent drafter reads two layers of the target beside its last hidden
+            state.
     """
 
     head: Head = "redrafter"
@@ -80,6 +82,7 @@ class NetworkOptions:
     num_layers: int | None = None
     beam_length: int = 5
     draft_vocab: int | None = None
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -88,6 +91,7 @@ class NetworkOptions:
             "exit_dim": self.exit_dim,
             "layers": self.num_layers,
             "draft_vocab": self.draft_vocab,
+            "fused": self.fused or None,
         }
         for name, value in given.items():
             if value is not None and name not in HEADS[self.head]:

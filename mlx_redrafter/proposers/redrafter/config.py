@@ -14,9 +14,10 @@ from mlx_redrafter.proposers.stored_config import (
     read_fields,
     write_fields,
 )
+from mlx_redrafter.target.target import FINAL
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-MAX_DRAFT_LAYERS = 64
+MAX_DRAFT_LAYERS = MAX_CAPTURED = 64
 
 Activation = Literal["silu", "identity"]
 
@@ -36,6 +37,8 @@ class DrafterConfig:
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
+        captured_layers: Layers of the target whose inputs the drafter reads beside each other, and
+            -1 for its last hidden state; None for this state alone, as in the paper.
         inverse_temperature: Calibration: factor on the logits of drafts for a greedy target, with
             which probabilities are the chances of being accepted (temperature scaling, Guo et al.
             2017); ``score_scale`` in the file.
@@ -52,6 +55,7 @@ class DrafterConfig:
     rnn_first_step_bias: bool = True
     draft_top_k: int | None = None
     draft_vocab_size: int | None = None
+    captured_layers: tuple[int, ...] | None = None
     inverse_temperature: float = 1.0
     coupling_weight: float = 0.5
 
@@ -72,6 +76,8 @@ class DrafterConfig:
             if getattr(self, name) is not None:
                 check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
         check_ranking(self.inverse_temperature, self.coupling_weight)
+        if self.captured_layers is not None:
+            object.__setattr__(self, "captured_layers", _as_layers(self.captured_layers))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
@@ -103,6 +109,8 @@ class DrafterConfig:
     def summary(self) -> str:
         """Sizes and the kind of state, in words."""
         state = f"RNN ({self.rnn_activation})" if self.rnn else "sum of embeddings"
+        if self.captured_layers is not None:
+            state += f", states of {len(self.captured_layers)} layers"
         return (
             f"hidden_size {self.hidden_size}, exit_dim {self.exit_dim}, num_draft_layers "
             f"{self.num_draft_layers}, head of {self.head_rows} tokens, {state}"
@@ -123,3 +131,14 @@ class DrafterConfig:
         top_k = self.draft_top_k
         top_k = None if top_k is None or top_k >= num_rows else top_k
         return replace(self, draft_vocab_size=num_rows, draft_top_k=top_k)
+
+
+def _as_layers(values: Any) -> tuple[int, ...]:
+    """Layers out of a file."""
+    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_CAPTURED:
+        raise ConfigError(
+            f"drafter captured_layers must be 1 to {MAX_CAPTURED} layers, got {values!r}"
+        )
+    for layer in values:
+        check_int("each of the drafter's captured_layers", layer, FINAL, MAX_DIMENSION)
+    return tuple(values)

@@ -1,6 +1,6 @@
 """The recurrent drafter network of ReDrafter, and nothing about search.
 
-Axes: W beams, H hidden size of the target, D exit_dim, V rows of the head.
+Axes: W beams, n states, C layers of the target, H its hidden size, D exit_dim, V rows of the head.
 
 Source: arXiv 2403.09919 and Apple's ml-recurrent-drafter (``modeling_drafter.py``), whose parameter
 names are kept. The state starts from zero as in that code; the paper starts it from the embedding.
@@ -66,6 +66,8 @@ class Drafter(DraftNetwork):
         self.config = config
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
+        if config.captured_layers is not None:
+            self.fc = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)
         if config.rnn:
@@ -82,6 +84,20 @@ class Drafter(DraftNetwork):
     def output(self) -> Any:
         """See `DraftNetwork.output`."""
         return self.lm_head[-1]
+
+    def fuse(self, states: mx.array) -> mx.array:
+        """What stands for the target's last hidden state: a projection of states of several layers.
+
+        Args:
+            states: The inputs of the C layers of ``config.captured_layers`` beside each other,
+                shape (n, C * H), or the last hidden states, shape (n, H), where it names none.
+
+        Returns:
+            Shape (n, H).
+        """
+        if self.config.captured_layers is None:
+            return states
+        return self.fc(states.astype(self.dtype))
 
     def project_input(self, embedding: mx.array) -> mx.array:
         """The term that a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.

@@ -1,10 +1,11 @@
-"""The recurrent drafter as a proposer: it keeps nothing of a text but the target's last state."""
+"""The recurrent drafter as a proposer: it keeps nothing of a text but the target's last states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.config import DraftPlan
@@ -47,6 +48,8 @@ class RecurrentProposer:
         check_sizes(
             self.drafter.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size
         )
+        if self.drafter.config.captured_layers is not None:
+            target.watch(self.drafter.config.captured_layers)
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
@@ -56,14 +59,21 @@ class RecurrentProposer:
 
 
 class RecurrentDrafting:
-    """One text's drafts; see `Drafting`."""
-
-    reader = None
+    """One text's drafts; see `Drafting`, and `StateReader` for drafters that read layers."""
 
     def __init__(self, drafter: Drafter, project_input: Embed, couple_noise: bool):
         self.drafter = drafter
         self.project_input = project_input
         self.couple_noise = couple_noise
+        self.layers: Sequence[int] = drafter.config.captured_layers or ()
+
+    @property
+    def reader(self) -> RecurrentDrafting | None:
+        """See `Drafting.reader`."""
+        return self if self.layers else None
+
+    def read(self, states: mx.array) -> None:
+        """See `StateReader.read`; nothing is remembered."""
 
     def outlook(self) -> None:
         """See `Drafting.outlook`."""
@@ -76,12 +86,18 @@ class RecurrentDrafting:
         expansion = expand(
             self.drafter,
             self.project_input,
-            flight.hidden_state,
+            self._hidden_state(flight),
             flight.root,
             plan.shape,
             rank,
         )
         return build_tree(expansion, flight.root, plan)
+
+    def _hidden_state(self, flight: InFlight) -> mx.array:
+        """What predicted the root, shape (H,)."""
+        if not self.layers:
+            return flight.hidden_state
+        return self.drafter.fuse(flight.path_states[flight.num_accepted])[0]
 
     def skip(self, flight: InFlight) -> None:
         """See `Drafting.skip`; nothing is remembered."""

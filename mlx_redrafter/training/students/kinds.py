@@ -11,7 +11,7 @@ from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.initial import choose_drafter_config
 from mlx_redrafter.training.options import Head, NetworkOptions
 from mlx_redrafter.training.students.context import EagleStudent, MtpStudent
@@ -40,7 +40,12 @@ def new_student(target: Target, options: NetworkOptions) -> Student:
 
 
 def _new_recurrent(target: Target, options: NetworkOptions) -> Student:
-    return RecurrentStudent(Drafter(choose_drafter_config(target, options)), target.embed)
+    layers = None
+    if options.fused:
+        low, middle, _ = _captured_layers(target)
+        layers = (low, middle, FINAL)
+    config = choose_drafter_config(target, options, layers)
+    return RecurrentStudent(Drafter(config), target.embed)
 
 
 def _new_medusa(target: Target, options: NetworkOptions) -> Student:
@@ -56,11 +61,9 @@ def _new_medusa(target: Target, options: NetworkOptions) -> Student:
 
 def _new_eagle(target: Target, options: NetworkOptions) -> Student:
     """EAGLE-3."""
-    count = len(target.blocks)
-    first, last = (2, count - 3) if count >= DEEP else (min(1, count - 1), count - 1)
     config = EagleConfig(
         version=3,
-        captured_layers=tuple(sorted({first, count // 2, last})),
+        captured_layers=_captured_layers(target),
         draft_vocab_size=options.draft_vocab,
         **_layer_sizes(target),
     )
@@ -84,6 +87,13 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
         **_layer_sizes(target),
     }
     return MtpStudent(Mtp(values), target, values)
+
+
+def _captured_layers(target: Target) -> tuple[int, int, int]:
+    """A low, a middle and a high layer, as EAGLE-3 reads them."""
+    count = len(target.blocks)
+    first, last = (2, count - 3) if count >= DEEP else (min(1, count - 1), count - 1)
+    return first, count // 2, last
 
 
 def _layer_sizes(target: Target) -> dict[str, Any]:

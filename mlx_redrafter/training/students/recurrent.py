@@ -6,6 +6,7 @@ Axes: B positions, S unroll steps, p roots, H hidden size, V vocabulary, L beam 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class RecurrentStudent(Student):
     def __init__(self, network: Drafter, embed: Embed):
         super().__init__(network)
         self.embed = embed
+        self.layers = network.config.captured_layers or ()
 
     @property
     def learning_rate(self) -> float:
@@ -74,13 +76,14 @@ class RecurrentStudent(Student):
         states = [network.start(inputs[:, 0])]
         for step in range(1, num_steps):
             states.append(network.advance(states[-1], inputs[:, step]))
-        hidden = batch.states[:, None].astype(network.dtype)
+        hidden = network.fuse(batch.states)[:, None].astype(network.dtype)
         return network.logits(hidden, mx.stack(states, axis=1)).astype(mx.float32)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
         """See `Student.calibrate`."""
         network = self.network
-        found = (text for shard in texts for text in iterate_generated_texts(shard))
+        fused = map(self._fused, texts)
+        found = (text for shard in fused for text in iterate_generated_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -99,7 +102,7 @@ class RecurrentStudent(Student):
         self, shard: Shard, roots: NDArray[np.int64], plan: DraftPlan, temp: float
     ) -> NDArray[np.int64]:
         """See `Student.count_accepted`; trees are drafted by the functions of decoding."""
-        length = plan.shape.length
+        shard, length = self._fused(shard), plan.shape.length
         widest = max(plan.shape.width, length) if temp else plan.shape.width
         size = LOGITS_BYTES // (4 * self.head_rows * widest)
         size = max(1, min(MAX_POSITIONS, size))
@@ -118,6 +121,12 @@ class RecurrentStudent(Student):
             nodes, parents, depths = (np.array(array) for array in drafted)
             counts.append(count_matches(nodes, parents, depths, following[start : start + size]))
         return np.concatenate(counts)
+
+    def _fused(self, shard: Shard) -> Shard:
+        """A shard with what the drafter reads in place of the last hidden states."""
+        if shard.states is None:
+            return shard
+        return replace(shard, hidden=self.network.fuse(shard.states))
 
     def _make_drafting_function(
         self, plan: DraftPlan, temp: float
