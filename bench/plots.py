@@ -12,11 +12,13 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_redrafter.bench.caches import ONE, TREE, CacheCost
 from mlx_redrafter.bench.endurance import TIME_RATIO, Window
+from mlx_redrafter.bench.heads import Heads
 from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.regret import Regret
 from mlx_redrafter.bench.runs import AUTO, STOCK
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.throughput import Throughput
+from mlx_redrafter.bench.timing import Estimate
 from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import RedrafterError
@@ -151,21 +153,38 @@ def plot_regret(path: Path, found: Regret, heading: str) -> Path:
     speeds = {row.arm: row.speedup for row in found.rows if row.speedup is not None}
     colours = {AUTO: "C1", found.best: "C2"}
     with _figure(path, heading) as axes:
-        for place, (arm, speed) in enumerate(speeds.items()):
-            colour = colours.get(arm, "C0")
-            axes.plot([speed.low, speed.high], [place, place], color=colour, alpha=0.5)
-            axes.plot([speed.median], [place], "o", color=colour)
-            axes.annotate(
-                f"{speed.median:.2f}", (speed.median, place), xytext=(0, 5), ha="center",
-                textcoords="offset points", fontsize=8, color=colour,
-            )  # fmt: skip
         names = {AUTO: "default", found.best: f"best fixed, {_arm(found.best)}"}
-        axes.set_yticks(range(len(speeds)), [names.get(arm, _arm(arm)) for arm in speeds])
-        axes.invert_yaxis()
-        axes.margins(y=0.07)
-        axes.axvline(1, color="grey", linewidth=0.8)
-        axes.set_xlim(left=0)
+        shown = {names.get(arm, _arm(arm)): speed for arm, speed in speeds.items()}
+        _intervals(axes, shown, {names[arm]: colour for arm, colour in colours.items()})
         axes.set_xlabel(f"{SPEED}; lines: {_spread(found.ratio.kind)}")
+    return path
+
+
+def plot_heads(path: Path, found: Heads, heading: str) -> Path:
+    """Draw the speed of drafters, against the tokens they were trained on where these differ."""
+    trained = {cost.name: cost.trained_tokens for cost in found.costs}
+    are_trained = len({tokens for tokens in trained.values() if tokens}) > 1
+    temps = list(dict.fromkeys(row.temp for row in found.rows))
+    with _figure(path, heading, (7.5, 4.0 * len(temps)), rows=len(temps)) as figure:
+        for axes, temp in zip(figure if len(temps) > 1 else [figure], temps, strict=True):
+            rows = [row for row in found.rows if row.temp == temp]
+            speeds = {row.name: row.default.speedup for row in rows if row.default.speedup}
+            if are_trained:
+                for colour, (name, speed) in enumerate(speeds.items()):
+                    style = {"color": f"C{colour}", "label": name}
+                    if (tokens := trained[name]) is None:
+                        axes.axhline(speed.median, linestyle=":", **style)
+                    else:
+                        errors = [[speed.median - speed.low], [speed.high - speed.median]]
+                        axes.errorbar([tokens], [speed.median], errors, fmt="o", **style)
+                axes.axhline(1, color="grey", linewidth=0.8)
+                axes.set_ylim(bottom=0)
+                axes.set_ylabel(SPEED)
+                axes.legend(fontsize=8)
+            else:
+                _intervals(axes, speeds, {})
+            axes.set_title(_way(temp), fontsize=10)
+        axes.set_xlabel("tokens of training texts" if are_trained else SPEED)
     return path
 
 
@@ -321,6 +340,23 @@ def _map(axes: Any, points: Sequence[Point]) -> None:
     axes.set_yticks(range(len(lengths)), lengths)
     axes.set_xlabel("beam width, W")
     axes.set_ylabel("beam length, L")
+
+
+def _intervals(axes: Any, speeds: Mapping[str, Estimate], colours: Mapping[str, str]) -> None:
+    """One line of speed and interval per name."""
+    for place, (name, speed) in enumerate(speeds.items()):
+        colour = colours.get(name, "C0")
+        axes.plot([speed.low, speed.high], [place, place], color=colour, alpha=0.5)
+        axes.plot([speed.median], [place], "o", color=colour)
+        axes.annotate(
+            f"{speed.median:.2f}", (speed.median, place), xytext=(0, 5), ha="center",
+            textcoords="offset points", fontsize=8, color=colour,
+        )  # fmt: skip
+    axes.set_yticks(range(len(speeds)), list(speeds))
+    axes.invert_yaxis()
+    axes.margins(y=0.07)
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_xlim(left=0)
 
 
 def _stack(axes: Any, name: str, parts: Mapping[str, float]) -> None:

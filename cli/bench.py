@@ -11,6 +11,7 @@ from mlx_redrafter.cli.application import Application
 from mlx_redrafter.cli.bench_caches import caches
 from mlx_redrafter.cli.bench_endurance import endurance
 from mlx_redrafter.cli.bench_guard import guard
+from mlx_redrafter.cli.bench_heads import heads
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
 from mlx_redrafter.cli.bench_predict import predict, training
@@ -27,6 +28,7 @@ app = Application(
 )
 app.command()(sweep)
 app.command()(compare)
+app.command()(heads)
 app.command()(guard)
 app.command()(regret)
 app.command()(simulate)

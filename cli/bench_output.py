@@ -47,6 +47,17 @@ def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def parse_temps(text: str) -> tuple[float, ...]:
+    """Temperatures such as 0,0.7,1, each 0 or more."""
+    try:
+        temps = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
+    if min(temps) < 0:
+        raise ConfigError(f"temperatures must be 0 or more, got {text!r}")
+    return temps
+
+
 def draw(plot: Callable[[], Sequence[Path]]) -> None:
     """Draw plots and print their paths, or the reason for none."""
     from mlx_redrafter.bench.plots import PlotError

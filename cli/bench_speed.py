@@ -15,6 +15,7 @@ from mlx_redrafter.cli.bench_output import (
     draw,
     parse_ints,
     parse_names,
+    parse_temps,
     progress,
     refuse_texts,
     show,
@@ -24,7 +25,6 @@ from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.options import Seed, Temp, library_option
 from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.config import SamplingParams, check_int
-from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
@@ -87,7 +87,7 @@ class GridOptions:
             (None,) if self.nodes is None else parse_ints(self.nodes),
             parse_names(self.selections, ("top_n", "beam")),  # type: ignore[arg-type]
             (None,) if self.dtypes is None else parse_names(self.dtypes, tuple(DTYPES)),
-            _parse_temps(self.temps),
+            parse_temps(self.temps),
         )
 
 
@@ -198,16 +198,6 @@ def sweep(
     draw(lambda: plot_sweep(out, points, heading))
     warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))
-
-
-def _parse_temps(text: str) -> tuple[float, ...]:
-    try:
-        temps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
-    if min(temps) < 0:
-        raise ConfigError(f"temperatures must be 0 or more, got {text!r}")
-    return temps
 
 
 def speed_table(rows: Sequence[Row], title: str) -> Table:

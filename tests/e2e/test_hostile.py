@@ -53,6 +53,7 @@ COMMANDS: dict[str, list[str]] = {
     "convert inspect": ["drafter"],
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench heads": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench guard": ["--model", "model", "--drafter", "drafter"],
     "bench regret": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench simulate": [],

@@ -1,0 +1,93 @@
+"""Drafters of several kinds beside each other."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.bench.heads import Head, HeadCost, HeadRow, Heads, compare_heads
+from mlx_redrafter.bench.plots import plot_heads
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import Row
+from mlx_redrafter.bench.runs import EncodedPrompt, Setting
+from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.loading import load
+from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
+from tests.bench.test_bench_cli import run
+
+PROMPTS = [EncodedPrompt("p", "c", [5, 6, 7, 5, 6])]
+
+
+def compare(model, tokenizer, heads, temps=(0.0,), length=4):
+    setting = Setting(model, tokenizer, heads[0].drafter, 12)
+    return compare_heads(setting, heads, PROMPTS, temps, length, 1, Recording(None, "heads", {}))
+
+
+def test_every_text_is_the_targets_own_and_every_drafter_has_its_cost(folders):
+    model, tokenizer, drafter = load(*folders)
+    heads = [Head("a", drafter, 100), Head("plain", Lookup()), Head("mlx-lm", drafter)]
+    found = compare(model, tokenizer, heads, (0.0, 1.0))
+    assert [(row.name, row.temp) for row in found.rows] == [
+        (name, temp) for temp in (0.0, 1.0) for name in ("a", "plain", "mlx-lm")
+    ]
+    assert all(row.chain.num_different == row.default.num_different == 0 for row in found.rows)
+    own, lookup, _ = found.costs
+    assert own.trained_tokens == 100
+    assert lookup.trained_tokens is None
+    assert own.bytes > 0 == lookup.bytes
+    assert own.drafting > 0 == lookup.drafting
+    assert own.verify > 0 < own.plain
+
+
+def test_chains_are_as_long_as_the_drafter_reaches(folders):
+    model, tokenizer, _ = load(*folders)
+    heads = Medusa(MedusaConfig(320, 32, 2, 1))
+    mx.eval(heads.parameters())
+    found = compare(model, tokenizer, [Head("two heads", MedusaProposer(heads))], length=6)
+    assert found.costs[0].chain == 3
+
+
+def test_drafting_is_counted_in_plain_steps():
+    cost = HeadCost("a", None, 1, plain=2.0, first=1.0, level=0.5, verify=3.0, chain=5)
+    assert cost.drafting == pytest.approx(1.5)
+
+
+def test_the_command(folders, tmp_path):
+    target, drafter = folders
+    trained = shutil.copytree(drafter, tmp_path / "trained")
+    (trained / "run.json").write_text('{"tokens": 5000}')
+    prompts, out = tmp_path / "p.txt", tmp_path / "h.json"
+    prompts.write_text("abc abc\n\ndef def")
+    drafters = ("--drafter", drafter, "--drafter", trained, "--drafter", "lookup")
+    options = ("--model", target, *drafters, "--prompts", prompts, "-o", out, "-m", 6)
+    text = run("heads", *options, "--repeats", 1, "--temps", "0,1", "--length", 3)
+    assert "lookup" in text
+    result = json.loads(out.read_text())
+    assert result["configuration"]["drafters"] == ["drafter", "trained", "lookup"]
+    assert [cost["trained_tokens"] for cost in result["found"]["costs"]] == [None, 5000, None]
+    assert len(result["runs"]) == 2 * 2 * (2 + 2 * 3)
+    assert out.with_suffix(".png").stat().st_size > 0
+    with pytest.raises(ConfigError, match="called drafter"):
+        run("heads", "--drafter", drafter, "--drafter", drafter, "--prompts", prompts)
+    with pytest.raises(ConfigError, match="temperatures"):
+        run("heads", "--drafter", drafter, "--prompts", prompts, "--temps", "-1")
+
+
+def row(speed):
+    return Row("", estimate([speed]), None, None, 2.0, [], None, 0, 0, 1)
+
+
+@pytest.mark.parametrize("tokens", [(None, None), (1000, None), (1000, 2000)])
+def test_speed_is_drawn_against_training_where_it_differs(tokens, tmp_path):
+    pytest.importorskip("matplotlib")
+    costs = [
+        HeadCost(name, n, 1, 1.0, 1.0, 1.0, 1.0, 3) for name, n in zip("ab", tokens, strict=True)
+    ]
+    rows = [HeadRow(name, temp, row(1.1), row(1.4)) for temp in (0.0, 1.0) for name in "ab"]
+    path = plot_heads(tmp_path / "h.png", Heads(costs, rows), "heading")
+    assert path.stat().st_size > 0
