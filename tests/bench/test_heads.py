@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import mlx.core as mx
 import pytest
@@ -71,7 +72,7 @@ def test_the_command(folders, tmp_path):
     assert result["configuration"]["drafters"] == ["drafter", "trained", "lookup"]
     assert [cost["trained_tokens"] for cost in result["found"]["costs"]] == [None, 5000, None]
     assert len(result["runs"]) == 2 * 2 * (2 + 2 * 3)
-    assert out.with_suffix(".png").stat().st_size > 0
+    assert out.with_suffix(".png").exists() == ("matplotlib" in sys.modules)
     with pytest.raises(ConfigError, match="called drafter"):
         run("heads", "--drafter", drafter, "--drafter", drafter, "--prompts", prompts)
     with pytest.raises(ConfigError, match="temperatures"):
