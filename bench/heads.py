@@ -136,7 +136,13 @@ def compare_heads(
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
         on_progress: Callback for the turns done and their number.
+
+    Raises:
+        CheckpointError: A drafter does not fit the target.
     """
+    target = Target(setting.model)
+    for head in heads:  # which were loaded beside other copies of the target, maybe
+        as_proposer(head.drafter).check_fit(target, setting.tokenizer)
     longest = max(len(prompt.ids) for prompt in prompts)
     plans = {head.name: _chain(head, length) for head in heads}
     per_temp = len(prompts) * repeats

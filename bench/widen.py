@@ -163,6 +163,7 @@ def widened_drafter(
     hidden = np.arange(old.hidden_size)
     pair = np.concatenate([hidden, hidden + hidden_size])  # places of [h, s] in [h, 0, s, 0]
     exit_dim = _widened_exit_dim(old, hidden_size, exit_dim)
+    states = [hidden + i * hidden_size for i in range(len(old.captured_layers or ()))]
     inner = np.arange(old.exit_dim) if old.has_input_proj else pair
     new = dataclasses.replace(old, hidden_size=hidden_size, exit_dim=exit_dim)
     weights = []
@@ -174,6 +175,9 @@ def widened_drafter(
         value = np.array(tensor.astype(mx.float32))
         if name.startswith("rnn_"):
             rows, columns, size = hidden, hidden, (hidden_size, hidden_size)
+        elif name.startswith("fc."):
+            rows, columns = hidden, np.concatenate(states)
+            size = (hidden_size, len(states) * hidden_size)
         elif name.startswith("input_proj"):
             rows, columns, size = inner, pair, (exit_dim, 2 * hidden_size)
         elif name.startswith(f"lm_head.{old.num_draft_layers}."):

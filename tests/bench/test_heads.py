@@ -19,6 +19,8 @@ from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.bench.test_bench_cli import run
 
 PROMPTS = [EncodedPrompt("p", "c", [5, 6, 7, 5, 6])]
@@ -51,6 +53,14 @@ def test_chains_are_as_long_as_the_drafter_reaches(folders):
     mx.eval(heads.parameters())
     found = compare(model, tokenizer, [Head("two heads", MedusaProposer(heads))], length=6)
     assert found.costs[0].chain == 3
+
+
+def test_layers_that_a_drafter_reads_are_watched_in_the_target_at_hand(folders):
+    model, tokenizer, _ = load(*folders)
+    fused = Drafter(DrafterConfig(320, 32, 32, 1, captured_layers=(0, 1, -1)))
+    mx.eval(fused.parameters())
+    found = compare(model, tokenizer, [Head("fused", fused)])
+    assert found.rows[0].chain.num_different == 0
 
 
 def test_drafting_is_counted_in_plain_steps():
