@@ -49,12 +49,12 @@ def load(
     """Load a model with mlx-lm, and what drafts for it.
 
     Both configs are fetched and checked before any weights are. Weights keep the dtype they are
-    stored in, except the bundled pair's, which are stored in float16 to be small and returned in
+    stored in, except the bundled model's, which are stored in float16 to be small and returned in
     float32. On a CPU float16 is several times slower; on a GPU its kernels for one and for several
     tokens may round differently, and in float32 far fewer tokens are near enough to a tie for that
-    to matter. What the bundled model writes is what stock mlx-lm writes with it in float32. A
-    drafter that drafts faster in 8 bits on this device is returned so; `load_drafter` reads one as
-    it is stored.
+    to matter. What the bundled model writes is what stock mlx-lm writes with it in float32. What
+    drafts for a float32 model is returned in float32 too, and a drafter that drafts faster in 8
+    bits on this device is returned so; `load_drafter` reads one as it is stored.
 
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
@@ -95,14 +95,15 @@ def load(
     model, tokenizer = _load_model(name, options, adapter_path, trust_remote_code)
     if is_bundled:
         model.set_dtype(mx.float32)
-        if isinstance(loaded, Drafter):
-            loaded.set_dtype(mx.float32)
-            mx.eval(loaded.parameters())
     # Weights that were cast are computed here: another thread could not.
     mx.eval(model.parameters())
     target = Target(model)
     if loaded is not None:
-        as_proposer(loaded).check_fit(target, tokenizer)
+        proposer = as_proposer(loaded)
+        proposer.check_fit(target, tokenizer)
+        for module in proposer.modules if target.dtype == mx.float32 else ():
+            module.set_dtype(mx.float32)
+            mx.eval(module.parameters())
     if kernels:
         use_kernels(model)
     if isinstance(loaded, Drafter):

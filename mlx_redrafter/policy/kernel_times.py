@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.kernels.small_t import ROWS
-from mlx_redrafter.policy.timing_cache import load_or_measure
+from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ def known_times(
         measure: Times for T.
     """
 
-    def measure_all() -> dict[str, float]:
+    def measure_all() -> Timed:
         logger.info("timing the kernel for %s, once on this machine", shape)
         seconds: dict[str, float] = {}
         for rows in ROWS:
             times = measure(rows)
             seconds |= {f"stock {rows}": times.stock, f"kernel {rows}": times.kernel}
-        return seconds
+        return Timed(seconds)
 
     # The build of the system brings the compiler and the driver.
     known = shape, what, platform.version()

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_redrafter.config import DraftShape
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.timing_cache import load_or_measure
+from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, quantize_drafter
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
@@ -49,8 +49,8 @@ def choose_precision(drafter: Drafter, target: Target) -> Drafter:
     if bits_of(drafter) is not None or drafter.config.head_rows < SHAPE.width:
         return drafter
 
-    def measure() -> dict[str, float]:
-        return time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target)
+    def measure() -> Timed:
+        return Timed(time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target))
 
     try:
         seconds = load_or_measure(("drafts", SHAPE), [drafter], (GIVEN, QUANTISED), measure)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from statistics import mean
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.policy.timing_cache import load_or_measure
+from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -97,8 +98,11 @@ LEAST_LONG = 512
 ROUNDS = 2
 STEPS = 5
 # Where the two fastest turns of a kind differ by more than DOUBT, it has more, up to MOST_ROUNDS.
+# After PATIENCE seconds no kind has one that it can do without: steps that take long are hardly
+# disturbed.
 DOUBT = 0.15
 MOST_ROUNDS = 4
+PATIENCE = 10.0
 # Least time of verifying any number of nodes, in plain steps, which read as many weights: on the
 # smallest models noise leaves less than nothing of a step, once the drafts' time is taken away.
 LEAST_VERIFY = 0.8
@@ -106,6 +110,13 @@ LEAST_VERIFY = 0.8
 Seconds = dict[Kind, float]
 # Times by whether a network drafts, context in tokens, and how rows are quantised.
 Known = dict[tuple[bool, int, Quantisation | None], Seconds]
+
+
+class StepTimes(NamedTuple):
+    """Times of steps, and whether something disturbed some of them."""
+
+    seconds: Seconds
+    is_doubtful: bool = False
 
 
 def step_costs(
@@ -117,7 +128,7 @@ def step_costs(
 ) -> StepCosts:
     """What steps take, by their parts; timed unless a file knows it.
 
-    Times take a few seconds and are kept per model, dtype, kernels, proposer, device and MLX
+    Timing takes some seconds. Times are kept per model, dtype, kernels, proposer, device and MLX
     version in the user's cache folder. Attention takes time in proportion to the context, so the
     part of a long one is timed once and scaled.
 
@@ -158,7 +169,7 @@ def time_steps(
     proposer: Proposer | None,
     context: int = CONTEXT,
     quantisation: Quantisation | None = None,
-) -> Seconds:
+) -> StepTimes:
     """Time steps of the kinds `TIMED` in a text of no meaning. Waits for the device.
 
     Args:
@@ -178,7 +189,7 @@ def time_steps(
     with closing(decode(text)) as tokens:  # type: ignore[type-var]
         while not schedule.is_done:
             next(tokens)
-    return schedule.seconds
+    return StepTimes(schedule.seconds, any(map(schedule.is_doubtful, schedule.seconds)))
 
 
 def _known_seconds(
@@ -188,14 +199,14 @@ def _known_seconds(
     kinds = {str(kind): kind for kind in timed}
     modules = () if proposer is None else proposer.modules
 
-    def measure() -> dict[str, float]:
+    def measure() -> Timed:
         logger.info(
             "timing what steps take on this machine after %d tokens, once for this model and %s",
             context,
             "drafts out of the text" if proposer is None else "drafter",
         )
-        seconds = time_steps(target, proposer, context, quantisation)
-        return {name: seconds[kind] for name, kind in kinds.items()}
+        times = time_steps(target, proposer, context, quantisation)
+        return Timed({name: times.seconds[kind] for name, kind in kinds.items()}, times.is_doubtful)
 
     what = (timed, context, quantisation, *choices(target.model))
     seconds = load_or_measure(what, (target.model, *modules), kinds, measure)
@@ -277,10 +288,17 @@ class _Schedule:
         timed: The kinds.
         max_length: Longest beams of the proposer, None where nothing bounds them: those of longer
             plans are as long, and their trees as large, with padding.
+        clock: Seconds so far.
     """
 
-    def __init__(self, timed: Sequence[Kind], max_length: int | None = None):
+    def __init__(
+        self,
+        timed: Sequence[Kind],
+        max_length: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.is_done = False
+        self._clock = clock
         self._max_length = max_length
         self._turns: dict[Kind, list[list[float]]] = {kind: [] for kind in timed}
         self._order = self._schedule()
@@ -318,22 +336,23 @@ class _Schedule:
         return {kind: self._fastest(kind)[0] for kind in self._turns}
 
     def _schedule(self) -> Iterator[Kind]:
-        for kinds in [list(self._turns)] * ROUNDS:
-            yield from (kind for kind in kinds for _ in range(STEPS))
-        for _ in range(ROUNDS, MOST_ROUNDS):
-            yield UNTIMED  # meanwhile the last of the turns before is observed
-            doubtful = [kind for kind in self._turns if self._is_doubtful(kind)]
-            yield from (kind for kind in doubtful for _ in range(STEPS))
+        end = self._clock() + PATIENCE
+        for done in range(MOST_ROUNDS):
+            if done:
+                yield UNTIMED  # meanwhile the last of the turns before is observed
+            for kind in list(self._turns):
+                if not done or (self._clock() < end and (done < ROUNDS or self.is_doubtful(kind))):
+                    yield from [kind] * STEPS
         yield UNTIMED
         self.is_done = True
 
-    def _is_doubtful(self, kind: Kind) -> bool:
+    def is_doubtful(self, kind: Kind) -> bool:
         """Whether turns differ, or steps that do more have taken less."""
-        first, second, *_ = self._fastest(kind)
+        first, *others = self._fastest(kind)
         most = (1 + DOUBT) * min(
             self._fastest(other)[0] for other in self._turns if other.does_as_much(kind)
         )
-        return second > (1 + DOUBT) * first or first > most
+        return first > most or (bool(others) and others[0] > (1 + DOUBT) * first)
 
     def _fastest(self, kind: Kind) -> list[float]:
         turns = [turn for turn in self._turns[kind] if len(turn) == STEPS]

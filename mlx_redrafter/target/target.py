@@ -96,6 +96,11 @@ class Target:
         for point in parts.hooks:
             install(point)
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the rows of the input embedding."""
+        return self.embed(mx.zeros((1,), dtype=mx.int32)).dtype
+
     def new_cache(
         self,
         prompt_cache: Sequence[Any] | None = None,
@@ -175,7 +180,7 @@ class Target:
         # Whatever comes before the head is built at most, and never computed.
         tokens = mx.zeros((1, hidden_states.shape[0]), dtype=mx.int32)
         # In another dtype than the head's all its weights would be cast.
-        states = hidden_states[None].astype(self.embed(tokens[0]).dtype)
+        states = hidden_states[None].astype(self.dtype)
         with replaced_output(states):
             logits: mx.array = self.model(tokens)
         return logits[0]

@@ -33,7 +33,7 @@ from mlx_redrafter.checkpoint import write_checkpoint
 from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import upload
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.policy.timing_cache import load_or_measure
+from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -511,18 +511,30 @@ def test_no_network(
 
 @pytest.mark.parametrize(
     "content",
-    ["[]", "3", "{", DEEP, '{"a": [1]}', '{"a": "x"}', '{"a": -1}', f'{{"a": 1{"0" * 400}}}', ""],
+    [
+        "[]",
+        "3",
+        "{",
+        DEEP,
+        '{"a": 1, "runs left": [1]}',
+        '{"a": 1, "runs left": 9}',
+        '{"a": [1]}',
+        '{"a": "x"}',
+        '{"a": -1}',
+        f'{{"a": 1{"0" * 400}}}',
+        "",
+    ],
     ids=lambda content: content[:12],
 )
 def test_damaged_timings_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load_or_measure("what", [], ["a"], lambda: {"a": 0.5}) == {"a": 0.5}
+    assert load_or_measure("what", [], ["a"], lambda: Timed({"a": 0.5})) == {"a": 0.5}
     (path,) = (tmp_path / "mlx-redrafter").iterdir()
     path.write_text(content)
-    assert load_or_measure("what", [], ["a"], lambda: {"a": 0.25}) == {"a": 0.25}
-    assert load_or_measure("what", [], ["a"], dict) == {"a": 0.25}
+    assert load_or_measure("what", [], ["a"], lambda: Timed({"a": 0.75})) == {"a": 0.75}
+    assert load_or_measure("what", [], ["a"], lambda: Timed({})) == {"a": 0.75}
 
 
 CALLS: dict[str, Callable[[], Any]] = {

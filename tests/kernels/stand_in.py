@@ -79,7 +79,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
     for module in (layers, kernel_trials):
         monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]())
+    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
     run_emulated(monkeypatch, kernels)
 
 
@@ -130,5 +130,5 @@ def stand_in_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernel
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention)
     monkeypatch.setattr(attention, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]())
+    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
     run_emulated_attention(monkeypatch, kernels)

@@ -326,7 +326,7 @@ def test_steps_are_timed_with_the_rows_that_a_text_begins_with(
 
     monkeypatch.setattr(Target, "blank_cache", watch)
     monkeypatch.setattr(engine, "step_costs", profiling.step_costs)
-    monkeypatch.setattr(profiling, "load_or_measure", lambda *args: args[-1]())
+    monkeypatch.setattr(profiling, "load_or_measure", lambda *args: args[-1]().seconds)
     write(model, "lookup", max_tokens=2, **options_of(8, start))
     assert [{type(layer) for layer in cache.stock} for cache in made] == [{kind}]
 

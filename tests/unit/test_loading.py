@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Drafter, generate, load, loading, save_drafter
+from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.policy.precision import bits_of, quantised_copy
 from tests.conftest import Trained
@@ -36,6 +39,25 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
     assert bits_of(drafter) == 8
     plain = generate(model, tokenizer, "Once", max_tokens=40)
     assert generate(model, tokenizer, "Once", drafter=drafter, max_tokens=40) == plain
+
+
+@pytest.mark.parametrize("is_precise", [False, True])
+def test_what_drafts_for_a_float32_model_is_in_float32_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_precise: bool
+) -> None:
+    monkeypatch.setattr(loading, "choose_precision", lambda drafter, target: drafter)
+    folder = tmp_path / "target"
+    shutil.copytree(find_bundled("target"), folder)
+    if is_precise:
+        weights = mx.load(str(folder / "model.safetensors"))
+        assert isinstance(weights, dict)
+        precise = {name: tensor.astype(mx.float32) for name, tensor in weights.items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), precise)
+    _, _, drafter = load(folder, drafter=find_bundled("drafter"))
+    assert isinstance(drafter, Drafter)
+    assert {tensor.dtype for _, tensor in tree_flatten(drafter.parameters())} == {
+        mx.float32 if is_precise else mx.float16
+    }
 
 
 def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

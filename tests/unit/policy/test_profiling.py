@@ -17,6 +17,8 @@ from mlx_redrafter.config import DraftShape
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.candidates import SIZES
+from mlx_redrafter.policy.profiling import StepTimes
+from mlx_redrafter.policy.timing_cache import MOST_RUNS
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -53,6 +55,7 @@ def _timed(
 
 def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
+    monkeypatch.setattr(profiling._Schedule, "is_doubtful", lambda *_: False)
     costs = profiling.step_costs(target, proposer)
     assert costs.plain > 0
     assert set(costs.verify) == set(SIZES)
@@ -60,6 +63,54 @@ def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(profiling, "time_steps", lambda *_: pytest.fail("timed again"))
     assert profiling.step_costs(target, proposer) == costs
+
+
+def test_times_that_were_disturbed_are_measured_again_by_the_next_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, proposer, runs = Target(tiny_llama()), _proposer(), []
+
+    def times(*_: object) -> StepTimes:
+        """Every run is disturbed elsewhere, and the last one everywhere."""
+        runs.append(len(runs))
+        disturbed = [profiling.PLAIN, profiling.READ, *profiling.TIMED][runs[-1]]
+        seconds = {kind: 1 + (runs[-1] > 1) + 0.01 * len(str(kind)) for kind in profiling.TIMED}
+        return StepTimes(seconds | {disturbed: 9.0}, is_doubtful=True)
+
+    monkeypatch.setattr(profiling, "time_steps", times)
+    assert profiling.step_costs(target, proposer).plain == 9
+    for _ in range(MOST_RUNS + 2):
+        after = profiling.step_costs(target, proposer)
+        assert after.plain == pytest.approx(1.05)
+        assert after.wait == pytest.approx(0.05), "the fastest of all runs count"
+    assert len(runs) == MOST_RUNS
+
+
+def test_a_second_look_ends_what_was_doubtful(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, proposer = Target(tiny_llama()), _proposer()
+    for is_doubtful in (True, False):
+        monkeypatch.setattr(
+            profiling, "time_steps", lambda *_, doubt=is_doubtful: StepTimes(_timed(), doubt)
+        )
+        profiling.step_costs(target, proposer)
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: pytest.fail("timed again"))
+    profiling.step_costs(target, proposer)
+
+
+def test_steps_that_take_long_have_one_turn() -> None:
+    now = 0.0
+    schedule = profiling._Schedule(profiling.TIMED, clock=lambda: now)
+    plan = schedule.choose(None)
+    while not schedule.is_done:
+        following = schedule.choose(None)
+        now += profiling.PATIENCE / 20
+        schedule.observe(Step(plan, 2, [1], 1.0))
+        plan = following
+    assert {len(turns) for turns in schedule._turns.values()} == {1}
+    assert set(schedule.seconds.values()) == {1.0}
+    assert not any(map(schedule.is_doubtful, profiling.TIMED))
 
 
 def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> None:
@@ -75,7 +126,7 @@ def test_parts_add_up_to_the_steps_that_were_timed(
 ) -> None:
     timed, proposer = _timed(max_length=max_length), _proposer()
     proposer.max_length = max_length
-    monkeypatch.setattr(profiling, "time_steps", lambda *_: timed)
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(timed))
     costs = profiling.step_costs(Target(tiny_llama()), proposer)
     for kind, seconds in timed.items():
         plan = kind.plan
@@ -99,7 +150,7 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     long[profiling.VERIFY[2]] = 0.1  # noise
     timed = {profiling.CONTEXT: short, profiling.LONG_CONTEXT: long}
     monkeypatch.setattr(
-        profiling, "time_steps", lambda target, proposer, context, how: timed[context]
+        profiling, "time_steps", lambda target, proposer, context, how: StepTimes(timed[context])
     )
     costs = profiling.step_costs(target, proposer)
     assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == costs
@@ -169,7 +220,7 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
     monkeypatch.setattr(
         profiling,
         "time_steps",
-        lambda target, proposer, context, quantisation: {profiling.CONTEXT: _timed()}[context],
+        lambda target, proposer, context, how: StepTimes({profiling.CONTEXT: _timed()}[context]),
     )
     assert profiling.step_costs(target, proposer, 4000).plain == 1
 
@@ -210,7 +261,7 @@ def test_steps_after_a_long_context_are_timed_without_processing_it() -> None:
 def test_another_drafter_or_dtype_is_timed_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "time_steps", lambda *_: _timed())
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(_timed()))
     target, proposer = Target(tiny_llama()), _proposer()
     profiling.step_costs(target, proposer)
     quantize_drafter(proposer.drafter, 4, 32)
@@ -228,7 +279,7 @@ BAD = {"zero": 0.0, "NaN": math.nan, "-1": -1.0, "Infinity": math.inf}
 def test_a_damaged_file_is_replaced(
     folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "time_steps", lambda *_: _timed())
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(_timed()))
     target, proposer = Target(tiny_llama()), _proposer()
     profiling.step_costs(target, proposer)
     (path,) = folder.iterdir()
