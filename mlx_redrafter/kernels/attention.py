@@ -131,12 +131,13 @@ def _attend(
     cache: Any,
     scale: float,
     mask: Any,
-    sinks: mx.array | None = None,
+    **options: Any,
 ) -> mx.array:
     """Hook for mlx-lm's attention: nodes of a tree see their own paths only."""
     seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
     shape = None
-    if sinks is None and (seen is not None or tree is not None):
+    no_options = not any(value is not None for value in options.values())
+    if no_options and (seen is not None or tree is not None):
         shape = _shape(queries, keys, values)
     if seen is not None and shape is not None:
         seen.append(shape)
@@ -145,7 +146,7 @@ def _attend(
         for choice in choices.shapes:
             if choice.shape == shape and tree.size in choice.rows and most_keys <= choice.most_keys:
                 return tree_attention(queries, keys, values, tree.parents, scale)
-    return cast(mx.array, call(queries, keys, values, cache, scale, mask, sinks))
+    return cast(mx.array, call(queries, keys, values, cache, scale, mask, **options))
 
 
 def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:

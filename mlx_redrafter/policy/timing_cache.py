@@ -60,6 +60,8 @@ def load_or_measure(
     seconds, runs = _read(path, keys)
     if not runs:
         return seconds
+    if seconds:
+        logger.info("other work disturbed the last timing; the fastest times of both count")
     timed = measure()
     seconds = {key: min(taken, seconds.get(key, taken)) for key, taken in timed.seconds.items()}
     try:

@@ -115,9 +115,10 @@ def install(point: HookPoint) -> None:
     owner, name, hook = point
     if isinstance(owner, ModuleType):
         function = getattr(owner, name)
-        if getattr(function, "redrafter_hook", None) is not hook:
+        installed = getattr(function, "redrafter_hooks", ())
+        if hook not in installed:
             wrapped = update_wrapper(partial(hook, function), function)
-            wrapped.redrafter_hook = hook  # type: ignore[attr-defined]
+            wrapped.redrafter_hooks = (*installed, hook)  # type: ignore[attr-defined]
             setattr(owner, name, wrapped)
     elif (name, hook) not in getattr(type(owner), "redrafter_hooks", ()):
         owner.__class__ = _hooked(type(owner), name, hook)

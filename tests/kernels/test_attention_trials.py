@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from inspect import unwrap
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import llama
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
@@ -17,6 +19,7 @@ from mlx_redrafter.policy import attention_trials, kernel_trials
 from mlx_redrafter.policy.attention_trials import time_attention, try_attention
 from mlx_redrafter.policy.kernel_times import Times
 from mlx_redrafter.policy.kernel_trials import use_kernels
+from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
@@ -32,6 +35,7 @@ from tests.kernels.test_trials import (
     quantised_model,
 )
 
+NAME = "scaled_dot_product_attention"
 SHAPE = AttentionShape(4, 2, 64, "float16")
 
 
@@ -174,3 +178,22 @@ def test_what_does_not_compile_is_not_used(
 
 def test_attention_of_other_kinds_is_left_alone() -> None:
     assert attention_shapes(tiny_llama(layers=1)) == {}  # heads of 8
+
+
+@pytest.mark.parametrize("first", ["kernel", "levels"])
+def test_drafters_with_attention_of_their_own_are_hooked_beside_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A draft model out of the same file as the target: its levels and our kernel, in any order."""
+    monkeypatch.setattr(llama, NAME, unwrap(llama.scaled_dot_product_attention))
+    model, smaller = _model(), tiny_llama(vocab_size=VOCAB_SIZE, layers=1, seed=3)
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    text = stock_tokens(model, [1, 5, 9], 8)
+    for _ in range(2):
+        if first == "kernel":
+            attention_shapes(model)
+        drafter = DraftModel(smaller, tokenizer)
+        attention_shapes(model)
+    assert len(llama.scaled_dot_product_attention.redrafter_hooks) == 2
+    drafted = stream_generate(model, tokenizer, [1, 5, 9], drafter=drafter, max_tokens=8)
+    assert_same_tokens(text, [response.token for response in drafted], "with both hooks")

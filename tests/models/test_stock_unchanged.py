@@ -87,5 +87,4 @@ def hooked_class(owner: object, name: str) -> object:
 
 
 def is_hooked(owner: object, name: str) -> bool:
-    hooks = ("redrafter_hook", "redrafter_hooks")
-    return any(hasattr(hooked_class(owner, name), hook) for hook in hooks)
+    return hasattr(hooked_class(owner, name), "redrafter_hooks")
