@@ -21,8 +21,8 @@ from mlx_redrafter.bench.runs import (
 from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
+from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint import shared_name, write_atomically
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, explain
 from mlx_redrafter.loading import LoadedDrafter
+from mlx_redrafter.proposers.kinds import as_proposer
 
 FORMAT = 1
 # A list of numbers as `json` indents it; on one line it takes a fifth of the space.

@@ -38,8 +38,8 @@ from mlx_redrafter.bench.turns import (
     reference_arm,
 )
 from mlx_redrafter.config import DraftPlan, Selection
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.kinds import as_proposer
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Apple's columns in Apple's order, then those of options that Apple did not vary.

@@ -1,4 +1,4 @@
-"""Zero-padded growth of Medusa heads, EAGLE heads and MTP modules; see `widen`.
+"""Zero-padded growth of Medusa heads, EAGLE heads, SpecFormers and MTP modules; see `widen`.
 
 A head for a wider target is as large as one that is made for it: more attention heads of the same
 width, and more neurons. All weights that the small one lacks are zero.
@@ -34,10 +34,14 @@ from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp, save_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.specformer.checkpoint import load_specformer, save_specformer
+from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.recognition import Kind
 
 # Layers that read no states, but what is within the head.
 INNER = ("down_proj", "o_proj")
+# Layers that give several states beside each other.
+SLOTS = ("positional",)
 # A widened network, and what writes it to a folder.
 Widened = tuple[nn.Module, Callable[[Path], None]]
 
@@ -83,6 +87,14 @@ def _widen_eagle(folder: Path, hidden_size: int) -> Widened:
     new = Eagle(replace(config, **sizes))
     _fill(old, new, config.hidden_size, hidden_size)
     return new, partial(save_eagle, new)
+
+
+def _widen_specformer(folder: Path, hidden_size: int) -> Widened:
+    old = load_specformer(folder)
+    config = old.config
+    new = SpecFormer(replace(config, **_layer_sizes(vars(config), hidden_size)))
+    _fill(old, new, config.hidden_size, hidden_size)
+    return new, partial(save_specformer, new)
 
 
 def _widen_mtp(folder: Path, hidden_size: int) -> Widened:
@@ -133,13 +145,14 @@ def _fill(old: nn.Module, new: nn.Module, hidden: int, wide: int) -> None:
         value = np.array(tensor.astype(mx.float32))
         placed = np.zeros(shapes[name].shape, np.float32)
         layer = name.split(".")[-2]
+        rows = _places(len(value), hidden, wide) if layer in SLOTS else np.arange(len(value))
         if layer in INNER:
-            placed[: len(value), : value.shape[1]] = value
+            placed[rows, : value.shape[1]] = value
         elif value.ndim == 2:
-            placed[: len(value), _places(value.shape[1], hidden, wide)] = value
+            placed[rows[:, None], _places(value.shape[1], hidden, wide)] = value
         else:
-            is_norm = "norm" in layer
-            placed[: len(value)] = value / math.sqrt(wide / hidden) if is_norm else value
+            is_wider_norm = "norm" in name and placed.shape != value.shape
+            placed[rows] = value / math.sqrt(wide / hidden) if is_wider_norm else value
         weights.append((name, mx.array(placed)))
     new.load_weights(weights)
     new.eval()
@@ -154,4 +167,5 @@ KINDS: Mapping[Kind, Callable[[Path, int], Widened]] = {
     "Medusa heads": _widen_medusa,
     "EAGLE head": _widen_eagle,
     "MTP module": _widen_mtp,
+    "SpecFormer": _widen_specformer,
 }

@@ -36,10 +36,10 @@ AnyDrafter = Annotated[
     typer.Option(
         "--drafter",
         "--draft-model",
-        help="Recurrent drafter, EAGLE head, Medusa heads or MTP module made for the target, or a "
-        "smaller model of the same tokens: a folder or a hub repository; or mtp, for the module in "
-        "the target's own files; or lookup, the default with --model, for drafts out of the text "
-        "itself.",
+        help="Recurrent drafter, EAGLE head, Medusa heads, MTP module or SpecFormer made for the "
+        "target, or a smaller model of the same tokens: a folder or a hub repository; or mtp, for "
+        "the module in the target's own files; or lookup, the default with --model, for drafts out "
+        "of the text itself.",
         show_default=False,
         rich_help_panel=MODEL,
     ),

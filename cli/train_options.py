@@ -105,7 +105,7 @@ class Network:
         str,
         typer.Option(
             help="Kind of drafter: redrafter, a recurrent one; medusa; eagle, EAGLE-3; eagle1; "
-            "or mtp, an MTP module.",
+            "mtp, an MTP module; or specformer.",
             rich_help_panel=NETWORK,
         ),
     ] = "redrafter"

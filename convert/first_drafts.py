@@ -21,10 +21,10 @@ from mlx_redrafter.convert.selftest import (
     PROMPTS,
     TOKENS_PER_PROMPT,
 )
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.loading import load
-from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.context_network import AutoregressiveNetwork
+from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,9 @@ class DecodedText(NamedTuple):
     num_prompt: int
 
 
-def decode_texts(network: ContextNetwork, name: str | Path) -> tuple[Target, list[DecodedText]]:
+def decode_texts(
+    network: AutoregressiveNetwork, name: str | Path
+) -> tuple[Target, list[DecodedText]]:
     """A target, and what it writes.
 
     Raises:
@@ -80,7 +82,9 @@ def decode_texts(network: ContextNetwork, name: str | Path) -> tuple[Target, lis
     return target, [_decode(target, encode_question(tokenizer, one), layers) for one in PROMPTS]
 
 
-def compare(network: ContextNetwork, target: Target, texts: Iterable[DecodedText]) -> list[int]:
+def compare(
+    network: AutoregressiveNetwork, target: Target, texts: Iterable[DecodedText]
+) -> list[int]:
     """First drafts after each decoded token, 1 where equal to the target's next one, else 0."""
     return [match for text in texts for match in _compare(network, target, text)]
 
@@ -103,7 +107,7 @@ def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> Decoded
         outputs = target.advance(token, cache, layers)
 
 
-def _compare(network: ContextNetwork, target: Target, text: DecodedText) -> list[int]:
+def _compare(network: AutoregressiveNetwork, target: Target, text: DecodedText) -> list[int]:
     tokens, states, num_prompt = text
     pairs = network.fuse(states[:-1]), target.embed(mx.array(tokens[1:-1]))
     outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]

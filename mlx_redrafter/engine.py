@@ -42,12 +42,11 @@ from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.joint import JointPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
-from mlx_redrafter.proposers.context_drafting import ContextProposer
 from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.responses import ResponseStream
 from mlx_redrafter.shared_passes import SharedPasses
 from mlx_redrafter.target.target import Target
@@ -332,13 +331,6 @@ class Engine:
         # Acceptance of uncoupled drafts is not that of coupled ones.
         before = self.memory.experience if options.couple else None
         return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
-
-
-def as_proposer(drafter: Drafter | ContextNetwork | Proposer) -> Proposer:
-    """The proposer that a network of this package makes."""
-    if isinstance(drafter, Drafter):
-        return RecurrentProposer(drafter)
-    return ContextProposer(drafter) if isinstance(drafter, ContextNetwork) else drafter
 
 
 def _find_proposer(drafter: AnyDrafter, memory: Memory) -> Proposer | None:

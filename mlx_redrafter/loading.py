@@ -14,13 +14,13 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_redrafter.bundled import find_bundled
 from mlx_redrafter.checkpoint import find_checkpoint, read_config, read_shapes
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.policy.kernel_trials import use_kernels
 from mlx_redrafter.policy.precision import choose_precision
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
@@ -30,11 +30,13 @@ from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.specformer.checkpoint import load_specformer
+from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
 from mlx_redrafter.target.inspection import check_config
 from mlx_redrafter.target.target import Target
 
-LoadedDrafter = Drafter | Eagle | MedusaProposer | Mtp | DraftModel | Lookup
+LoadedDrafter = Drafter | Eagle | MedusaProposer | Mtp | SpecFormer | DraftModel | Lookup
 
 
 def load(
@@ -59,10 +61,10 @@ def load(
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None is the
             bundled one.
-        drafter: A recurrent drafter, an EAGLE head, Medusa heads, an MTP module or a smaller model
-            of the same token ids, likewise a folder or a repository; "mtp" for the module in the
-            model's own files, or "lookup" for drafts out of the text itself. None loads none, or
-            the bundled drafter for the bundled model.
+        drafter: A recurrent drafter, an EAGLE head, Medusa heads, an MTP module, a SpecFormer or a
+            smaller model of the same token ids, likewise a folder or a repository; "mtp" for the
+            module in the model's own files, or "lookup" for drafts out of the text itself. None
+            loads none, or the bundled drafter for the bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
@@ -153,9 +155,9 @@ def _load_drafter(drafter: str | Path, name: str, target: Mapping[str, Any]) -> 
     sizes = values.get("hidden_size"), vocab_size if isinstance(vocab_size, int) else None
     if kind == "Medusa heads":
         return MedusaProposer(load_medusa(drafter, lambda heads: check_sizes(heads, *sizes)))
-    if kind == "EAGLE head":
-        eagle = load_eagle(drafter)
-        check_sizes(eagle.config, *sizes)
-        return eagle
+    if kind in ("EAGLE head", "SpecFormer"):
+        network = load_eagle(drafter) if kind == "EAGLE head" else load_specformer(drafter)
+        check_sizes(network.config, *sizes)
+        return network
     check_sizes(DrafterConfig.from_dict(config), *sizes)
     return load_drafter(drafter)

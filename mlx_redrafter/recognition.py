@@ -13,6 +13,7 @@ from mlx_redrafter.proposers.eagle.published import is_eagle
 from mlx_redrafter.proposers.medusa.layouts import is_medusa
 from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
+from mlx_redrafter.proposers.specformer.config import MODEL_TYPE as SPECFORMER
 from mlx_redrafter.target.inspection import check_config
 
 CONFIG_ONLY = ["config.json"]
@@ -20,7 +21,9 @@ PICKLES = (".bin", ".pt")
 LOOKUP, MTP = "lookup", "mtp"
 WORDS = {LOOKUP: "drafts out of the text itself", MTP: "the MTP module of the model itself"}
 
-Kind = Literal["recurrent drafter", "EAGLE head", "Medusa heads", "MTP module", "draft model"]
+Kind = Literal[
+    "recurrent drafter", "EAGLE head", "Medusa heads", "MTP module", "SpecFormer", "draft model"
+]
 Shapes = Mapping[str, tuple[int, ...]]
 # Formats that are not supported, as configs name them, without signs between the letters.
 REFUSED: Mapping[str, str] = {
@@ -37,11 +40,16 @@ def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
     return config.get("model_type") == MODEL_TYPE or has_tensors
 
 
+def _is_specformer(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    return config.get("model_type") == SPECFORMER
+
+
 # Signs of networks that `load` takes.
 NETWORKS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
     "EAGLE head": is_eagle,
     "Medusa heads": is_medusa,
     "MTP module": is_mtp,
+    "SpecFormer": _is_specformer,
 }
 
 
@@ -87,7 +95,7 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if refused is not None:
         raise CheckpointError(
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
-            "head, Medusa heads, an MTP module or a smaller model of the same tokens"
+            "head, Medusa heads, an MTP module, a SpecFormer or a smaller model of the same tokens"
         )
     # A repository is downloaded once its config says what it is.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}

@@ -1,4 +1,4 @@
-"""Networks that draft from states of the target, with K/V rows of their own: EAGLE, MTP modules.
+"""Networks that draft from states of the target, with K/V rows of their own.
 
 Axes: n tokens, L tokens of an accepted path, W beams, S width of the target's states, H hidden
 size, V rows of the head.
@@ -12,6 +12,7 @@ host reads nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,13 +20,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.context_network import AutoregressiveNetwork, ContextNetwork
 from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT, READ_STEP_SIZE, log_probs
-from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.expansion import Expansion, build_tree
+from mlx_redrafter.proposers.search import Rank, search
 from mlx_redrafter.target.caches.levels import Descent, LevelCache, LevelMask, hook_attention
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
@@ -34,7 +35,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
 
-class ContextProposer:
+class ContextProposer(ABC):
     """Such a network among the proposers; see `Proposer`.
 
     Args:
@@ -44,12 +45,15 @@ class ContextProposer:
         UnsupportedTargetError: It has rotary embeddings of an unknown kind.
     """
 
-    max_length: int | None = None
-
     def __init__(self, network: ContextNetwork):
         self.network = network
         hook_attention(network)
         hook_positions(network)
+
+    @property
+    def max_length(self) -> int | None:
+        """See `Proposer.max_length`."""
+        return None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -71,14 +75,14 @@ class ContextProposer:
         self.network.check_fit(target, tokenizer)
         target.watch(self.network.captured_layers(target))
 
+    @abstractmethod
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> ContextDrafting:
         """See `Proposer.open`."""
-        return ContextDrafting(self.network, target, prompt, couple_noise, cached)
 
 
-class ContextDrafting:
+class ContextDrafting(ABC):
     """One text's drafts; see `Drafting` and `StateReader`.
 
     A prompt cache holds no states, so the pair of its last token and of the first one that follows
@@ -122,7 +126,7 @@ class ContextDrafting:
         """See `Drafting.reader`."""
         return self
 
-    def outlook(self) -> None:
+    def outlook(self) -> None:  # noqa: B027
         """See `Drafting.outlook`."""
 
     def read(self, states: mx.array) -> None:
@@ -139,9 +143,16 @@ class ContextDrafting:
         rank = None
         if noise is not None and self.couple_noise:
             rank = partial(noise.rank, token_ids=self.network.row_ids, weight=COUPLING_WEIGHT)
-        expansion = search(_ContextLevels(self, flight), plan.shape, rank)
+        expansion = self.expand(flight, plan.shape, rank)
         self._flight = flight
         return build_tree(expansion, flight.root, plan)
+
+    @abstractmethod
+    def expand(self, flight: InFlight, shape: DraftShape, rank: Rank | None) -> Expansion:
+        """Score continuations of the bonus token of a pass, which `read_flight` processes.
+
+        Arguments and result are those of `search`.
+        """
 
     def skip(self, flight: InFlight) -> None:
         """See `Drafting.skip`."""
@@ -169,14 +180,6 @@ class ContextDrafting:
         outputs = self._read_pairs()
         self.length += num_known
         return outputs[num_known + flight.num_accepted]
-
-    def read_level(
-        self, features: mx.array, tokens: mx.array, mask: LevelMask, positions: TreePositions
-    ) -> mx.array:
-        """Process the newest tokens of the beams, (W,), on rows aside; outputs, shape (W, H)."""
-        self.cache.expect_level(mask)
-        with tree_positions(positions):
-            return self._forward(features, tokens)
 
     @property
     def _num_unread(self) -> int:
@@ -207,10 +210,40 @@ class ContextDrafting:
             self._excess = self.length + self._num_unread - following.length
 
 
-class _ContextLevels:
+class AutoregressiveProposer(ContextProposer):
+    """A network that drafts a token at a time."""
+
+    network: AutoregressiveNetwork
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> AutoregressiveDrafting:
+        """See `Proposer.open`."""
+        return AutoregressiveDrafting(self.network, target, prompt, couple_noise, cached)
+
+
+class AutoregressiveDrafting(ContextDrafting):
+    """One text's drafts by such a network."""
+
+    network: AutoregressiveNetwork
+
+    def expand(self, flight: InFlight, shape: DraftShape, rank: Rank | None) -> Expansion:
+        """See `ContextDrafting.expand`."""
+        return search(_Levels(self, flight), shape, rank)
+
+    def read_level(
+        self, features: mx.array, tokens: mx.array, mask: LevelMask, positions: TreePositions
+    ) -> mx.array:
+        """Process the newest tokens of the beams, (W,), on rows aside; outputs, shape (W, H)."""
+        self.cache.expect_level(mask)
+        with tree_positions(positions):
+            return self._forward(features, tokens)
+
+
+class _Levels:
     """The network after one root; see `Levels`."""
 
-    def __init__(self, drafting: ContextDrafting, flight: InFlight):
+    def __init__(self, drafting: AutoregressiveDrafting, flight: InFlight):
         self.drafting = drafting
         self.network = drafting.network
         self.flight = flight

@@ -1,4 +1,4 @@
-"""What `ContextDrafting` asks of a network with K/V rows of its own: EAGLE, MTP modules.
+"""What `ContextDrafting` asks of a network with K/V rows of its own: EAGLE, MTP, SpecFormer.
 
 Axes: n tokens, S width of the target's states, H hidden size, V rows of the head.
 """
@@ -54,13 +54,21 @@ class ContextNetwork(nn.Module, ABC):
         """Process pairs after those in its caches.
 
         Args:
-            features: Rows of `fuse`, or of `feed_back`, shape (n, H).
+            features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
             embeddings: Rows of the target's input embedding, shape (n, H).
             caches: A cache for every layer, which says what the pairs see (``make_mask``).
 
         Returns:
             Shape (n, H).
         """
+
+    def make_cache(self) -> list[KVCache]:
+        """New caches of its layers, where mlx-lm's ``make_prompt_cache`` looks for them."""
+        return [KVCache() for _ in range(self.num_layers)]
+
+
+class AutoregressiveNetwork(ContextNetwork):
+    """One that drafts a token at a time: it reads what it made of the draft before."""
 
     @abstractmethod
     def feed_back(self, outputs: mx.array) -> mx.array:
@@ -69,7 +77,3 @@ class ContextNetwork(nn.Module, ABC):
     @abstractmethod
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
         """Logits of the token after each pair, shape (n, H) to (n, V), or more columns."""
-
-    def make_cache(self) -> list[KVCache]:
-        """New caches of its layers, where mlx-lm's ``make_prompt_cache`` looks for them."""
-        return [KVCache() for _ in range(self.num_layers)]

@@ -8,6 +8,7 @@ Only this folder knows the insides of mlx-lm models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -88,6 +89,7 @@ class Target:
         parts = find_parts(model)
         self.model = model
         self.embedding = parts.embedding
+        self._backbone: Any = parts.hooks[0].owner
         self.blocks: list[nn.Module] = list(model.layers)
         self.num_layers = parts.num_layers
         self.hidden_size = parts.hidden_size
@@ -184,6 +186,17 @@ class Target:
         with replaced_output(states):
             logits: mx.array = self.model(tokens)
         return logits[0]
+
+    def normalise(self, states: mx.array) -> mx.array:
+        """What the final norm makes of the last layer's output, shape (n, H) to the same.
+
+        The first use waits for the device.
+
+        Raises:
+            UnsupportedTargetError: What enters the LM head is not the output of a norm.
+        """
+        normalised: mx.array = self._final_norm(states.astype(self.dtype))
+        return normalised
 
     def prefill(
         self,
@@ -322,3 +335,26 @@ class Target:
             parts = [final if i == FINAL else inputs[id(self.blocks[i])] for i in layers]
             states = mx.concatenate(parts, axis=-1)
         return TargetOutputs(logits, final, states)
+
+    @cached_property
+    def _final_norm(self) -> Any:
+        """Of the backbone's parts, the norm whose output is the backbone's."""
+        modules = [self._backbone, *self._backbone.children().values()]
+        candidates = [one for one in modules if _is_norm(one, self.hidden_size)]
+        for module in candidates:
+            install(HookPoint(module, "__call__", capture_input))
+        with captured_output() as outputs, captured_inputs() as inputs:
+            self.model(mx.array([[0]]))
+        for module in candidates:
+            given = inputs.get(id(module))
+            if given is not None and mx.array_equal(module(given), outputs[-1]).item():
+                return module
+        raise UnsupportedTargetError(
+            "expected a model whose LM head is given the output of a norm, found another; use "
+            "another kind of drafter for it"
+        )
+
+
+def _is_norm(module: Any, hidden_size: int) -> bool:
+    weight = module.get("weight") if isinstance(module, nn.Module) else None
+    return weight is not None and weight.shape == (hidden_size,)

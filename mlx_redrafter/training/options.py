@@ -14,7 +14,7 @@ Recipe = Literal["soft", "coupled", "apple", "rollouts"]
 RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
 # Recipes that train on the target's distributions; the others train on tokens.
 DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
-Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp"]
+Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer"]
 # Kinds of heads, and the options beside the beam length that each has.
 HEADS: Mapping[Head, tuple[str, ...]] = {
     "redrafter": ("exit_dim", "layers", "draft_vocab", "fused"),
@@ -22,9 +22,10 @@ HEADS: Mapping[Head, tuple[str, ...]] = {
     "eagle": ("draft_vocab",),
     "eagle1": (),
     "mtp": (),
+    "specformer": (),
 }
 # Heads that attend to the text before, of which rollouts are no part.
-READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp")
+READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer")
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -66,8 +67,8 @@ class NetworkOptions:
     """Shape of the drafter; the defaults suit small and large targets.
 
     Attributes:
-        head: Kind of the drafter: a recurrent one, Medusa heads, EAGLE-3, EAGLE-1, or an MTP
-            module in MiMo's format.
+        head: Kind of the drafter: a recurrent one, Medusa heads, EAGLE-3, EAGLE-1, an MTP module in
+            MiMo's format, or a SpecFormer.
         exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
         num_layers: Number of residual blocks before the head; by default 2, of Medusa heads 1.
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.

@@ -17,6 +17,9 @@ from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.helpers import mimo
 from tests.helpers.cli import run
 from tests.helpers.medusa import random_medusa
@@ -52,6 +55,15 @@ def write_eagle(folder: Path, version: int) -> Path:
     return folder
 
 
+def write_specformer(folder: Path) -> Path:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
+    mx.random.seed(5)
+    config = SpecFormerConfig(**sizes, **heads, captured_layers=(0, 1, 1, -1), num_slots=5)
+    save_specformer(SpecFormer(config), folder)
+    return folder
+
+
 def write_heads(folder: Path, heads: Any) -> Path:
     save_drafter(heads, folder)
     return folder
@@ -66,6 +78,7 @@ KINDS: dict[str, Callable[[Path], Path | str]] = {
     "EAGLE-3": lambda folder: write_eagle(folder, 3),
     "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),
     "MTP": lambda folder: "mtp",
+    "SpecFormer": write_specformer,
     "draft model": lambda folder: write_model(folder, {**CONFIG, "num_hidden_layers": 1}),
     "lookup": lambda folder: "lookup",
 }

@@ -28,7 +28,7 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.options import HEADS, Head, LossOptions
-from mlx_redrafter.training.students.context import ContextStudent
+from mlx_redrafter.training.students.context import AutoregressiveStudent
 from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from mlx_redrafter.training.students.student import initialise
 from mlx_redrafter.training.teacher import read_sequences, read_states
@@ -70,7 +70,7 @@ def _shard(target: Target, student: Student, *lengths: int) -> Shard:
 def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -> None:
     """Row by row through a cache of mlx-lm, against all positions and levels at once."""
     student = _student(target, head)
-    assert isinstance(student, ContextStudent)
+    assert isinstance(student, AutoregressiveStudent)
     shard = _shard(target, student, 9, 7)
     steps = np.ones((16, LENGTH - 1), np.bool_)
     batch = gather(make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
@@ -87,6 +87,22 @@ def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -
                 np.testing.assert_allclose(found[position, level], np.array(expected), atol=2e-5)
                 token = target.embed(shard.tokens[position + 2 + level][None])
                 outputs = student.network(student.network.feed_back(outputs), token, caches)
+
+
+def test_slots_along_a_text_are_those_of_drafting(target: Target) -> None:
+    student = _student(target, "specformer")
+    shard = _shard(target, student, 9, 7)
+    steps = np.ones((16, LENGTH - 1), np.bool_)
+    batch = gather(make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
+    found = np.array(student.logits(student.network, batch))
+    assert shard.states is not None
+    network, features = student.network, student.network.fuse(shard.states.astype(mx.float32))
+    for start, end in ((0, 9), (9, 16)):
+        for position in range(start, end - LENGTH):
+            read = features[start : position + 1]
+            slots = network.slots(network(read, mx.array([]), [KVCache()])[-1:], LENGTH - 1)[0]
+            expected = np.array(network.logits(slots, target))
+            np.testing.assert_allclose(found[position], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("head", STUDENTS)
@@ -144,7 +160,7 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
     assert steps < tokens, "some drafts are right by chance"
 
 
-@pytest.mark.parametrize("head", ["medusa", "eagle"])
+@pytest.mark.parametrize("head", ["medusa", "eagle", "specformer"])
 def test_heads_are_trained_and_used(
     stories_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, head: Head
 ) -> None:

@@ -53,9 +53,10 @@ class TrainingSetup:
         fill_cache(self.cache, "train", self.target, texts[:8], 8, lambda n: None)
         fill_cache(self.cache, "held-out", self.target, texts[8:], 8, lambda n: None)
         fill_rollouts(self.cache, "train", self.target, 4, lambda n: None)
-        layers = self.new_student("eagle").layers
-        for split in ("train", "held-out"):
-            fill_states(self.cache, split, self.target, layers, lambda n: None)
+        for head in ("eagle", "specformer"):
+            layers = self.new_student(head).layers
+            for split in ("train", "held-out"):
+                fill_states(self.cache, split, self.target, layers, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
         """An untrained one, of 4 levels."""
@@ -117,6 +118,7 @@ def _same(first: Student, second: Student) -> bool:
         ("coupled", "medusa"),
         ("rollouts", "medusa"),
         ("soft", "eagle"),
+        ("soft", "specformer"),
         ("apple", "eagle1"),
     ],
 )

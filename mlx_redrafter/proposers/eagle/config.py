@@ -6,19 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.config import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.layer_sizes import SIZES, check_captured_layers, check_layer
 
 MODEL_TYPE = "redrafter_eagle"
-# Bounds on what a config file may claim, far above any model.
-MAX_DIMENSION, MAX_LAYERS, MAX_CAPTURED = 2**24, 16, 64
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+MAX_LAYERS = 16
 FLAGS = (
     "attention_bias",
     "mlp_bias",
@@ -92,49 +85,17 @@ class EagleConfig:
             raise ConfigError(f"EAGLE version must be 1 or 3, got {self.version!r}")
         if self.layer_type not in LAYER_TYPES:
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
-        for name in (*SIZES, "max_position_embeddings"):
-            check_int(name, getattr(self, name), 1, MAX_DIMENSION)
+        check_layer(self)
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if self.draft_vocab_size is not None:
             check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        if self.head_dim is not None:
-            check_int("head_dim", self.head_dim, 1, MAX_DIMENSION)
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("rms_norm_eps", "rope_theta"):
-            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        if not isinstance(self.rope_scaling, (Mapping, type(None))):
-            raise ConfigError(f"rope_scaling must be an object or null, got {self.rope_scaling!r}")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, got "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"hidden_size must be a multiple of num_attention_heads without head_dim, got "
-                f"{self.hidden_size} and {self.num_attention_heads}"
-            )
-        check_int(
-            "num_attention_heads times head_dim",
-            self.num_attention_heads * (self.head_dim or 1),
-            1,
-            MAX_DIMENSION,
-        )
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
-        layers = self.captured_layers
-        if layers is None:
-            return
-        if not 1 <= len(layers) <= MAX_CAPTURED:
-            raise ConfigError(f"expected 1 to {MAX_CAPTURED} captured layers, got {len(layers)}")
-        for layer in layers:
-            check_int("each of captured_layers", layer, 0, MAX_DIMENSION)
+        if self.captured_layers is not None:
+            check_captured_layers(self.captured_layers)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EagleConfig:

@@ -16,26 +16,11 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.context_network import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
-
-# Fields of `EagleConfig` that mlx-lm's layers are made from, under the same names.
-LAYER_ARGS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-    "attention_bias",
-    "mlp_bias",
-)
 
 
 class FirstLayer(nn.Module):
@@ -74,7 +59,7 @@ class FirstLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-class Eagle(ContextNetwork):
+class Eagle(AutoregressiveNetwork):
     """An EAGLE head.
 
     ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
@@ -161,11 +146,11 @@ class Eagle(ContextNetwork):
         return h[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
-        """See `ContextNetwork.feed_back`."""
+        """See `AutoregressiveNetwork.feed_back`."""
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """See `ContextNetwork.logits`."""
+        """See `AutoregressiveNetwork.logits`."""
         if self.config.version == 1:
             return target.logits(outputs)
         return self.lm_head(self.norm(outputs))
@@ -174,10 +159,11 @@ class Eagle(ContextNetwork):
 def _decoder_layer(config: EagleConfig) -> nn.Module:
     """A layer of mlx-lm with the sizes of a head."""
     values = {
+        **layer_arguments(config),
         "model_type": config.layer_type,
-        "tie_word_embeddings": False,
-        **{name: getattr(config, name) for name in LAYER_ARGS},
-        "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
     }
     if config.layer_type == "qwen3":
         return qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(values))

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.context_network import AutoregressiveNetwork
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
     model_type_of,
@@ -50,7 +50,7 @@ class MtpConfig:
         return asdict(self)
 
 
-class Mtp(ContextNetwork):
+class Mtp(AutoregressiveNetwork):
     """An MTP module, with ``h`` the target's last hidden state and ``e`` the token after it:
 
         x = join([embedding_norm(e), hidden_norm(h)])     (the other way round with hidden_first)
@@ -120,9 +120,9 @@ class Mtp(ContextNetwork):
         return y[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
-        """See `ContextNetwork.feed_back`."""
+        """See `AutoregressiveNetwork.feed_back`."""
         return self.norm(outputs) if self.family.feeds_norm else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """See `ContextNetwork.logits`; those of the target's head."""
+        """See `AutoregressiveNetwork.logits`; those of the target's head."""
         return target.logits(self.norm(outputs))

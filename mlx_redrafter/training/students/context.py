@@ -1,11 +1,11 @@
-"""Networks with K/V rows of their own as students: EAGLE heads, MTP modules.
+"""Networks with K/V rows of their own as students: EAGLE heads, MTP modules; see `specformer.py`.
 
 Axes: n positions of a stretch of text, H hidden size, V rows of the head.
 
-The first level reads what the target has processed. Every further level reads what the one before
-it fed back, one position later, as when it drafts: row q of level i stands after the root at
-position q - i, and sees the rows of the first level up to there, and one row of each level since
-(training-time test of EAGLE-3, arXiv 2503.01840).
+Of those that draft a token at a time, the first level reads what the target has processed. Every
+further level reads what the one before it fed back, one position later, as when it drafts: row q of
+level i stands after the root at position q - i, and sees the rows of the first level up to there,
+and one row of each level since (training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.context_network import AutoregressiveNetwork, ContextNetwork
 from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT
 from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -73,12 +73,18 @@ class ContextStudent(ChainStudent):
     def calibrate(self, texts: Sequence[Shard]) -> None:
         """See `Student.calibrate`; such networks have none."""
 
-    def levels(self, network: ContextNetwork, batch: Batch) -> Iterator[mx.array]:
+
+class AutoregressiveStudent(ContextStudent):
+    """One that drafts a token at a time."""
+
+    network: AutoregressiveNetwork
+
+    def levels(self, network: AutoregressiveNetwork, batch: Batch) -> Iterator[mx.array]:
         """See `ChainStudent.levels`; the positions are those of one stretch."""
         embeddings = self.target.embed(batch.tokens[:, 0])
         features = network.fuse(batch.states)
-        caches = [_Rows() for _ in range(network.num_layers)]
-        for level, mask in enumerate(_level_masks(batch.sequences, batch.tokens.shape[1] - 1)):
+        caches = [Rows() for _ in range(network.num_layers)]
+        for level, mask in enumerate(level_masks(batch.sequences, batch.tokens.shape[1] - 1)):
             for cache in caches:
                 cache.mask = mask
             outputs = network(features, embeddings, caches)
@@ -89,7 +95,7 @@ class ContextStudent(ChainStudent):
             features = mx.concatenate([mx.zeros_like(fed_back[:1]), fed_back[:-1]])
 
 
-class EagleStudent(ContextStudent):
+class EagleStudent(AutoregressiveStudent):
     """An EAGLE head. That of EAGLE-3 begins as the target's head."""
 
     network: Eagle
@@ -119,7 +125,7 @@ class EagleStudent(ContextStudent):
         save_eagle(self.network, folder, extra)
 
 
-class MtpStudent(ContextStudent):
+class MtpStudent(AutoregressiveStudent):
     """An MTP module.
 
     Args:
@@ -147,7 +153,7 @@ class MtpStudent(ContextStudent):
         save_mtp(self.network, self.values, folder, extra)
 
 
-class _Rows:
+class Rows:
     """K/V rows of one layer during training, those of all levels, with the newest level's mask."""
 
     offset = 0  # every level's rows stand at the positions of the first
@@ -170,7 +176,7 @@ class _Rows:
         return self.mask
 
 
-def _level_masks(sequences: mx.array, num_levels: int) -> Iterator[mx.array]:
+def level_masks(sequences: mx.array, num_levels: int) -> Iterator[mx.array]:
     """What rows of each level see: rows of all levels so far, bool, shape (n, levels * n).
 
     Args:

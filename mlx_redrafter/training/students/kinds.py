@@ -11,12 +11,15 @@ from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.initial import choose_drafter_config
 from mlx_redrafter.training.options import Head, NetworkOptions
 from mlx_redrafter.training.students.context import EagleStudent, MtpStudent
 from mlx_redrafter.training.students.medusa import MedusaStudent
 from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.specformer import SpecFormerStudent
 from mlx_redrafter.training.students.student import Student
 
 # Width of an attention head, below `WIDE` and from there on, and of the MLP relative to the hidden
@@ -89,6 +92,15 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
     return MtpStudent(Mtp(values), target, values)
 
 
+def _new_specformer(target: Target, options: NetworkOptions) -> Student:
+    config = SpecFormerConfig(
+        captured_layers=(*_captured_layers(target), FINAL),
+        num_slots=options.beam_length - 1,
+        **_layer_sizes(target),
+    )
+    return SpecFormerStudent(SpecFormer(config), target)
+
+
 def _captured_layers(target: Target) -> tuple[int, int, int]:
     """A low, a middle and a high layer, as EAGLE-3 reads them."""
     count = len(target.blocks)
@@ -118,4 +130,5 @@ KINDS: Mapping[Head, Callable[[Target, NetworkOptions], Student]] = {
     "eagle": _new_eagle,
     "eagle1": _new_eagle_1,
     "mtp": _new_mtp,
+    "specformer": _new_specformer,
 }

@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from mlx_redrafter.checkpoint import read_tensors  # noqa: E402
 from mlx_redrafter.config import DraftPlan  # noqa: E402
-from mlx_redrafter.engine import as_proposer  # noqa: E402
 from mlx_redrafter.errors import (  # noqa: E402
     CheckpointError,
     NonFiniteError,
@@ -26,6 +25,7 @@ from mlx_redrafter.host import to_ints  # noqa: E402
 from mlx_redrafter.proposers import context_drafting  # noqa: E402
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
+from mlx_redrafter.proposers.kinds import as_proposer  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
 from mlx_redrafter.recognition import recognise  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402

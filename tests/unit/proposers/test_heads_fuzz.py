@@ -1,4 +1,4 @@
-"""Damaged files of EAGLE heads and MTP modules: loaded or refused in one line, nothing else."""
+"""Damaged files of heads that read the text: loaded or refused in one line, nothing else."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.specformer.checkpoint import load_specformer
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.helpers.mtp import family_config, module_tensors
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
@@ -53,6 +56,14 @@ def eagle_files(version: int) -> Files:
     return config, named_parameters(head)
 
 
+def specformer_files() -> Files:
+    """A SpecFormer as it is trained."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    network = SpecFormer(SpecFormerConfig(**sizes, **heads, captured_layers=(0, -1), num_slots=3))
+    return network.config.to_dict(), named_parameters(network)
+
+
 def mtp_files(model_type: str) -> Files:
     """A published module without the rest of its model."""
     config = family_config(model_type)
@@ -69,6 +80,7 @@ def converted(folder: Path) -> Mtp:
 SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], ContextNetwork]]] = {
     "EAGLE-1": (lambda: eagle_files(1), load_eagle),
     "EAGLE-3": (lambda: eagle_files(3), load_eagle),
+    "SpecFormer": (specformer_files, load_specformer),
     "mimo": (lambda: mtp_files("mimo"), load_mtp),
     "deepseek_v3": (lambda: mtp_files("deepseek_v3"), load_mtp),
     "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
@@ -138,9 +150,14 @@ def run(load: Callable[[Path], ContextNetwork], folder: Path) -> str | None:
     except RedrafterError as error:
         return str(error)
     hidden = network.config.hidden_size
-    width = hidden * (network.config.num_captured if isinstance(network, Eagle) else 1)
-    rows = network.fuse(mx.ones((2, width)))
-    mx.eval(network(rows, mx.ones((2, hidden)), network.make_cache()))
+    count = 1
+    if isinstance(network, Eagle):
+        count = network.config.num_captured
+    elif isinstance(network, SpecFormer):
+        count = len(network.config.captured_layers)
+    rows = network.fuse(mx.ones((2, hidden * count)))
+    outputs = network(rows, mx.ones((2, hidden)), network.make_cache())
+    mx.eval(network.slots(outputs, 2) if isinstance(network, SpecFormer) else outputs)
     return None
 
 

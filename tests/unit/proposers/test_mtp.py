@@ -18,9 +18,9 @@ from mlx_redrafter import generate, load, stream_generate
 from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.convert.inspection import inspect_checkpoint
-from mlx_redrafter.engine import as_proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
 from mlx_redrafter.proposers.mtp.families import QWEN
 from mlx_redrafter.recognition import recognise

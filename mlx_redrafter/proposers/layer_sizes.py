@@ -1,0 +1,74 @@
+"""Sizes of layers of mlx-lm in heads that have some, as their configs name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+
+# Bound on what a config file may claim, far above any model.
+MAX_CAPTURED = 64
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+# Further arguments of mlx-lm's layers, under the same names.
+LAYER_ARGS = (
+    *SIZES,
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+)
+
+
+def check_layer(config: Any) -> None:
+    """Raise `ConfigError` unless mlx-lm's layers can have the sizes of a config."""
+    for name in (*SIZES, "max_position_embeddings"):
+        check_int(name, getattr(config, name), 1, MAX_DIMENSION)
+    if config.head_dim is not None:
+        check_int("head_dim", config.head_dim, 1, MAX_DIMENSION)
+    for name in ("rms_norm_eps", "rope_theta"):
+        if not is_number(getattr(config, name)) or not getattr(config, name) > 0:
+            raise ConfigError(f"{name} must be above 0, got {getattr(config, name)!r}")
+    if not isinstance(config.rope_scaling, (Mapping, type(None))):
+        raise ConfigError(f"rope_scaling must be an object or null, got {config.rope_scaling!r}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"num_attention_heads must be a multiple of num_key_value_heads, got "
+            f"{config.num_attention_heads} and {config.num_key_value_heads}"
+        )
+    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+        raise ConfigError(
+            f"hidden_size must be a multiple of num_attention_heads without head_dim, got "
+            f"{config.hidden_size} and {config.num_attention_heads}"
+        )
+    check_int(
+        "num_attention_heads times head_dim",
+        config.num_attention_heads * (config.head_dim or 1),
+        1,
+        MAX_DIMENSION,
+    )
+
+
+def check_captured_layers(layers: tuple[int, ...], lowest: int = 0) -> None:
+    """Raise `ConfigError` unless these can be layers of a target, numbered from ``lowest``."""
+    if not 1 <= len(layers) <= MAX_CAPTURED:
+        raise ConfigError(f"expected 1 to {MAX_CAPTURED} captured layers, got {len(layers)}")
+    for layer in layers:
+        check_int("each of captured_layers", layer, lowest, MAX_DIMENSION)
+
+
+def layer_arguments(config: Any) -> dict[str, Any]:
+    """Arguments of mlx-lm's layers for the sizes in a config."""
+    return {
+        **{name: getattr(config, name) for name in LAYER_ARGS},
+        "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,1 @@
+"""SpecFormer as a proposer."""

@@ -1,0 +1,122 @@
+"""The network of SpecFormer, and nothing about search.
+
+Axes: n tokens, H hidden size, C states of the target, S slots, V vocabulary.
+
+Source: ``SDDE/predicter.py`` of ShiLuohe/SpecFormer, whose parameter names are kept. The rotary
+embeddings there are the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+from mlx_lm.models.base import create_attention_mask
+
+from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.target.target import Target
+
+
+class SlotMlp(nn.Module):
+    """An MLP of three matrices, of which the other one than in Llama goes through the SiLU.
+
+    y = down_proj(gate_proj(x) * silu(up_proj(x)))
+    """
+
+    def __init__(self, hidden_size: int, width: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Rows to rows, shape (..., H)."""
+        y: mx.array = self.down_proj(self.gate_proj(x) * nn.silu(self.up_proj(x)))
+        return y
+
+
+class SpecFormer(ContextNetwork):
+    """A network that drafts S tokens in one pass, from the states before the root alone.
+
+    With ``s_c`` the target's states, ``A`` causal attention over the text and ``E`` over the slots:
+
+        f = down_samp([norms_c(s_c)]);   h = f + A(norm(f))
+        x = positional(norm(h)) as S rows;   x = x + E(norm(x));   x = x + mlp(norm(x))
+        logits = the target's head of the target's final norm of x
+
+    Slot i proposes the token i + 1 after the root, whatever stands between them.
+
+    Attributes:
+        config: Sizes.
+    """
+
+    num_layers = 1
+    row_ids = None
+
+    def __init__(self, config: SpecFormerConfig):
+        super().__init__()
+        self.config = config
+        hidden, count = config.hidden_size, len(config.captured_layers)
+        values = {**layer_arguments(config), "model_type": "llama", "num_hidden_layers": 1}
+        args = llama.ModelArgs.from_dict(values)
+
+        def norm() -> nn.RMSNorm:
+            return nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+
+        self.norms = [norm() for _ in range(count)]
+        self.down_samp = nn.Linear(count * hidden, hidden, bias=False)
+        self.decoder_input_norm = norm()
+        self.decoder_att = llama.Attention(args)
+        self.positional_input_norm = norm()
+        self.positional = nn.Linear(hidden, config.num_slots * hidden)
+        self.encoder_input_norm = norm()
+        self.encoder_att = llama.Attention(args)
+        self.encoder_ffn_input_norm = norm()
+        self.encoder_ffn = SlotMlp(hidden, config.intermediate_size)
+
+    @property
+    def num_rows(self) -> int:
+        """See `ContextNetwork.num_rows`."""
+        return self.config.vocab_size
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        """See `ContextNetwork.check_fit`."""
+        check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
+        target.normalise(mx.zeros((1, target.hidden_size)))  # refuses one without such a norm
+
+    def captured_layers(self, target: Target) -> Sequence[int]:
+        """See `ContextNetwork.captured_layers`."""
+        return self.config.captured_layers
+
+    def fuse(self, states: mx.array) -> mx.array:
+        """See `ContextNetwork.fuse`."""
+        states = states.astype(self.decoder_input_norm.weight.dtype)
+        parts = mx.split(states, len(self.norms), axis=-1)
+        normalised = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        return self.down_samp(mx.concatenate(normalised, axis=-1))
+
+    def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
+        """See `ContextNetwork.__call__`; the embeddings are not read."""
+        x = features[None]
+        mask = create_attention_mask(x, caches[0])
+        y: mx.array = x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0])
+        return y[0]
+
+    def slots(self, outputs: mx.array, count: int) -> mx.array:
+        """States of the first slots after each pair, shape (n, H) to (n, ``count``, H)."""
+        x = self.positional(self.positional_input_norm(outputs))
+        # None of them sees a later one.
+        x = x.reshape(len(outputs), -1, outputs.shape[-1])[:, :count]
+        mask: Any = "causal" if count > 1 else None
+        x = x + self.encoder_att(self.encoder_input_norm(x), mask)
+        return x + self.encoder_ffn(self.encoder_ffn_input_norm(x))
+
+    def logits(self, slots: mx.array, target: Target) -> mx.array:
+        """Logits of the tokens of slots, shape (n, H) to (n, V), or more columns."""
+        return target.logits(target.normalise(slots))
