@@ -12,6 +12,7 @@ expectation taken exactly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -26,6 +27,42 @@ LEAST_TAIL = 1e-7
 LEAST_RATIO_LOG_PROB = -30.0
 # Probability added to the agreement before the logarithm; bounds the gradient of wrong drafts.
 LEAST_AGREEMENT = 1e-4
+
+
+class Distribution(NamedTuple):
+    """What a drafter says of the next token.
+
+    Attributes:
+        logits: Its logits, float32, shape (..., V).
+        total: Logarithms of the sums of their exponentials, shape (...).
+    """
+
+    logits: mx.array
+    total: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array) -> Distribution:
+        """That of some logits, float32, shape (..., V)."""
+        return cls(logits, _log_total(logits)[0])
+
+    def at(self, rows: mx.array) -> mx.array:
+        """Natural log-probabilities of k rows of the head, integer, shape (..., k); same shape."""
+        return mx.take_along_axis(self.logits, rows, axis=-1) - self.total[..., None]
+
+
+# Exponentials take most of a step on a CPU. MLX's own logsumexp computes them once more for the
+# gradient; this one keeps the probabilities, which are its gradient.
+@mx.custom_function
+def _log_total(logits: mx.array) -> tuple[mx.array, mx.array]:
+    probs = mx.softmax(logits, axis=-1)
+    return mx.max(logits, axis=-1) - mx.log(mx.max(probs, axis=-1)), probs
+
+
+@_log_total.vjp
+def _log_total_gradient(
+    logits: mx.array, cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+) -> mx.array:
+    return cotangents[0][..., None] * outputs[1]
 
 
 class Batch(NamedTuple):
@@ -81,22 +118,25 @@ def draft_loss(logits: mx.array, batch: Batch, counts: mx.array, options: LossOp
     Returns:
         The loss, a float32 scalar.
     """
+    drafter = Distribution.of(logits)
     if options.recipe in DISTILLING:
         teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
         if options.recipe == "soft":
-            losses = divergence(logits, *teacher)
+            losses = divergence(drafter, *teacher)
         else:
-            losses = -mx.log(agreement(logits, *teacher) + LEAST_AGREEMENT)
+            losses = -mx.log(agreement(drafter, *teacher) + LEAST_AGREEMENT)
         decay = options.position_decay ** mx.arange(losses.shape[1])
-        weights = batch.weights * decay * confidence(logits, batch.labels, options.confidence_floor)
+        weights = (
+            batch.weights * decay * confidence(drafter, batch.labels, options.confidence_floor)
+        )
     else:
-        losses = cross_entropy(logits, batch.labels)
+        losses = cross_entropy(drafter, batch.labels)
         weights = batch.weights * (batch.labels >= 0)  # tokens without a row cannot be drafted
     return mx.sum(mx.sum(weights * losses, axis=0) / mx.maximum(counts, 1.0))
 
 
 def divergence(
-    logits: mx.array, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
+    drafter: Distribution, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
 ) -> mx.array:
     """Compute the Kullback-Leibler divergence over k + 1 events: each kept token, and any other.
 
@@ -105,7 +145,7 @@ def divergence(
     Renormalising the kept tokens instead would teach the drafter that the others never occur.
 
     Args:
-        logits: The drafter's logits, float32, shape (..., V).
+        drafter: The drafter's distribution, shape (...).
         top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0, shape
             (..., k).
         top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
@@ -114,13 +154,13 @@ def divergence(
     Returns:
         The divergence in nats, shape (...).
     """
-    log_q, log_q_tail = _log_probs_of_events(logits, top_ids, top_log_probs)
+    log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     kept = mx.sum(mx.exp(top_log_probs) * (top_log_probs - log_q), axis=-1)
     return kept + tail * (mx.log(mx.maximum(tail, LEAST_TAIL)) - log_q_tail)
 
 
 def agreement(
-    logits: mx.array, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
+    drafter: Distribution, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
 ) -> mx.array:
     """Compute the probability that drafter and target sample the same token with the same noise.
 
@@ -132,7 +172,7 @@ def agreement(
     beyond i, divided by q_i.
 
     Args:
-        logits: The drafter's logits, float32, shape (..., V).
+        drafter: The drafter's distribution, shape (...).
         top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0, shape
             (..., k).
         top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
@@ -141,7 +181,7 @@ def agreement(
     Returns:
         The probability of agreement, 0 to 1, shape (...).
     """
-    log_q, log_q_tail = _log_probs_of_events(logits, top_ids, top_log_probs)
+    log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     log_q = mx.where(top_log_probs > IMPOSSIBLE, log_q, LEAST_RATIO_LOG_PROB)
     log_tail = mx.log(mx.maximum(tail, LEAST_TAIL))
     p = mx.concatenate([top_log_probs, log_tail[..., None]], axis=-1)
@@ -157,38 +197,35 @@ def agreement(
 
 
 def _log_probs_of_events(
-    logits: mx.array, top_ids: mx.array, top_log_probs: mx.array
+    drafter: Distribution, top_ids: mx.array, top_log_probs: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Compute the drafter's log-probabilities of kept tokens (..., k) and of any other (...)."""
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    log_q = mx.take_along_axis(logits, top_ids, axis=-1) - total
+    log_q = drafter.at(top_ids)
     # log(1 - sum q) without cancellation, and finite even if the kept tokens are all tokens.
     kept = mx.logsumexp(mx.where(top_log_probs > IMPOSSIBLE, log_q, -mx.inf), axis=-1)
     return log_q, mx.log(-mx.expm1(mx.minimum(kept, -LEAST_TAIL)))
 
 
-def cross_entropy(logits: mx.array, labels: mx.array) -> mx.array:
+def cross_entropy(drafter: Distribution, labels: mx.array) -> mx.array:
     """Compute ``-log q(label)``; the result for labels of -1 is arbitrary.
 
     Args:
-        logits: The drafter's logits, shape (..., V).
+        drafter: The drafter's distribution, shape (...).
         labels: Rows of the head, shape (...).
 
     Returns:
         The cross-entropy in nats, shape (...).
     """
-    rows = mx.maximum(labels, 0)
-    chosen = mx.take_along_axis(logits, rows[..., None], axis=-1)[..., 0]
-    return mx.logsumexp(logits, axis=-1) - chosen
+    return -drafter.at(mx.maximum(labels, 0)[..., None])[..., 0]
 
 
-def confidence(logits: mx.array, labels: mx.array, floor: float) -> mx.array:
+def confidence(drafter: Distribution, labels: mx.array, floor: float) -> mx.array:
     """Estimate the probability that the drafts before each step are accepted; no gradient.
 
         rho_i = prod_{j < i} ((1 - floor) q_j(x_{t+2+j}) + floor)
 
     Args:
-        logits: The drafter's logits, shape (B, S, V).
+        drafter: The drafter's distribution, shape (B, S).
         labels: Rows of the head for the tokens that follow, -1 for tokens never accepted, shape
             (B, S).
         floor: Smoothing, 0 to 1; a floor of 1 gives ones.
@@ -198,7 +235,7 @@ def confidence(logits: mx.array, labels: mx.array, floor: float) -> mx.array:
     """
     if floor == 1:
         return mx.ones(labels.shape)
-    probs = mx.stop_gradient(mx.exp(-cross_entropy(logits, labels))) * (labels >= 0)
+    probs = mx.stop_gradient(mx.exp(-cross_entropy(drafter, labels))) * (labels >= 0)
     factors = (1 - floor) * probs + floor
     before = mx.concatenate([mx.ones_like(factors[:, :1]), factors[:, :-1]], axis=1)
     return mx.cumprod(before, axis=1)

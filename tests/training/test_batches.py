@@ -16,7 +16,7 @@ from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import select_frequent_tokens
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, divergence
+from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, divergence
 from mlx_redrafter.training.self_generated import pack_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, find_draftable_steps
 
@@ -147,7 +147,7 @@ def test_tokens_without_a_row_join_the_tail() -> None:
     assert kept[0, 1].item() == IMPOSSIBLE
     assert tail.item() == pytest.approx(0.375)
     # Two rows and the rest are left.
-    found = divergence(mx.array([[0.3, -0.2, 0.1]]), ids, kept, tail)
+    found = divergence(Distribution.of(mx.array([[0.3, -0.2, 0.1]])), ids, kept, tail)
     whole = np.array([[0.3, -0.2, 0.1]])
     log_q = whole - np.log(np.exp(whole).sum())
     expected = sum(p * (np.log(p) - log_q[0, i]) for p, i in ((0.5, 1), (0.125, 0), (0.375, 2)))

@@ -13,18 +13,21 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.training.loss import (
-    IMPOSSIBLE,
-    Batch,
-    agreement,
-    divergence,
-    draft_loss,
-)
+from mlx_redrafter.training import loss
+from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, draft_loss
 from mlx_redrafter.training.options import LossOptions, Recipe
 from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1
+
+
+def divergence(logits: mx.array, *teacher: mx.array) -> mx.array:
+    return loss.divergence(Distribution.of(logits), *teacher)
+
+
+def agreement(logits: mx.array, *teacher: mx.array) -> mx.array:
+    return loss.agreement(Distribution.of(logits), *teacher)
 
 
 def _drafter(exit_dim: int) -> Drafter:
