@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
+    AUTO,
     STOCK_DRAFT,
     UNCOUPLED,
     EncodedPrompt,
@@ -19,12 +20,22 @@ from mlx_redrafter.bench.runs import (
     stock_arm,
 )
 from mlx_redrafter.bench.timing import OnProgress, timed
-from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
+from mlx_redrafter.bench.turns import (
+    arm_name,
+    compared_arms,
+    decode_in_turns,
+    make_turns,
+    reference_arm,
+)
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.predrafted import Hits, Predrafted
 from mlx_redrafter.target.target import Target
+
+# A way of decoding whose drafts are made ahead.
+PREDRAFTED = "{}, predrafted"
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,13 @@ class Comparison:
     Attributes:
         rows: One row per way of decoding, over all prompts.
         by_category: The same over the prompts of each category; empty if there is only one.
+        hits: Counts of drafts made ahead, warming up included, by way of decoding; turns on record
+            from an earlier run are not among them.
     """
 
     rows: list[Row]
     by_category: dict[str, list[Row]]
+    hits: dict[str, Hits]
 
 
 def compare(
@@ -51,6 +65,7 @@ def compare(
     cool_down: float = 0.0,
     max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
+    predraft: int = 0,
 ) -> Comparison:
     """Decode every prompt in every way, ``repeats`` times, in turns.
 
@@ -65,12 +80,20 @@ def compare(
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
         on_progress: Callback for the turns done and their number.
+        predraft: Outcomes that drafts are made ahead for, in further ways with the same plans; 0
+            leaves these out.
     """
     arms = compared_arms(setting, plans)
     if draft_model is not None:
         arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
     if setting.temp:
         arms[UNCOUPLED] = drafted_arm(replace(setting, couple=False), None)
+    hits: dict[str, Hits] = {}
+    for plan in (*plans, None) if predraft else ():
+        name = PREDRAFTED.format(AUTO if plan is None else arm_name(plan))
+        assert not isinstance(setting.drafter, Predrafted)
+        ahead = Predrafted(setting.drafter, predraft)
+        arms[name], hits[name] = drafted_arm(replace(setting, drafter=ahead), plan), ahead.hits
     prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
     decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
 
@@ -84,6 +107,7 @@ def compare(
             )
             for category in (categories if len(categories) > 1 else ())
         },
+        hits,
     )
     recording.finish(found=found, max_repeated=max_repeated)
     return found

@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.loading import LoadedDrafter
+from mlx_redrafter.proposers.predrafted import Predrafted
 from mlx_redrafter.responses import GenerationResponse
 
 STOCK = "mlx-lm"
@@ -111,7 +112,7 @@ class Setting:
 
     model: nn.Module
     tokenizer: Any
-    drafter: LoadedDrafter
+    drafter: LoadedDrafter | Predrafted
     max_tokens: int
     temp: float = 0.0
     seed: int = 0

@@ -15,6 +15,7 @@ from mlx_redrafter.cli.bench_heads import heads
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.cli.bench_parts import memory, overhead, profile
 from mlx_redrafter.cli.bench_predict import predict, training
+from mlx_redrafter.cli.bench_predraft import predraft
 from mlx_redrafter.cli.bench_regret import regret, simulate
 from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_serving import serving
@@ -35,6 +36,7 @@ app.command()(simulate)
 app.command()(profile)
 app.command()(predict)
 app.command()(training)
+app.command()(predraft)
 app.command()(overhead)
 app.command()(memory)
 app.command()(caches)

@@ -58,6 +58,17 @@ def parse_temps(text: str) -> tuple[float, ...]:
     return temps
 
 
+def parse_shares(text: str) -> tuple[float, ...]:
+    """Shares such as 0.6,0.8,1, each from 0 to 1."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected shares such as 0.6,0.8,1, got {text!r}") from None
+    if not all(0 <= share <= 1 for share in shares):
+        raise ConfigError(f"shares must be from 0 to 1, got {text!r}")
+    return shares
+
+
 def draw(plot: Callable[[], Sequence[Path]]) -> None:
     """Draw plots and print their paths, or the reason for none."""
     from mlx_redrafter.bench.plots import PlotError

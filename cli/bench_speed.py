@@ -21,7 +21,7 @@ from mlx_redrafter.cli.bench_output import (
     show,
     warn,
 )
-from mlx_redrafter.cli.loading import Pair
+from mlx_redrafter.cli.loading import Pair, Predraft
 from mlx_redrafter.cli.options import Seed, Temp, library_option
 from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.config import SamplingParams, check_int
@@ -100,12 +100,14 @@ def compare(
     shape: Shape,
     temp: Temp = 0.0,
     seed: Seed = 0,
+    predraft: Predraft = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file.")] = None,
     resume: Resume = False,
 ) -> None:
     """Compare stock mlx-lm, plain decoding, beams, best nodes and auto on the same prompts.
 
-    The exit code is 1 if a text is not the target's own.
+    With --predraft every way that drafts is there twice. The exit code is 1 if a text is not the
+    target's own.
     """
     SamplingParams(temp, seed=seed)
     plans = [shape.plan("beam"), shape.plan()]
@@ -127,6 +129,7 @@ def compare(
         **rounds.describe(),
         "temp": temp,
         "seed": seed,
+        **({"predraft": predraft} if predraft else {}),
         "shapes": {arm_name(plan): plan.options for plan in plans},
     }
     setting = Setting(target, tokenizer, drafter, rounds.max_tokens, temp, seed)
@@ -134,9 +137,11 @@ def compare(
     with progress("Turns") as on_progress:
         found = measure(
             setting, plans, encoded, rounds.repeats, recording, stock.load(),
-            stock.num_draft_tokens, rounds.cool_down, rounds.max_repeated, on_progress,
+            stock.num_draft_tokens, rounds.cool_down, rounds.max_repeated, on_progress, predraft
         )  # fmt: skip
     show(speed_table(found.rows, "all prompts"))
+    for name, hits in found.hits.items():
+        show(f"{name}: {hits.foreseen} of {hits.passes} outcomes were drafted for")
     calibration = recording.result.get("calibration_seconds", 0.0)
     show(f"auto: timing the plans took {calibration:.1f} s, which no answer's time includes")
     for category, rows in found.by_category.items():

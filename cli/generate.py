@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlx_redrafter.config import GenerationOptions
     from mlx_redrafter.decoding.stats import ShapeStats
     from mlx_redrafter.grammar import Grammar
+    from mlx_redrafter.proposers.predrafted import Hits
     from mlx_redrafter.responses import GenerationResponse
 
 
@@ -62,17 +63,25 @@ def generate(
         typer.echo(json.dumps({**_to_json(result), **settings, "seed": options.seed}))
     else:
         typer.echo()
-        _print_statistics(result.last, drafts=not pair.no_draft)
+        _print_statistics(result, drafts=not pair.no_draft)
     if output.verbose and result.last.stats.shapes:
         _print_shapes(result.last.stats.shapes)
 
 
 class Result(NamedTuple):
-    """A finished text: its parts, its token ids with the stop token, and the last response."""
+    """A finished text.
+
+    Attributes:
+        text: The text.
+        tokens: Token ids, the stop token's included.
+        last: Last response.
+        hits: Counts of drafts made ahead; None where none were.
+    """
 
     text: str
     tokens: list[int]
     last: GenerationResponse
+    hits: Hits | None
 
 
 def _generate(
@@ -105,7 +114,7 @@ def _generate(
             if stream:
                 sys.stdout.write(response.text)
                 sys.stdout.flush()
-    return Result(text, tokens, response)
+    return Result(text, tokens, response, getattr(drafter, "hits", None))
 
 
 def _to_json(result: Result) -> dict[str, Any]:
@@ -126,7 +135,8 @@ def _to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
+def _print_statistics(result: Result, drafts: bool) -> None:
+    last, hits = result.last, result.hits
     lines = [
         "=" * 10,
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
@@ -139,6 +149,8 @@ def _print_statistics(last: GenerationResponse, drafts: bool) -> None:
             f"Speculative: {last.tokens_per_step:.2f} tokens/step over {last.steps} steps (plain "
             f"decoding: 1); at least 1, 2, ... drafts kept in {', '.join(rates) or 'none'}"
         )
+    if hits is not None:
+        lines.append(f"Predrafted: {hits.foreseen} of {hits.passes} outcomes were drafted for")
     typer.echo("\n".join(lines), err=True)
 
 

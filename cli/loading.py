@@ -54,6 +54,16 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code", help="Run code from the target's checkpoint.", rich_help_panel=MODEL
     ),
 ]
+Predraft = Annotated[
+    int,
+    typer.Option(
+        "--predraft",
+        help="Outcomes of each forward pass to draft for while it runs, on the CPU; for recurrent "
+        "drafters and smaller models.",
+        show_default="none",
+        rich_help_panel=MODEL,
+    ),
+]
 NoKernels = Annotated[
     bool,
     typer.Option(
@@ -118,18 +128,23 @@ class WritingPair(AdaptedPair):
         bool,
         typer.Option("--no-draft", help="Plain decoding by the same code.", rich_help_panel=MODEL),
     ] = False
+    predraft: Predraft = 0
     extra_eos_token: Annotated[
         list[str] | None,
         typer.Option("--extra-eos-token", help="Also stop at this token.", rich_help_panel=MODEL),
     ] = None
 
-    def load(self, **options: Any) -> Loaded:
+    def load(self, **options: Any) -> tuple[nn.Module, TokenizerWrapper, Any]:
         """See `Pair.load`; no weights of a drafter with ``--no-draft``."""
         model, tokenizer, drafter = super().load(
             **({"drafter": None} if self.no_draft else {}), **options
         )
         for token in self.extra_eos_token or ():
             _add_stop_token(tokenizer, token)
+        if self.predraft:
+            from mlx_redrafter.proposers.predrafted import Predrafted
+
+            return model, tokenizer, Predrafted(drafter, self.predraft)
         return model, tokenizer, drafter
 
 

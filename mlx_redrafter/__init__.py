@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlx_redrafter.loading import load
     from mlx_redrafter.proposers.draft_model import DraftModel
     from mlx_redrafter.proposers.lookup import Lookup
+    from mlx_redrafter.proposers.predrafted import Predrafted
     from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
     from mlx_redrafter.proposers.redrafter.config import DrafterConfig
     from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -39,6 +40,7 @@ _HOMES = {
     "GenerationResponse": "responses",
     "Grammar": "grammar",
     "Lookup": "proposers.lookup",
+    "Predrafted": "proposers.predrafted",
     "RedrafterError": "errors",
     "generate": "generation",
     "generate_batch": "generation",
@@ -57,6 +59,7 @@ __all__ = [
     "GenerationResponse",
     "Grammar",
     "Lookup",
+    "Predrafted",
     "RedrafterError",
     "__version__",
     "generate",

@@ -151,8 +151,11 @@ class TokenTree:
             return self.first(len(drafts) + 1)
         known = self.read()
         place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
-        parents = mx.array([0, *(place[known.parents[draft]] for draft in drafts)])
+        above = [place[known.parents[draft]] for draft in drafts]
         depths = [known.depths[draft] for draft in drafts]
+        tokens = [known.tokens[draft] for draft in drafts]
+        scores = [known.scores[draft] for draft in drafts]
+        parents = mx.array([0, *above])
         return TokenTree(
             tokens=self.tokens[mx.array(list(place), dtype=mx.int32)],
             parents=parents,
@@ -161,6 +164,7 @@ class TokenTree:
             num_nodes=len(place),
             num_unmerged=len(place),
             max_depth=max(depths),
+            known=Drafts(scores, depths, above, tokens),
         )
 
     def first(self, num_nodes: int) -> TokenTree:

@@ -21,6 +21,7 @@ EXPORTS = [
     "GenerationResponse",
     "Grammar",
     "Lookup",
+    "Predrafted",
     "RedrafterError",
     "__version__",
     "generate",

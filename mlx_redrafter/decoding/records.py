@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.host import to_ints
+from mlx_redrafter.tree import Drafts
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -87,6 +88,7 @@ class InFlight:
         plan: Plan of the drafts verified; None for one token.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: Nodes as they would have been without merging.
+        known: Drafts verified, where the host knows them without waiting; else None.
         states: States of the nodes that a `StateReader` asks for, shape (N, S); None where none
             does.
         read: Function that reads the outcome beside those of other texts; None where it is read
@@ -103,6 +105,7 @@ class InFlight:
     plan: DraftPlan | None
     num_nodes: int
     num_unmerged: int
+    known: Drafts | None = None
     states: mx.array | None = None
     read: Callable[[], list[int]] | None = None
 

@@ -94,7 +94,11 @@ class GumbelNoise:
         return mx.argmax(self._tempered(log_probs) + self.values[depths], axis=-1)
 
     def rank(
-        self, log_probs: mx.array, depth: int, token_ids: mx.array | None, weight: float
+        self,
+        log_probs: mx.array,
+        depth: int | mx.array,
+        token_ids: mx.array | None,
+        weight: float,
     ) -> mx.array:
         """A drafter's guess at what `sample` will choose after nodes of one depth.
 
@@ -104,7 +108,7 @@ class GumbelNoise:
 
         Args:
             log_probs: The drafter's natural log-probabilities, shape (W, rows of its head).
-            depth: Depth of the nodes.
+            depth: Depth of the nodes, or of each of them, int32, shape (W,).
             token_ids: Token ids of those rows, if they are not the first tokens in order.
             weight: Weight of the noise, 0 to 1; see `calibration`.
 
@@ -112,7 +116,7 @@ class GumbelNoise:
             Natural log-probabilities given the noise, float32, of the same shape.
         """
         rows = self.values[depth]
-        rows = rows[: log_probs.shape[-1]] if token_ids is None else rows[token_ids]
+        rows = rows[..., : log_probs.shape[-1]] if token_ids is None else rows[..., token_ids]
         scores = self._tempered(log_probs) + weight * rows
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 

@@ -85,6 +85,7 @@ class Verdict(NamedTuple):
             plan=plan,
             num_nodes=tree.num_nodes,
             num_unmerged=tree.num_unmerged,
+            known=tree.known,
             states=self.states,
             read=self.read,
         )

@@ -28,6 +28,7 @@ from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
+from mlx_redrafter.proposers.predrafted import Predrafted
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -140,6 +141,8 @@ def step_costs(
         quantisation: Quantisation of all rows of the text; None for none.
     """
     known = {} if known is None else known
+    if isinstance(proposer, Predrafted):
+        proposer = proposer.proposer  # what drafting ahead takes or saves, steps show themselves
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:

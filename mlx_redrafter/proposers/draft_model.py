@@ -1,6 +1,7 @@
 """A smaller model of the same family as the proposer: any supported mlx-lm model of the same ids.
 
-Axes: W beam width, L beam length, V token ids that both models have, n tokens.
+Axes: N nodes of a tree, R roots, W beam width, L beam length, V token ids that both models have, n
+tokens.
 
 The state of a text is the K/V rows of its committed tokens. The accepted drafts of a tree are read
 again together with the new root, in one pass of L rows of which the device knows how many count;
@@ -24,7 +25,7 @@ from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.search import Levels, search
+from mlx_redrafter.proposers.search import Levels, Rank, search
 from mlx_redrafter.target.caches.kinds import describe
 from mlx_redrafter.target.caches.levels import Descent, LevelCache, LevelMask, hook_attention
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
@@ -168,10 +169,22 @@ class ModelDrafting:
             levels = _ChainLevels(self, flight)
         else:
             levels, self._flight, self._ahead = _TreeLevels(self, flight), flight, 0
-        rank = None
-        if noise is not None and self.couple_noise:
-            rank = partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
-        return build_tree(search(levels, plan.shape, rank), flight.root, plan)
+        return build_tree(search(levels, plan.shape, self.rank(noise)), flight.root, plan)
+
+    def branch(
+        self, tree: TokenTree, origin: mx.array | None, noise: GumbelNoise | None
+    ) -> _Branches:
+        """See `Branching.branch`."""
+        return _Branches(self, tree)
+
+    def rank(self, noise: GumbelNoise | None) -> Rank | None:
+        """See `Branching.rank`."""
+        if noise is None or not self.couple_noise:
+            return None
+        return partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
+
+    def origin(self, flight: InFlight) -> None:
+        """See `Branching.origin`; the rows of the text are enough."""
 
     def skip(self, flight: InFlight) -> None:
         """See `Drafting.skip`."""
@@ -222,6 +235,17 @@ class ModelDrafting:
         self._unread = []
         return logits[-1:]
 
+    def read_known(self) -> None:
+        """Process all tokens that the host knows, and forget the rows of drafts aside."""
+        self._count_flight()
+        if self._unread:
+            self.cache.keep(self.length)
+            self._shorten_unread()
+            self._forward(mx.array(self._unread, dtype=mx.int32))
+            self.length += len(self._unread)
+            self._unread = []
+        self.cache.keep(self.cache.num_rows)
+
     def read_draft(self, token: mx.array) -> mx.array:
         """Process the newest token of a chain, (1,), on a row behind; logits, shape (1, V)."""
         logits = self._forward(token)
@@ -256,11 +280,10 @@ class ModelDrafting:
 
 
 class _DraftLevels:
-    """A draft model after one root; see `Levels`. The token ids that both have are the same."""
+    """A draft model after some root; see `Levels`. The token ids that both have are the same."""
 
-    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+    def __init__(self, drafting: ModelDrafting):
         self.drafting = drafting
-        self.flight = flight
         self.num_rows = drafting.num_rows
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
@@ -270,6 +293,10 @@ class _DraftLevels:
 
 class _ChainLevels(_DraftLevels):
     """A draft model that drafts a chain; waits for the pass."""
+
+    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+        super().__init__(drafting)
+        self.flight = flight
 
     def first(self) -> mx.array:
         """See `Levels.first`."""
@@ -282,6 +309,10 @@ class _ChainLevels(_DraftLevels):
 
 class _TreeLevels(_DraftLevels):
     """A draft model that drafts a tree, each level in one pass."""
+
+    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+        super().__init__(drafting)
+        self.flight = flight
 
     def first(self) -> mx.array:
         """See `Levels.first`."""
@@ -297,6 +328,44 @@ class _TreeLevels(_DraftLevels):
             tokens, *self._descent.extend(beams, tokens.shape[0], depth)
         )
         return log_probs(logits, self.num_rows)
+
+
+class _Branches(_DraftLevels):
+    """A draft model along a tree; see `Branches`. All its nodes stay aside, the root too."""
+
+    def __init__(self, drafting: ModelDrafting, tree: TokenTree):
+        super().__init__(drafting)
+        self.tree = tree
+
+    def after_nodes(self) -> mx.array:
+        """See `Branches.after_nodes`."""
+        drafting, tree = self.drafting, self.tree
+        drafting.read_known()
+        # The row of the tree's root is there, and not seen: its logits are asked for again.
+        length = drafting.length - 1
+        before = mx.array([length - 1], dtype=mx.int32)
+        self._descent = Descent(length, before, drafting.cache.num_rows)
+        tokens = mx.maximum(tree.tokens, 0)  # padding has no token
+        return log_probs(drafting.read_level(tokens, *self._descent.take_tree(tree)), self.num_rows)
+
+    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
+        """See `Branches.begin`."""
+        self._nodes, self._tokens = nodes, tokens
+
+    def first(self) -> mx.array:
+        """See `Levels.first`."""
+        return self._extend(self._nodes, self._tokens, 0)
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        """See `Levels.following`."""
+        return self._extend(beams, tokens, depth)
+
+    def _extend(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        width, roots = tokens.shape[0], self._nodes.shape[0]
+        # What follows a node of depth d stands at d + 2, as the tree's root is at 1.
+        depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
+        level = self._descent.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
+        return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)
 
 
 def log_probs(logits: mx.array, num_rows: int) -> mx.array:

@@ -30,6 +30,10 @@ class Expansion(NamedTuple):
     scores: mx.array
     parents: mx.array
 
+    def of_root(self, root: int) -> Expansion:
+        """That of one root, out of arrays with an axis of roots before their own."""
+        return Expansion(*(array[root] for array in self))
+
 
 def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
     """The tree that a plan asks for.

@@ -1,7 +1,7 @@
 """Beam search with any network that scores continuations level by level, as arrays of fixed shape.
 
-Axes: W beam width, L beam length (root included), K nodes scored per level, M in all, V tokens that
-the network proposes.
+Axes: R roots, W beam width, L beam length (root included), K nodes scored per level, M in all, V
+tokens that the network proposes.
 
 A search never duplicates a prefix: the nodes that it scores are distinct continuations of distinct
 prefixes, so they are already a tree. `expansion.py` selects the nodes of it that are verified.
@@ -21,12 +21,13 @@ from mlx_redrafter.topk import TopK, top_k
 # Stands for log-probabilities that are NaN or minus infinity, so that order stays defined.
 LEAST_LOG_PROB = -1e30
 
-# From log-probabilities of the tokens after nodes of one depth to what nodes are ranked by.
-Rank = Callable[[mx.array, int], mx.array]
+# From log-probabilities of the tokens after nodes of one depth to what nodes are ranked by;
+# or of nodes of several depths, int32, one for each row.
+Rank = Callable[[mx.array, int | mx.array], mx.array]
 
 
 class Levels(Protocol):
-    """A network about to draft after one root: it scores one level after another."""
+    """A network about to draft after R roots, mostly one: it scores one level after another."""
 
     @property
     def num_rows(self) -> int:
@@ -34,7 +35,7 @@ class Levels(Protocol):
         ...
 
     def first(self) -> mx.array:
-        """Natural log-probabilities of the tokens after the root, float32, shape (1, V)."""
+        """Natural log-probabilities of the tokens after the roots, float32, shape (R, V)."""
         ...
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
@@ -42,12 +43,13 @@ class Levels(Protocol):
 
         Args:
             beams: For each beam, the beam of the level before that it continues, int32, shape
-                (W,); None where every beam continues the beam of its own index, or the root.
-            tokens: Newest tokens of the beams, int32, shape (W,).
-            depth: Depth of those tokens, 1 for the children of the root.
+                (R * W,), those of a root beside each other; None where every beam continues the
+                beam of its own index, or the only root.
+            tokens: Newest tokens of the beams, int32, shape (R * W,).
+            depth: Depth of those tokens, 1 for the children of the roots.
 
         Returns:
-            float32, shape (W, V).
+            float32, shape (R * W, V).
         """
         ...
 
@@ -65,7 +67,7 @@ def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expan
     """Score the best continuations of the root, and those of the W best nodes of every level.
 
     Args:
-        levels: The network.
+        levels: The network, after one root.
         shape: W, L and how many nodes of a level are scored, at most V; M is all of them.
         rank: Function that replaces log-probabilities, shape (W, V), by others of that shape; None
             ranks by the network's own.
@@ -73,29 +75,47 @@ def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expan
     Returns:
         The scored nodes. Nothing is read by the host.
     """
-    width, rows = shape.width, levels.num_rows
-    count = min(shape.level_nodes, rows)
+    return search_all(levels, shape, rank).of_root(0)
+
+
+def search_all(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
+    """`search` for every root by itself, all in the same calls of the network.
+
+    Args:
+        levels: The network.
+        shape: As in `search`.
+        rank: As in `search`, of shape (R * W, V).
+
+    Returns:
+        The scored nodes, each array with an axis of R before its own.
+    """
+    width, rows, log_probs = shape.width, levels.num_rows, levels.first()
+    roots, count = log_probs.shape[0], min(shape.level_nodes, rows)
 
     def best_of(log_probs: mx.array, before: mx.array, depth: int) -> TopK:
-        """The best continuations of nodes with these scores, (1, K) of (W * V)."""
+        """The best continuations of nodes with scores (R, W), (R, K) of (W * V)."""
         if rank is not None:
             log_probs = rank(log_probs, depth)
-        return top_k(bounded(before[:, None] + log_probs).reshape(1, -1), count)
+        sums = before[..., None] + log_probs.reshape(*before.shape, rows)
+        return top_k(bounded(sums).reshape(roots, -1), count)
 
-    best = best_of(levels.first(), mx.zeros((1,)), 0)
-    tokens, scores = levels.to_token_ids(best.indices[0]), best.values[0]
-    found = [(tokens, scores, mx.full((count,), -1, dtype=mx.int32))]
-    beams: mx.array | None = None
+    best = best_of(log_probs, mx.zeros((roots, 1)), 0)
+    tokens, scores = levels.to_token_ids(best.indices), best.values
+    found = [(tokens, scores, mx.full((roots, count), -1, dtype=mx.int32))]
+    first_beams = mx.arange(roots, dtype=mx.int32)[:, None]
+    beams = None if 1 in (roots, width) else mx.repeat(first_beams, width)
     for depth in range(1, shape.levels):
-        best = best_of(levels.following(beams, tokens[:width], depth), scores[:width], depth)
-        chosen, scores = best.indices[0].astype(mx.int32), best.values[0]
+        newest = tokens[:, :width].reshape(-1)
+        best = best_of(levels.following(beams, newest, depth), scores[:, :width], depth)
+        chosen, scores = best.indices.astype(mx.int32), best.values
         if width == 1:
-            parents = mx.full((1,), depth - 1, dtype=mx.int32)
+            parents = mx.full((roots, 1), depth - 1, dtype=mx.int32)
         else:
             # Not mx.divmod, which aborts the process under mx.vmap (MLX 0.32).
-            beams, chosen = chosen // rows, chosen % rows
-            parents, beams = beams + (depth - 1) * count, beams[:width]
+            above, chosen = chosen // rows, chosen % rows
+            parents = above + (depth - 1) * count
+            beams = (above[:, :width] + first_beams * width).reshape(-1)
         tokens = levels.to_token_ids(chosen)
         found.append((tokens, scores, parents))
 
-    return Expansion(*(mx.concatenate(list(parts)) for parts in zip(*found, strict=True)))
+    return Expansion(*(mx.concatenate(list(parts), axis=1) for parts in zip(*found, strict=True)))

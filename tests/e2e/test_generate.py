@@ -79,6 +79,15 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(
     assert len(lines) == 5
 
 
+def test_drafts_made_ahead_change_no_text(
+    stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--predraft", 4, "--beam-width", 2, "--temp", 0)
+    result = run(capsys, *_options(stories, drafter_folder), *options)
+    assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
+    assert "outcomes were drafted for" in result.err.splitlines()[5]
+
+
 def test_plain_decoding_prints_the_same_text_and_no_speculation(
     stories: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:

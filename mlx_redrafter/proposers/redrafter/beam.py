@@ -1,6 +1,6 @@
 """Beam search with the recurrent drafter.
 
-Axes: W beam width, H hidden size, V head rows.
+Axes: N nodes of a tree, R roots, W beam width, H hidden size, V head rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.proposers.search import Rank, search
+from mlx_redrafter.tree import TokenTree
 
 
 def ranking(drafter: Drafter, noise: GumbelNoise) -> Rank:
@@ -70,6 +71,43 @@ class RecurrentLevels:
 
     def _log_probs(self) -> mx.array:
         return self.drafter.log_probs(self.hidden_state, self._state, self.hidden_term, self.scale)
+
+
+class RecurrentBranches(RecurrentLevels):
+    """A recurrent drafter along a tree, all from the state that predicted its root.
+
+    See `Branches`; further arguments are those of `RecurrentLevels`.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        project_input: Embed,
+        hidden_state: mx.array,
+        tree: TokenTree,
+        scale: float,
+    ):
+        super().__init__(drafter, project_input, hidden_state, tree.tokens[:1], scale)
+        self.tree = tree
+
+    def after_nodes(self) -> mx.array:
+        """See `Branches.after_nodes`."""
+        tree = self.tree
+        inputs = self.project_input(mx.maximum(tree.tokens, 0))  # padding has no token
+        first = self.drafter.start(inputs)
+        self._state = first
+        for _ in range(tree.max_depth):  # right for nodes of depth d from round d on
+            advanced = self.drafter.advance(self._state[tree.parents], inputs)
+            self._state = mx.where(tree.depths[:, None] > 0, advanced, first)
+        return self._log_probs()
+
+    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
+        """See `Branches.begin`."""
+        self._state = self.drafter.advance(self._state[nodes], self.project_input(tokens))
+
+    def first(self) -> mx.array:
+        """See `Levels.first`."""
+        return self._log_probs()
 
 
 def expand(

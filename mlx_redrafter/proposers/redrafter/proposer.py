@@ -13,9 +13,10 @@ from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.redrafter.beam import expand, ranking
+from mlx_redrafter.proposers.redrafter.beam import RecurrentBranches, expand, ranking
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.proposers.search import Rank
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
 
@@ -80,20 +81,29 @@ class RecurrentDrafting:
 
     def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """See `Drafting.propose`."""
-        rank = None
-        if noise is not None and self.couple_noise:
-            rank = ranking(self.drafter, noise)
         expansion = expand(
             self.drafter,
             self.project_input,
-            self._hidden_state(flight),
+            self.origin(flight),
             flight.root,
             plan.shape,
-            rank,
+            self.rank(noise),
         )
         return build_tree(expansion, flight.root, plan)
 
-    def _hidden_state(self, flight: InFlight) -> mx.array:
+    def branch(
+        self, tree: TokenTree, origin: mx.array | None, noise: GumbelNoise | None
+    ) -> RecurrentBranches:
+        """See `Branching.branch`."""
+        assert origin is not None
+        scale = self.drafter.config.inverse_temperature if self.rank(noise) is None else 1.0
+        return RecurrentBranches(self.drafter, self.project_input, origin, tree, scale)
+
+    def rank(self, noise: GumbelNoise | None) -> Rank | None:
+        """See `Branching.rank`."""
+        return ranking(self.drafter, noise) if noise is not None and self.couple_noise else None
+
+    def origin(self, flight: InFlight) -> mx.array:
         """What predicted the root, shape (H,)."""
         if not self.layers:
             return flight.hidden_state

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from mlx_redrafter.target.hooks import HookPoint, TreePositions, install
+from mlx_redrafter.tree import TokenTree
 
 ATTENTION = "scaled_dot_product_attention"
 # Score of what a beam does not see.
@@ -61,7 +62,11 @@ class Descent:
         self._lineage: mx.array | None = None
 
     def extend(
-        self, beams: mx.array | None, width: int, depth: int
+        self,
+        beams: mx.array | None,
+        width: int,
+        depth: int | mx.array,
+        deepest: int | None = None,
     ) -> tuple[LevelMask, TreePositions]:
         """The next level, each of whose rows continues a beam of the one before.
 
@@ -69,16 +74,30 @@ class Descent:
             beams: Index of that beam, int32, shape (W,); None where it is the row's own, or the
                 root.
             width: Rows of the level, W.
-            depth: Depth of the level, 1 for the children of the root.
+            depth: Depth of the level, 1 for the children of the root, or of each row, int32, shape
+                (W,).
+            deepest: Bound on the depth of every row; None where all have one.
         """
         own = mx.eye(width).astype(mx.bool_)
         if self._lineage is not None:
             before = self._lineage if beams is None else self._lineage[beams]
             own = mx.concatenate([before, own], axis=1)
-        self._lineage = own
-        nodes = mx.broadcast_to(self.root + depth, (1, width))
-        positions = TreePositions(nodes, self.length, self.num_rows - self.length + depth)
-        return LevelMask(self._seen, own), positions
+        return self._place(own, depth, deepest)
+
+    def take_tree(self, tree: TokenTree) -> tuple[LevelMask, TreePositions]:
+        """All nodes of a tree as the first level; its root is the only child of the root here."""
+        return self._place(tree.ancestors, tree.depths + 1, tree.max_depth + 1)
+
+    def _place(
+        self, lineage: mx.array, depth: int | mx.array, deepest: int | None
+    ) -> tuple[LevelMask, TreePositions]:
+        self._lineage = lineage
+        if deepest is None:
+            assert isinstance(depth, int)
+            deepest = depth
+        nodes = mx.broadcast_to(self.root + depth, (1, lineage.shape[0]))
+        positions = TreePositions(nodes, self.length, self.num_rows - self.length + deepest)
+        return LevelMask(self._seen, lineage), positions
 
 
 class NextPass:

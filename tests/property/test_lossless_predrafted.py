@@ -1,0 +1,174 @@
+"""Drafts made ahead leave every text as stock mlx-lm has it, and are those of the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter import DraftModel, Engine, Predrafted, stream_generate
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.host import to_ints
+from mlx_redrafter.proposers import draft_model
+from mlx_redrafter.proposers.predrafted import likeliest_outcomes
+from tests.helpers.drafts import RandomShapes, make_tree, use_policy
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.medusa import random_medusa
+from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
+NUM_TOKENS = 28
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"beam_width": 1, "beam_length": 6},
+    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
+    {"beam_width": 3, "beam_length": 4, "select": "beam"},
+]
+MODEL = tiny_llama(seed=4)
+
+
+@pytest.fixture(autouse=True)
+def _same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny models have no tokenizers of their own."""
+    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
+
+
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    "recurrent": lambda: random_drafter(VOCAB_SIZE, 32),
+    "recurrent, fused": lambda: random_drafter(VOCAB_SIZE, 32, captured_layers=(0, 1, -1)),
+    "recurrent, of some tokens": lambda: random_drafter(VOCAB_SIZE, 32, draft_vocab_size=40),
+    "the target itself": lambda: DraftModel(MODEL, None),
+    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def drafter(request: pytest.FixtureRequest) -> Any:
+    return DRAFTERS[request.param]()
+
+
+def _tokens(drafter: Any, **options: Any) -> list[int]:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    prompt = options.pop("prompt", PROMPT)
+    return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=drafter, **options)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_texts_are_those_of_plain_decoding(drafter: Any, shape: dict[str, Any]) -> None:
+    ahead = Predrafted(drafter)
+    expected = stock_tokens(MODEL, PROMPT, NUM_TOKENS)
+    assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS, **shape))
+    sampling: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
+    expected_sampled = _tokens(None, **sampling)
+    for couple in (True, False):
+        assert _tokens(ahead, couple=couple, **sampling, **shape) == expected_sampled
+    if shape:
+        assert ahead.hits.passes > 5
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_shape_after_any_other(
+    drafter: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
+    use_policy(monkeypatch, RandomShapes(seed))
+    ahead = Predrafted(drafter, num_outcomes=3)
+    expected = stock_tokens(MODEL, PROMPT, NUM_TOKENS)
+    assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS))
+    sampling: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
+    assert _tokens(ahead, **sampling) == _tokens(None, **sampling)
+    assert ahead.hits.passes > 0
+
+
+def test_stock_samplers(drafter: Any) -> None:
+    for shape in SHAPES[1:3]:
+        mx.random.seed(3)
+        expected = stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(temp=0.7))
+        mx.random.seed(3)
+        sampler = make_sampler(temp=0.7)
+        found = _tokens(Predrafted(drafter), max_tokens=24, sampler=sampler, **shape)
+        assert_same_tokens(expected, found)
+
+
+def test_turns_on_one_prompt_cache(drafter: Any) -> None:
+    ahead = Predrafted(drafter)
+    for shape in SHAPES[1:3]:
+        for is_shared in (False, isinstance(drafter, DraftModel)):
+            stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
+            own = make_prompt_cache(drafter.target.model) if is_shared else []
+            for turn in ([*PROMPT], [7, 8, 9], [60]):
+                expected = ids(stock_tokens(MODEL, turn, 9, prompt_cache=stock))
+                shared = cache + own
+                found = _tokens(ahead, prompt=turn, max_tokens=9, prompt_cache=shared, **shape)
+                assert found == expected
+                assert {layer.offset for layer in cache + own} == {stock[0].offset}
+
+
+def test_batches_and_threads(drafter: Any) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    engine = Engine(MODEL, tokenizer, Predrafted(drafter))
+    prompts = [PROMPT, [7, 8, 9], [60]]
+    options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 16, "beam_width": 2}
+    expected = [_tokens(None, prompt=one, temp=0.8, seed=4, max_tokens=16) for one in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    for number, response in engine.stream_batch(prompts, batch_size=2, **options):
+        found[number].append(response.token)
+    assert found == expected
+
+    def work(prompt: list[int]) -> list[int]:
+        return [response.token for response in engine.stream(prompt, **options)]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, prompts)) == expected
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
+def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]) -> None:
+    """The target's own noise tells the token after the drafts at a temperature, too."""
+    ahead = Predrafted(DraftModel(MODEL, None))
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
+    *_, last = stream_generate(MODEL, tokenizer, PROMPT, drafter=ahead, **options)
+    assert ahead.hits.passes >= 8
+    assert ahead.hits.foreseen == ahead.hits.passes
+    # So every draft made ahead is right; the last step may have fewer.
+    assert last.stats.accepted_counts[-1] >= last.steps - 1
+
+
+def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
+    mx.random.seed(0)
+    tree = make_tree([9, 3, 5, 4, 3], [0, 0, 0, 1, 2], 2).padded(7)
+    token_ids = mx.array([1, 3, 4, 5, 8, 9])
+    scores = mx.random.normal((7, 6))
+    scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    nodes, columns = likeliest_outcomes(tree, scores, token_ids, 5)
+    rows, names = scores.tolist(), to_ints(token_ids)
+    tokens, parents = [9, 3, 5, 4, 3], [0, 0, 0, 1, 2]
+    paths = [0.0]
+    for node in range(1, 5):
+        paths.append(paths[parents[node]] + rows[parents[node]][names.index(tokens[node])])
+    children = [{tokens[c] for c in range(1, 5) if parents[c] == node} for node in range(5)]
+    expected = sorted(
+        (
+            (paths[node] + rows[node][column], node, column)
+            for node in range(5)
+            for column in range(6)
+            if names[column] not in children[node]
+        ),
+        reverse=True,
+    )
+    found = list(zip(to_ints(nodes), to_ints(columns), strict=True))
+    assert found == [(node, column) for _, node, column in expected[:5]]
+
+
+def test_other_kinds_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="found a drafter of the kind Medusa"):
+        Predrafted(random_medusa(VOCAB_SIZE, 32))
+    with pytest.raises(ConfigError, match="predraft must be an integer from 1 to 64"):
+        Predrafted(random_drafter(VOCAB_SIZE, 32), 0)
