@@ -1,0 +1,137 @@
+"""Loss and gradient of every head against torch, on small cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
+from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
+from mlx_redrafter.training.loss import Batch, draft_loss
+from mlx_redrafter.training.options import HEADS, Head, LossOptions
+from mlx_redrafter.training.students.student import initialise
+from mlx_redrafter.training.teacher import read_sequences, read_states
+from tests.helpers.models import tiny_llama
+
+torch = pytest.importorskip("torch")
+
+from tests.training import torch_heads  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+VOCAB, LENGTH, KEPT, LAYERS = 12, 4, 4, 2
+LENGTHS = (6, 5)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama(vocab_size=VOCAB))
+
+
+def _student(target: Target, head: Head) -> Student:
+    """A student without weights of 0 or norms of 1, which would hide what they do."""
+    options = NetworkOptions(head, beam_length=LENGTH, fused=head == "redrafter")
+    if "layers" in HEADS[head]:
+        options = replace(options, num_layers=LAYERS)
+    student = new_student(target, options)
+    initialise(student, None, 3)
+    network = student.network
+    mx.random.seed(4)
+    network.update(tree_map(lambda v: v + 0.1 * mx.random.normal(v.shape), network.parameters()))
+    return student
+
+
+def _batch(target: Target, student: Student) -> Batch:
+    """All positions of two texts; steps beyond the end of one do not count."""
+    rng = np.random.default_rng(0)
+    texts = [
+        TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in LENGTHS
+    ]
+    shard = read_sequences(target, texts, KEPT)
+    if student.layers:
+        shard = replace(shard, states=read_states(target, shard, student.layers))
+    arrays = (np.array(one) for one in (shard.tokens, shard.is_trained, shard.starts))
+    steps, count = find_draftable_steps(*arrays, LENGTH), sum(LENGTHS)
+    return gather(
+        make_group(shard, steps, count), np.arange(count), count, LENGTH, HeadRows(None, VOCAB)
+    )
+
+
+def _reference(target: Target, student: Student, weights: Any) -> Any:
+    """The head in torch."""
+    model: Any = target.model
+    embedding = target.embed(mx.arange(VOCAB))
+    head = target.logits(mx.eye(target.hidden_size)).T
+    norm = model.model.norm
+    frozen = torch_heads.Frozen(
+        _double(embedding), _double(head), _double(norm.weight), norm.eps, EagleConfig.rms_norm_eps
+    )
+    network = student.network
+    name = {"Drafter": "recurrent"}.get(type(network).__name__, type(network).__name__)
+    if name == "recurrent":
+        return torch_heads.recurrent(weights, frozen, LAYERS)
+    if name == "Medusa":
+        return torch_heads.medusa(weights, LAYERS)
+    if name == "Mtp":
+        values = student.values  # type: ignore[attr-defined]
+        sizes = values
+    else:
+        sizes = layer_arguments(network.config)
+    layer = torch_heads.Layer(
+        sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["rope_theta"]
+    )
+    if name == "Mtp":
+        return torch_heads.mtp(weights, frozen, layer)
+    if name == "SpecFormer":
+        count = len(network.config.captured_layers)
+        return torch_heads.specformer(weights, frozen, layer, count)
+    make = torch_heads.eagle if network.config.version == 3 else torch_heads.eagle_1
+    return make(weights, frozen, layer)
+
+
+def _double(array: mx.array) -> Any:
+    return torch.tensor(np.array(array.astype(mx.float32)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_loss_and_gradient_are_those_of_torch(target: Target, head: Head) -> None:
+    student = _student(target, head)
+    batch, network, options = _batch(target, student), student.network, LossOptions()
+    counts = mx.sum(batch.weights, axis=0)
+
+    def loss() -> mx.array:
+        return draft_loss(student.logits(network, batch), batch, counts, options)
+
+    value, gradient = nn.value_and_grad(network, loss)()
+    weights = {
+        name: _double(array).requires_grad_()
+        for name, array in tree_flatten(network.trainable_parameters())
+    }
+    integers = ("sequences", "tokens", "labels", "top_ids")
+    tensors = {
+        name: torch.tensor(np.array(array).astype(np.int64)) if name in integers else _double(array)
+        for name, array in batch._asdict().items()
+    }
+    reference = _reference(target, student, weights)
+    expected = torch_heads.loss(
+        reference, tensors, options.position_decay, options.confidence_floor
+    )
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    found = dict(tree_flatten(gradient))
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        largest = float(weight.grad.abs().max())
+        assert largest > 0, f"{name} takes no part"
+        np.testing.assert_allclose(
+            np.array(found[name]), weight.grad.numpy(), rtol=1e-3, atol=2e-4 * largest, err_msg=name
+        )
