@@ -120,6 +120,7 @@ def _request(run: Run, values: dict[str, Any]) -> TrainingRequest:
             network.length,
             network.draft_vocab,
             network.fused,
+            None if network.layers_read is None else _parse_layers(network.layers_read),
         ),
         loss=LossOptions(recipe=schedule.recipe),  # type: ignore[arg-type]
         training=TrainingOptions(
@@ -130,6 +131,13 @@ def _request(run: Run, values: dict[str, Any]) -> TrainingRequest:
             seed=schedule.seed,
         ),
     )
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected layers such as 1,3,-1, got {text!r}") from None
 
 
 def _print_result(result: TrainingResult, request: TrainingRequest) -> None:

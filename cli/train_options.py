@@ -154,6 +154,16 @@ class Network:
             rich_help_panel=NETWORK,
         ),
     ] = False
+    layers_read: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,3,-1",
+            help="Layers of the model whose inputs a fused drafter, an EAGLE-3 head or a "
+            "SpecFormer reads, -1 for the last hidden state; by default some from low to high.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
     dtype: Annotated[
         str, typer.Option(help="Dtype of the weights written.", rich_help_panel=NETWORK)
     ] = "float16"

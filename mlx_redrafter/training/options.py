@@ -9,6 +9,8 @@ from typing import Literal
 
 from mlx_redrafter.config import MAX_BEAM_LENGTH, check_int
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.layer_sizes import check_captured_layers
+from mlx_redrafter.target.target import FINAL
 
 Recipe = Literal["soft", "coupled", "apple", "rollouts"]
 RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
@@ -17,12 +19,12 @@ DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
 Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer"]
 # Kinds of heads, and the options beside the beam length that each has.
 HEADS: Mapping[Head, tuple[str, ...]] = {
-    "redrafter": ("exit_dim", "layers", "draft_vocab", "fused"),
+    "redrafter": ("exit_dim", "layers", "draft_vocab", "fused", "layers_read"),
     "medusa": ("layers", "draft_vocab"),
-    "eagle": ("draft_vocab",),
+    "eagle": ("draft_vocab", "layers_read"),
     "eagle1": (),
     "mtp": (),
-    "specformer": (),
+    "specformer": ("layers_read",),
 }
 # Heads that attend to the text before, of which rollouts are no part.
 READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer")
@@ -76,6 +78,9 @@ class NetworkOptions:
             texts; None for all. With large vocabularies the head is most of the cost of a draft.
         fused: Whether the recurrent drafter reads two layers of the target beside its last hidden
             state.
+        layers_read: Layers of the target whose inputs a fused drafter, an EAGLE-3 head or a
+            SpecFormer reads, -1 for the last hidden state; by default a low, a middle and a high
+            one, of a fused drafter -1 for the high one, and of a SpecFormer -1 as well.
     """
 
     head: Head = "redrafter"
@@ -84,6 +89,7 @@ class NetworkOptions:
     beam_length: int = 5
     draft_vocab: int | None = None
     fused: bool = False
+    layers_read: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -93,10 +99,15 @@ class NetworkOptions:
             "layers": self.num_layers,
             "draft_vocab": self.draft_vocab,
             "fused": self.fused or None,
+            "layers_read": self.layers_read,
         }
         for name, value in given.items():
             if value is not None and name not in HEADS[self.head]:
                 raise ConfigError(f"{name} has no meaning for the head {self.head}; leave it out")
+        if self.layers_read is not None:
+            check_captured_layers(self.layers_read, FINAL)
+            if self.head == "redrafter" and not self.fused:
+                raise ConfigError("layers_read needs fused, without which one state is read")
         if self.draft_vocab is not None:
             check_int("draft_vocab", self.draft_vocab, 1)
         if self.exit_dim is not None:

@@ -125,6 +125,9 @@ def _make_task(
 
 def _describe_run(request: TrainingRequest, inputs: DistillationInputs, corpus: Corpus) -> str:
     """Render what must be the same for a run to be continued, as JSON."""
+    network = asdict(request.network)
+    if network["layers_read"] is None:  # as in runs from before there was such an option
+        del network["layers_read"]
     training = {k: v for k, v in asdict(request.training).items() if k != "checkpoint_seconds"}
     return json.dumps(
         {
@@ -133,7 +136,7 @@ def _describe_run(request: TrainingRequest, inputs: DistillationInputs, corpus: 
             "tokens": sum(map(len, corpus.train)),
             "top_k": request.top_k,
             **asdict(request.data_options),
-            **asdict(request.network),
+            **network,
             **asdict(request.loss),
             **training,
         },

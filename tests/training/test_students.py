@@ -7,13 +7,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter import load, stream_generate
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
@@ -27,7 +28,7 @@ from mlx_redrafter.training import (
 )
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.training.options import HEADS, Head, LossOptions
+from mlx_redrafter.training.options import HEADS, Head, LossOptions, Recipe
 from mlx_redrafter.training.students.context import AutoregressiveStudent
 from mlx_redrafter.training.students.recurrent import RecurrentStudent
 from mlx_redrafter.training.students.student import initialise
@@ -64,6 +65,42 @@ def _shard(target: Target, student: Student, *lengths: int) -> Shard:
     if student.layers:
         shard = replace(shard, states=read_states(target, shard, student.layers))
     return shard
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("recipe", ["coupled", "apple"])
+def test_every_head_learns_by_other_recipes(target: Target, head: Head, recipe: Recipe) -> None:
+    """Some steps on one batch make its loss less; distillation, or the tokens alone."""
+    student = _student(target, head)
+    shard = _shard(target, student, 16)
+    group = make_group(shard, np.ones((16, LENGTH - 1), np.bool_), 16)
+    batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
+    network, counts = student.network, mx.sum(batch.weights, axis=0)
+    optimiser = optim.Adam(learning_rate=3e-3)
+
+    def loss() -> mx.array:
+        return draft_loss(student.logits(network, batch), batch, counts, LossOptions(recipe))
+
+    losses = []
+    for _ in range(30):
+        value, gradient = nn.value_and_grad(network, loss)()
+        optimiser.update(network, gradient)
+        losses.append(value.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("head", "layers"), [("redrafter", (0, -1)), ("eagle", (1,)), ("specformer", (-1, 0))]
+)
+def test_layers_that_are_named_are_read(
+    target: Target, head: Head, layers: tuple[int, ...]
+) -> None:
+    options = replace(STUDENTS[head], layers_read=layers)
+    student = new_student(target, options)
+    assert tuple(student.layers) == layers
+    assert _shard(target, student, 9).states.shape == (9, len(layers) * target.hidden_size)
+    with pytest.raises(UnsupportedTargetError, match="found 40"):
+        new_student(target, replace(options, layers_read=(40,)))
 
 
 @pytest.mark.parametrize("head", CONTEXT)
@@ -192,6 +229,12 @@ def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
         NetworkOptions("eagle", exit_dim=8)
     with pytest.raises(ConfigError, match="draft_vocab has no meaning for the head eagle1"):
         NetworkOptions("eagle1", draft_vocab=8)
+    with pytest.raises(ConfigError, match="layers_read has no meaning for the head medusa"):
+        NetworkOptions("medusa", layers_read=(1,))
+    with pytest.raises(ConfigError, match="layers_read needs fused"):
+        NetworkOptions(layers_read=(1,))
+    with pytest.raises(ConfigError, match="captured_layers must be an integer from 0"):
+        new_student(Target(tiny_llama()), NetworkOptions("eagle", layers_read=(-1,)))
     with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
         NetworkOptions("hydra")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollouts are no part of the text"):

@@ -203,6 +203,9 @@ def test_refusals_are_one_line(
         ((*fine, "--epochs", 0), "epochs must be an integer at least 1"),
         ((*fine, "--dtype", "int8"), "dtype must be float16"),
         ((*fine, "--tokens", 0), "tokens must be"),
+        ((*fine, "--layers-read", "1"), "layers_read needs fused"),
+        ((*fine, "--layers-read", "low"), "expected layers such as 1,3,-1, got 'low'"),
+        ((*fine, "--fused", "--layers-read", "0,99"), "found 99"),
     ]
     for arguments, message in cases:
         assert message in _refusal(_train(capsys, out, *arguments))
@@ -248,6 +251,17 @@ def test_a_reduced_head_drafts_for_the_whole_vocabulary(
     drafted = run(capsys, "generate", *prompt, "--drafter", out, "--beam-width", 2)
     plain = run(capsys, "generate", *prompt, "--no-draft")
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
+
+
+def test_parts_of_a_recipe_can_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+) -> None:
+    out = tmp_path / "drafter"
+    parts = ("--fused", "--layers-read", "2,-1", "--self-written", 0, "--recipe", "apple")
+    few = ("--answer-tokens", 24, "--epochs", 1, "--layers", 0, "--exit-dim", 16)
+    result = _train(capsys, out, "--model", model, "--data", texts, *parts, *few)
+    assert result.code == 0, result.err
+    assert json.loads((out / "config.json").read_text())["captured_layers"] == [2, -1]
 
 
 def test_prompts_are_answered_by_the_target(

@@ -46,7 +46,7 @@ def _new_recurrent(target: Target, options: NetworkOptions) -> Student:
     layers = None
     if options.fused:
         low, middle, _ = _captured_layers(target)
-        layers = (low, middle, FINAL)
+        layers = options.layers_read or (low, middle, FINAL)
     config = choose_drafter_config(target, options, layers)
     return RecurrentStudent(Drafter(config), target.embed)
 
@@ -66,7 +66,7 @@ def _new_eagle(target: Target, options: NetworkOptions) -> Student:
     """EAGLE-3."""
     config = EagleConfig(
         version=3,
-        captured_layers=_captured_layers(target),
+        captured_layers=options.layers_read or _captured_layers(target),
         draft_vocab_size=options.draft_vocab,
         **_layer_sizes(target),
     )
@@ -94,7 +94,7 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
 
 def _new_specformer(target: Target, options: NetworkOptions) -> Student:
     config = SpecFormerConfig(
-        captured_layers=(*_captured_layers(target), FINAL),
+        captured_layers=options.layers_read or (*_captured_layers(target), FINAL),
         num_slots=options.beam_length - 1,
         **_layer_sizes(target),
     )
