@@ -49,11 +49,14 @@ class Head:
         name: Its name in tables, unlike all others'.
         drafter: The drafter, loaded for the target.
         trained_tokens: Most tokens of the texts that it was trained on; None where not known.
+        kind: Words for what it shares with drafters that differ in their seed and budget alone;
+            empty where not known.
     """
 
     name: str
     drafter: LoadedDrafter
     trained_tokens: int | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class HeadCost:
         level: Seconds of each level.
         verify: Seconds of verifying the chain's nodes, the root among them.
         chain: Beam length of the chain, L.
+        kind: See `Head`.
     """
 
     name: str
@@ -79,6 +83,7 @@ class HeadCost:
     level: float
     verify: float
     chain: int
+    kind: str = ""
 
     @property
     def drafting(self) -> float:
@@ -206,6 +211,7 @@ def _cost(setting: Setting, head: Head, plan: DraftPlan, longest: int) -> HeadCo
         level=costs.level.get(1, 0.0),
         verify=costs.verify[min(size for size in costs.verify if size >= plan.num_nodes)],
         chain=plan.shape.length,
+        kind=head.kind,
     )
 
 

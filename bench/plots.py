@@ -12,7 +12,6 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_redrafter.bench.caches import ONE, TREE, CacheCost
 from mlx_redrafter.bench.endurance import TIME_RATIO, Window
-from mlx_redrafter.bench.heads import Heads
 from mlx_redrafter.bench.profile import Profile
 from mlx_redrafter.bench.regret import Regret
 from mlx_redrafter.bench.runs import AUTO, STOCK
@@ -64,7 +63,7 @@ def count_texts(configuration: Mapping[str, Any]) -> str:
     repeats = f"{configuration['repeats']} x {configuration['max_tokens']} tokens each"
     temp = configuration.get("temp")  # a sweep has several
     return f"{len(configuration['prompts'])} prompts, {repeats}" + (
-        "" if temp is None else f", {_way(temp)}"
+        "" if temp is None else f", {way(temp)}"
     )
 
 
@@ -86,12 +85,12 @@ def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path
     files = []
     for name, group in groups.items():
         path = folder / f"speedup {name}.png".replace(", ", " ").replace(" ", "-")
-        with _figure(path, heading) as axes:
+        with figure(path, heading) as axes:
             _map(axes, group)
             axes.set_title(name, fontsize=10)
         files.append(path)
     path = folder / "speed-and-acceptance.png"
-    with _figure(path, heading) as axes:
+    with figure(path, heading) as axes:
         for colour, (name, group) in enumerate(groups.items()):
             known = [point for point in group if point.row.tokens_per_step and point.row.speedup]
             places = [_place(point) for point in known]
@@ -113,7 +112,7 @@ def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path
 def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:
     """Draw the cost of verifying, of drafting, and the parts of a step; see `plot_sweep`."""
     verify = folder / "verify.png"
-    with _figure(verify, heading) as axes:
+    with figure(verify, heading) as axes:
         for context in dict.fromkeys(cost.context for cost in found.verify):
             costs = [cost for cost in found.verify if cost.context == context]
             sizes = [cost.tokens for cost in costs]
@@ -123,7 +122,7 @@ def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:
         _from_zero(axes)
         axes.legend(title="tokens before them")
     draft = folder / "draft.png"
-    with _figure(draft, heading) as axes:
+    with figure(draft, heading) as axes:
         for width in dict.fromkeys(cost.width for cost in found.draft):
             drafts = [cost for cost in found.draft if cost.width == width]
             levels = [cost.length - 1 for cost in drafts]
@@ -135,7 +134,7 @@ def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:
         _from_zero(axes)
         axes.legend(title="beam width, W")
     step = folder / "step.png"
-    with _figure(step, heading, (7.5, 3.0)) as axes:
+    with figure(step, heading, (7.5, 3.0)) as axes:
         parts = {name: 1e3 * part.median for name, part in found.step.parts.items()}
         _stack(axes, "a step of mlx-lm", {"mlx-lm": parts["stock step"]})
         named = {name: parts[name] for name in ("verify", "draft", "accept")}
@@ -152,7 +151,7 @@ def plot_regret(path: Path, found: Regret, heading: str) -> Path:
     """Draw the speed of every way of decoding with its interval; see `plot_sweep`."""
     speeds = {row.arm: row.speedup for row in found.rows if row.speedup is not None}
     colours = {AUTO: "C1", found.best: "C2"}
-    with _figure(path, heading) as axes:
+    with figure(path, heading) as axes:
         names = {AUTO: "default", found.best: f"best fixed, {_arm(found.best)}"}
         shown = {names.get(arm, _arm(arm)): speed for arm, speed in speeds.items()}
         _intervals(axes, shown, {names[arm]: colour for arm, colour in colours.items()})
@@ -160,38 +159,10 @@ def plot_regret(path: Path, found: Regret, heading: str) -> Path:
     return path
 
 
-def plot_heads(path: Path, found: Heads, heading: str) -> Path:
-    """Draw the speed of drafters, against the tokens they were trained on where these differ."""
-    trained = {cost.name: cost.trained_tokens for cost in found.costs}
-    are_trained = len({tokens for tokens in trained.values() if tokens}) > 1
-    temps = list(dict.fromkeys(row.temp for row in found.rows))
-    with _figure(path, heading, (7.5, 4.0 * len(temps)), rows=len(temps)) as figure:
-        for axes, temp in zip(figure if len(temps) > 1 else [figure], temps, strict=True):
-            rows = [row for row in found.rows if row.temp == temp]
-            speeds = {row.name: row.default.speedup for row in rows if row.default.speedup}
-            if are_trained:
-                for colour, (name, speed) in enumerate(speeds.items()):
-                    style = {"color": f"C{colour}", "label": name}
-                    if (tokens := trained[name]) is None:
-                        axes.axhline(speed.median, linestyle=":", **style)
-                    else:
-                        errors = [[speed.median - speed.low], [speed.high - speed.median]]
-                        axes.errorbar([tokens], [speed.median], errors, fmt="o", **style)
-                axes.axhline(1, color="grey", linewidth=0.8)
-                axes.set_ylim(bottom=0)
-                axes.set_ylabel(SPEED)
-                axes.legend(fontsize=8)
-            else:
-                _intervals(axes, speeds, {})
-            axes.set_title(_way(temp), fontsize=10)
-        axes.set_xlabel("tokens of training texts" if are_trained else SPEED)
-    return path
-
-
 def plot_endurance(path: Path, windows: Sequence[Window], heading: str) -> Path:
     """Draw times and memory against the length of the text; see `plot_sweep`."""
     lengths = [window.length for window in windows]
-    with _figure(path, heading, (7.5, 8.0), rows=3) as (speed, ratio, memory):
+    with figure(path, heading, (7.5, 8.0), rows=3) as (speed, ratio, memory):
         ours = [1e3 * window.seconds_per_token for window in windows]
         stock = [1e3 * window.forwards[STOCK] for window in windows]
         speed.plot(lengths, stock, marker=".", label=STOCK)
@@ -215,7 +186,7 @@ def plot_endurance(path: Path, windows: Sequence[Window], heading: str) -> Path:
 
 def plot_caches(path: Path, found: Sequence[CacheCost], heading: str) -> Path:
     """Draw times and memory of steps against the tokens before them; see `plot_sweep`."""
-    with _figure(path, heading, (7.5, 6.5), rows=2) as (times, memory):
+    with figure(path, heading, (7.5, 6.5), rows=2) as (times, memory):
         for colour, name in enumerate(dict.fromkeys(cost.model for cost in found)):
             costs = [cost for cost in found if cost.model == name]
             contexts = [cost.context for cost in costs]
@@ -236,7 +207,7 @@ def plot_caches(path: Path, found: Sequence[CacheCost], heading: str) -> Path:
 
 def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
     """Draw tokens per second, and the time per token of a text, by texts at once."""
-    with _figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
+    with figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
         for way in dict.fromkeys(one.way for one in found):
             mine = [one for one in found if one.way == way]
             sizes = [one.batch_size for one in mine]
@@ -263,7 +234,7 @@ def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
         name = SELECTIONS[point.plan.shape.select]
         if has_nodes and point.plan.shape.select == "top_n":
             name += f", {point.plan.num_nodes} nodes"
-        groups.setdefault(f"{name}, {point.dtype}, {_way(point.temp)}", []).append(point)
+        groups.setdefault(f"{name}, {point.dtype}, {way(point.temp)}", []).append(point)
     return groups
 
 
@@ -271,7 +242,7 @@ def _spread(kind: str) -> str:
     return "95% interval of the median" if kind == "95%" else kind or "one text"
 
 
-def _way(temp: float) -> str:
+def way(temp: float) -> str:
     return f"temperature {temp:g}" if temp else "greedy"
 
 
@@ -374,19 +345,24 @@ def _from_zero(axes: Any) -> None:
 
 
 @contextmanager
-def _figure(
-    path: Path, heading: str, size: tuple[float, float] = SIZE, rows: int = 1
+def figure(
+    path: Path,
+    heading: str,
+    size: tuple[float, float] = SIZE,
+    rows: int = 1,
+    columns: int = 1,
+    shares_x: bool = True,
 ) -> Iterator[Any]:
-    """Axes to draw on, ``rows`` above each other; the file is written afterwards, whole or not."""
+    """Axes to draw on, in rows and columns; the file is written afterwards, whole or not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotError(NO_MATPLOTLIB) from error
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(heading, fontsize=11)
-    yield figure.subplots(rows, sharex=True)
+    drawn = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(drawn)
+    drawn.suptitle(heading, fontsize=11)
+    yield drawn.subplots(rows, columns, sharex="col" if shares_x else False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save: Callable[[Path], object] = lambda temporary: figure.savefig(temporary, dpi=120)  # noqa: E731
+    save: Callable[[Path], object] = lambda temporary: drawn.savefig(temporary, dpi=120)  # noqa: E731
     write_atomically(path, save)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from mlx_redrafter.bench.disturbance import find_disturbances
+from mlx_redrafter.bench.pooled_heads import pool
 from mlx_redrafter.bench.runs import AUTO, PLAIN, Run
 from mlx_redrafter.bench.timing import Estimate
 from mlx_redrafter.checkpoint import write_atomically
@@ -170,6 +171,24 @@ def _caches(results: Results) -> Lines:
             )  # fmt: skip
 
 
+def _heads(results: Results) -> Lines:
+    folders: dict[str, list[Mapping[str, Any]]] = {}
+    for name, result in _of_kind(results, "heads"):
+        folders.setdefault(name.rpartition("/")[0], []).append(result)
+    for folder, found in folders.items():
+        codes = ", ".join(dict.fromkeys(map(_code, found)))
+        for one in pool(found):
+            group = one.group
+            tokens = "" if group.trained_tokens is None else f"{group.trained_tokens:,}"
+            spreads = (one.chain_tokens, one.chain_speed, one.default_tokens, one.default_speed)
+            yield (
+                folder, codes, group.model, group.kind, tokens, f"{group.temp:g}",
+                str(one.num_seeds), f"{one.bytes / 1e6:.1f}",
+                *("" if spread is None else spread.text() for spread in (one.drafting, *spreads)),
+                "yes" if all(_quiet(result) == "yes" for result in found) else "no",
+            )  # fmt: skip
+
+
 def _prediction(results: Results) -> Lines:
     for _, result in _of_kind(results, "predict validation"):
         for one in result["found"]:
@@ -212,6 +231,10 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
     "caches": (
         ("file", "code", "layers keep", "tokens before", "one token, ms", "N", "mlx-lm's call",
          "chain", "tree", "peak, MB", "quiet"), _caches,
+    ),
+    "heads": (
+        ("folder", "code", "model", "drafter", "trained on", "T", "seeds", "MB", "drafting",
+         "chain: tokens/step", "speed", "default: tokens/step", "speed", "quiet"), _heads,
     ),
     "prediction": (
         ("left out", "steps", "median error", "signed", "largest", "its best shape has"),

@@ -16,6 +16,7 @@ from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.cli.options import MODEL, Seed
 from mlx_redrafter.cli.records import takes_records
 from mlx_redrafter.cli.train import RUN_FILE
+from mlx_redrafter.cli.train_options import Schedule, Texts
 from mlx_redrafter.config import SamplingParams, check_int
 from mlx_redrafter.errors import ConfigError
 
@@ -61,7 +62,8 @@ def heads(
     for temp in chosen:
         SamplingParams(temp, seed=seed)
     from mlx_redrafter.bench.heads import compare_heads
-    from mlx_redrafter.bench.plots import count_texts, plot_heads, title
+    from mlx_redrafter.bench.heads_plot import plot_heads
+    from mlx_redrafter.bench.plots import count_texts, title
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import checkpoint_name
@@ -109,20 +111,40 @@ def _load(model: str | None, drafters: Sequence[str]) -> tuple[Any, Any, list[He
     others = (cast("LoadedDrafter", load(model, drafter)[2]) for drafter in drafters[1:])
     loaded = [first, *others]
     heads = [
-        Head(name, drafter, _trained_tokens(Path(path)))
+        Head(name, drafter, *_training(Path(path)))
         for name, path, drafter in zip(names, drafters, loaded, strict=True)
     ]
     return target, tokenizer, heads
 
 
-def _trained_tokens(folder: Path) -> int | None:
-    """Most tokens of the texts of the run that wrote this folder, if that is known."""
+def _training(folder: Path) -> tuple[int | None, str]:
+    """Most tokens of the texts of the run that wrote this folder, and words for its kind."""
     try:
         values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
-    tokens = values.get("tokens") if isinstance(values, dict) else None
-    return tokens if type(tokens) is int and tokens > 0 else None
+        return None, ""
+    if not isinstance(values, dict):
+        return None, ""
+    tokens = values.get("tokens")
+    return (tokens if type(tokens) is int and tokens > 0 else None), _kind(values)
+
+
+def _kind(values: dict[str, Any]) -> str:
+    """The head of a run, and what is not as by default."""
+    if not isinstance(values.get("head"), str):
+        return ""
+    words = [values["head"]]
+    if values.get("fused"):
+        words.append("fused")
+    if values.get("layers_read") is not None:
+        words.append(f"layers {values['layers_read']}")
+    if values.get("recipe", Schedule.recipe) != Schedule.recipe:
+        words.append(str(values["recipe"]))
+    if values.get("self_written", Texts.self_written) != Texts.self_written:
+        words.append(f"self-written {values['self_written']}")
+    if values.get("start_from") is not None:
+        words.append("continued")
+    return ", ".join(words)
 
 
 def _table(found: Heads) -> Table:

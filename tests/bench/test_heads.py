@@ -3,17 +3,20 @@
 import json
 import shutil
 import sys
+from dataclasses import asdict
 
 import mlx.core as mx
 import pytest
 
 from mlx_redrafter.bench.heads import Head, HeadCost, HeadRow, Heads, compare_heads
-from mlx_redrafter.bench.plots import plot_heads
+from mlx_redrafter.bench.heads_plot import plot_heads, plot_results
+from mlx_redrafter.bench.pooled_heads import Spread, pool
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.runs import EncodedPrompt, Setting
+from mlx_redrafter.bench.tables import fill
 from mlx_redrafter.bench.timing import estimate
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.loading import load
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
@@ -71,7 +74,9 @@ def test_drafting_is_counted_in_plain_steps():
 def test_the_command(folders, tmp_path):
     target, drafter = folders
     trained = shutil.copytree(drafter, tmp_path / "trained")
-    (trained / "run.json").write_text('{"tokens": 5000}')
+    run_file = {"tokens": 5000, "head": "redrafter", "fused": True, "layers_read": "1,-1"}
+    run_file |= {"recipe": "apple", "self_written": 0.0, "seed": 1}
+    (trained / "run.json").write_text(json.dumps(run_file))
     prompts, out = tmp_path / "p.txt", tmp_path / "h.json"
     prompts.write_text("abc abc\n\ndef def")
     drafters = ("--drafter", drafter, "--drafter", trained, "--drafter", "lookup")
@@ -81,6 +86,8 @@ def test_the_command(folders, tmp_path):
     result = json.loads(out.read_text())
     assert result["configuration"]["drafters"] == ["drafter", "trained", "lookup"]
     assert [cost["trained_tokens"] for cost in result["found"]["costs"]] == [None, 5000, None]
+    kind = "redrafter, fused, layers 1,-1, apple, self-written 0.0"
+    assert [cost["kind"] for cost in result["found"]["costs"]] == ["", kind, ""]
     assert len(result["runs"]) == 2 * 2 * (2 + 2 * 3)
     assert out.with_suffix(".png").exists() == ("matplotlib" in sys.modules)
     with pytest.raises(ConfigError, match="called drafter"):
@@ -89,8 +96,67 @@ def test_the_command(folders, tmp_path):
         run("heads", "--drafter", drafter, "--prompts", prompts, "--temps", "-1")
 
 
-def row(speed):
-    return Row("", estimate([speed]), None, None, 2.0, [], None, 0, 0, 1)
+def row(speed, tokens=2.0):
+    return Row("", estimate([speed]), None, None, tokens, [], None, 0, 0, 1)
+
+
+def result_of(speeds, model="m"):
+    """A result whose drafters, by name, have these tokens of training, kinds and speeds."""
+    costs = [
+        HeadCost(name, tokens, 10**6, 1.0, 0.2, 0.1, 1.0, 5, kind)
+        for name, (tokens, kind, _) in speeds.items()
+    ]
+    rows = [HeadRow(n, 0.0, row(s - 0.1, s), row(s, s + 1)) for n, (_, _, s) in speeds.items()]
+    machine = {"processor": "p", "cores": 2}
+    return {
+        "kind": "heads", "commit": "0123456789", "machine": machine, "disturbances": [],
+        "configuration": {"model": model}, "found": asdict(Heads(costs, rows)),
+    }  # fmt: skip
+
+
+RESULTS = {
+    "here/a": result_of({"h-0": (1000, "eagle", 1.5), "h-1": (1000, "eagle", 1.7)}),
+    "here/b": result_of(
+        {"h-2": (1000, "eagle", 1.9), "x-0": (None, "", 1.2), "x-1": (None, "", 1)}
+    ),
+    "here/c": result_of({"long-0": (2000, "eagle", 2.0)}),
+}
+
+
+def test_drafters_that_differ_in_their_seed_are_pooled():
+    first, longer, other = sorted(
+        pool(RESULTS.values()), key=lambda one: (one.group.kind, one.group.trained_tokens or 0)
+    )
+    assert (first.group.kind, first.group.trained_tokens, first.num_seeds) == ("eagle", 1000, 3)
+    assert first.default_speed == pytest.approx((1.7, 1.5, 1.9))
+    assert first.chain_speed == pytest.approx((1.6, 1.4, 1.8))
+    assert first.chain_tokens == pytest.approx((1.7, 1.5, 1.9))
+    assert first.default_tokens == pytest.approx((2.7, 2.5, 2.9))
+    assert first.drafting == pytest.approx((0.6, 0.6, 0.6))
+    assert (longer.group.trained_tokens, longer.num_seeds) == (2000, 1)
+    assert (other.group.kind, other.num_seeds) == ("x", 2)
+    assert Spread.of([None]) is None
+    assert Spread(1.234, 1.0, 1.5).text() == "1.23 (1.00 to 1.50)"
+
+
+def test_the_table_of_several_results():
+    filled = fill("<!-- table: heads -->\n<!-- end -->", RESULTS)
+    cells = [line.strip("| ").split(" | ") for line in filled.splitlines()[3:-1]]
+    assert [line[3:7] for line in cells] == [
+        ["eagle", "1,000", "0", "3"], ["eagle", "2,000", "0", "1"], ["x", "", "0", "2"],
+    ]  # fmt: skip
+    assert cells[0][:3] == ["here", "0123456", "m"]
+    assert cells[0][8:] == [
+        "0.60", "1.70 (1.50 to 1.90)", "1.60 (1.40 to 1.80)", "2.70 (2.50 to 2.90)",
+        "1.70 (1.50 to 1.90)", "yes",
+    ]  # fmt: skip
+
+
+def test_several_results_in_one_plot(tmp_path):
+    with pytest.raises(RedrafterError, match="on one target, found"):
+        plot_results(tmp_path / "h.png", [*RESULTS.values(), result_of({}, "other")])
+    pytest.importorskip("matplotlib")
+    assert plot_results(tmp_path / "h.png", list(RESULTS.values())).stat().st_size > 0
 
 
 @pytest.mark.parametrize("tokens", [(None, None), (1000, None), (1000, 2000)])
