@@ -168,6 +168,11 @@ class Preparation:
         if minutes is not None:
             check_minutes(timetable, minutes)
         reporter.say(f"takes {timetable}")
+        if is_slow(self.target.dtype, "scales" in self.target.embedding):
+            reporter.say(
+                "the model computes in 16 bits, which on a CPU takes many times as long as in 32: "
+                "train with a copy of its weights that mlx_lm.convert --dtype float32 has made"
+            )
         return timetable
 
     def run(self, reporter: Reporter) -> tuple[Corpus, DistillationInputs]:
@@ -260,3 +265,9 @@ def _fill(
             request.network.beam_length,
             lambda done: reporter.progress("rollouts", done, total),
         )
+
+
+def is_slow(dtype: mx.Dtype, is_quantised: bool) -> bool:
+    """Whether a model of this dtype takes many times as long here as the same one in float32."""
+    is_half = dtype in (mx.float16, mx.bfloat16) and not is_quantised
+    return is_half and mx.default_device().type == mx.DeviceType.cpu

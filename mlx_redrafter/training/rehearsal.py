@@ -39,8 +39,11 @@ from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, stretch_of
 
 # Most tokens of a prompt, and tokens of a short and a long answer: their difference is the time of
-# writing without that of the prompts.
-PROMPT_TOKENS, SHORT, LONG = 8, 2, 10
+# writing without that of the prompts. The first tokens take longer, as fewer texts are at hand:
+# prompts are read between them.
+PROMPT_TOKENS, SHORT, LONG = 8, 10, 26
+# Tokens of each sequence of the untimed pass before reading is timed.
+WARM_UP_TOKENS = 8
 # Steps that are timed after an untimed one, in which MLX may compile.
 TIMED_STEPS = 2
 # Tokens of a measurement, and of a calibration, which looks at many scales.
@@ -74,9 +77,15 @@ def rehearse(
     sequences, writing = _write(request, target, prompts)
     on_stage(1, NUM_STAGES)
     k = request.top_k
-    shard, seconds = _timed(lambda: read_sequences(target, sequences, k))
+    beginnings = [
+        TokenSequence(one.tokens[:WARM_UP_TOKENS], one.is_trained[:WARM_UP_TOKENS])
+        for one in sequences
+    ]
+    few = read_sequences(target, beginnings, k)
+    shard, seconds = _timed(lambda: read_sequences(target, sequences, k), is_warm=True)
     if student.layers:
-        states, extra = _timed(lambda: read_states(target, shard, student.layers))
+        read_states(target, few, student.layers)
+        states, extra = _timed(lambda: read_states(target, shard, student.layers), is_warm=True)
         shard, seconds = replace(shard, states=states), seconds + extra
     reading = seconds / shard.tokens.shape[0]
     rollout = 0.0

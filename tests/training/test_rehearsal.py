@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,9 +18,14 @@ from mlx_redrafter.training import (
     TrainingOptions,
     TrainingRequest,
     new_student,
+    rehearsal,
+    teacher,
 )
 from mlx_redrafter.training.options import RECIPES, Recipe
+from mlx_redrafter.training.preparation import is_slow
 from mlx_redrafter.training.rehearsal import rehearse
+from mlx_redrafter.training.self_generated import AnswerLimits
+from mlx_redrafter.training.teacher_cache import Shard
 from tests.helpers.models import tiny_llama
 
 REQUEST = TrainingRequest(
@@ -61,3 +67,43 @@ def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
     student = new_student(target, REQUEST.network)
     with pytest.raises(NonFiniteError, match="cannot be used as a teacher"):
         rehearse(REQUEST, target, student, [[1, 2, 3]], lambda done, total: None)
+
+
+def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are read that are as long as can be, and more tokens are written than begin texts."""
+    read: list[list[int]] = []
+    written: list[int] = []
+    generate_round = rehearsal.TextGenerator.generate_round
+
+    def read_sequences(target: Target, sequences: list[Any], k: int) -> Shard:
+        read.append([len(one) for one in sequences])
+        return teacher.read_sequences(target, sequences, k)
+
+    def generate(generator: Any, jobs: Any, limits: AnswerLimits, number: int) -> Any:
+        written.append(limits.answer_tokens)
+        return generate_round(generator, jobs, limits, number)
+
+    monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
+    monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
+    request = replace(REQUEST, network=NetworkOptions(fused=True))
+    student = new_student(target, request.network)
+    rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], lambda done, total: None)
+    # Of each, the first call is not timed, and short where its length does not matter.
+    assert written == [10, 10, 26]
+    assert read == [[8] * 8, [272] * 8]
+    sequence = DataOptions(sequence_length=100)
+    rehearse(
+        replace(request, data_options=sequence),
+        target,
+        student,
+        [[1] * 9],
+        lambda done, total: None,
+    )
+    assert read[3] == [100] * 8
+
+
+def test_half_precision_on_a_cpu_is_told() -> None:
+    on_cpu = "cpu" in str(mx.default_device())
+    assert is_slow(mx.float16, is_quantised=False) == is_slow(mx.bfloat16, False) == on_cpu
+    assert not is_slow(mx.float16, is_quantised=True)
+    assert not is_slow(mx.float32, is_quantised=False)
