@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_redrafter.kernels.variant import LANES
+from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
 
 # Head sizes that MLX has the kernel for.
 HEAD_SIZES = (64, 96, 128, 256)
@@ -126,5 +126,4 @@ def attention_source(variant: AttentionVariant) -> str:
     (1, key heads, S + N, D), parents of shape (N,), int32, the scale, float32, and y of the shape
     of the queries. One threadgroup of `THREADS` threads computes a node of a head.
     """
-    dtype = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}[variant.dtype]
-    return SOURCE.format(dtype=dtype, head_size=variant.head_size)
+    return SOURCE.format(dtype=METAL_TYPES[variant.dtype], head_size=variant.head_size)

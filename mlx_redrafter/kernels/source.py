@@ -9,7 +9,7 @@ Axes: T rows of inputs, K inputs, N outputs.
 
 from __future__ import annotations
 
-from mlx_redrafter.kernels.variant import Variant
+from mlx_redrafter.kernels.variant import METAL_TYPES, PACKS, Variant
 
 # Most rows of one launch: with more, sums of a thread would not fit into its registers.
 MOST_ROWS = 8
@@ -19,6 +19,7 @@ SIMD_GROUPS = 2
 SOURCE = """\
 typedef {dtype} number;
 constexpr int BITS = {bits};
+constexpr int MASK = (1 << BITS) - 1;
 constexpr int GROUP = {group_size};   // weights per scale and bias
 constexpr int ROWS = {rows};          // T
 constexpr int TILE = {tile};          // outputs per SIMD group
@@ -42,21 +43,7 @@ float results[TILE][ROWS] = {{}};
 for (int k = lane * VALUES; k < K; k += BLOCK) {{
   float dots[TILE][ROWS] = {{}};
   float sums[ROWS] = {{}};
-  for (int i = 0; i < VALUES; i += 4) {{
-    float inputs[ROWS][4];
-    for (int t = 0; t < ROWS; t++) {{
-      const device number* v = xl + t * K + i;
-{load}
-    }}
-    for (int r = 0; r < TILE; r++) {{
-      const device uchar* packed = wl + r * bytes + i * BITS / 8;
-{unpack}
-      for (int t = 0; t < ROWS; t++) {{
-        const thread float* v = inputs[t];
-{multiply}
-      }}
-    }}
-  }}
+{dots}
   for (int r = 0; r < TILE; r++) {{
     const float s = sl[r * groups];
     const float b = bl[r * groups];
@@ -80,8 +67,61 @@ for (int r = 0; r < TILE; r++) {{
 }}
 """
 
+# Products with weights four at a time, where a byte or two hold these.
+FOURS = """\
+  for (int i = 0; i < VALUES; i += 4) {{
+    float inputs[ROWS][4];
+    for (int t = 0; t < ROWS; t++) {{
+      const device number* v = xl + t * K + i;
+{load}
+    }}
+    for (int r = 0; r < TILE; r++) {{
+      const device uchar* packed = wl + r * bytes + i * BITS / 8;
+{unpack}
+      for (int t = 0; t < ROWS; t++) {{
+        const thread float* v = inputs[t];
+{multiply}
+      }}
+    }}
+  }}"""
+# Products with weights one at a time, where some have their upper bits in the next byte.
+ONES = """\
+  for (int i = 0; i < VALUES; i += {pack}) {{
+    {sums} added[ROWS];
+    for (int j = 0; j < {pack}; j++) {{
+      const int byte = (i + j) * BITS / 8;
+      const int bit = (i + j) * BITS % 8;
+      float inputs[ROWS];
+      for (int t = 0; t < ROWS; t++) {{
+        const number v = xl[t * K + i + j];
+        added[t] = j == 0 ? {sums}(v) : added[t] + {sums}(v);
+        inputs[t] = v / float(1 << bit);
+      }}
+      for (int r = 0; r < TILE; r++) {{
+        const float low = float(wl[r * bytes + byte] & (MASK << bit));
+        for (int t = 0; t < ROWS; t++) {{
+          dots[r][t] += low * inputs[t];
+        }}
+        if (bit + BITS > 8) {{
+          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
+          for (int t = 0; t < ROWS; t++) {{
+            dots[r][t] += high * (inputs[t] * 256.0f);
+          }}
+        }}
+      }}
+    }}
+    for (int t = 0; t < ROWS; t++) {{
+      sums[t] += added[t];
+    }}
+  }}"""
 # Four inputs: their sum, and what weights that stay where they are packed are multiplied by.
 LOAD = {
+    2: """\
+      sums[t] += {sum};
+      inputs[t][0] = v[0];
+      inputs[t][1] = v[1] / 4.0f;
+      inputs[t][2] = v[2] / 16.0f;
+      inputs[t][3] = v[3] / 64.0f;""",
     4: """\
       sums[t] += {sum};
       inputs[t][0] = v[0];
@@ -100,6 +140,10 @@ SUM = {
 }
 # The four weights.
 UNPACK = {
+    2: """\
+      const float q[4] = {
+          float(packed[0] & 0x03), float(packed[0] & 0x0c), float(packed[0] & 0x30),
+          float(packed[0] & 0xc0)};""",
     4: """\
       const ushort u = *(const device ushort*)packed;
       const float q[4] = {
@@ -108,9 +152,11 @@ UNPACK = {
       const float q[4] = {
           float(packed[0]), float(packed[1]), float(packed[2]), float(packed[3])};""",
 }
+FOUR_PRODUCTS = """\
+        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];"""
 MULTIPLY = {
-    4: """\
-        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];""",
+    2: FOUR_PRODUCTS,
+    4: FOUR_PRODUCTS,
     8: """\
         for (int j = 0; j < 4; j++) {
           dots[r][t] += v[j] * q[j];
@@ -130,15 +176,21 @@ def metal_source(variant: Variant, rows: int) -> str:
     (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w, which is uint32.
     One SIMD group computes `tile` outputs of all rows.
     """
-    bits = variant.bits
     return SOURCE.format(
-        dtype={"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}[variant.dtype],
-        bits=bits,
+        dtype=METAL_TYPES[variant.dtype],
+        bits=variant.bits,
         group_size=variant.group_size,
         rows=rows,
         tile=tile(rows),
         values=variant.values,
-        load=LOAD[bits].format(sum=SUM[variant.sums == "float32"]),
-        unpack=UNPACK[bits],
-        multiply=MULTIPLY[bits],
+        dots=_dots(variant),
     )
+
+
+def _dots(variant: Variant) -> str:
+    """The products of a block."""
+    bits, sums = variant.bits, METAL_TYPES[variant.sums]
+    if bits not in LOAD:
+        return ONES.format(pack=PACKS[bits], sums=sums)
+    load = LOAD[bits].format(sum=SUM[variant.sums == "float32"])
+    return FOURS.format(load=load, unpack=UNPACK[bits], multiply=MULTIPLY[bits])

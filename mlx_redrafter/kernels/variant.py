@@ -8,13 +8,17 @@ from typing import Literal
 
 import mlx.core as mx
 
-BITS, GROUP_SIZES = (4, 8), (32, 64, 128)
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+# Their names in Metal.
+METAL_TYPES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
 
 # Lanes of a SIMD group, and bits of a word of packed weights.
 LANES, WORD = 32, 32
-# Input sizes for which MLX has one-row kernels of another kind, with four lanes.
-FOUR_LANES = (64, 128)
+# Weights that MLX unpacks together: where they fill words, as many as fit into one.
+PACKS = {2: 16, 3: 8, 4: 8, 5: 8, 6: 4, 8: 4}
+# Input sizes, and bits, for which MLX has one-row kernels of another kind, with four lanes.
+FOUR_LANES, FOUR_LANES_BITS = (64, 128), (2, 4, 8)
 # MLX's own tiles; smaller matrices take another way through its kernels.
 LEAST_OUTPUTS = 8
 
@@ -27,10 +31,10 @@ class Variant:
         bits: Bits of a weight.
         group_size: Weights that share a scale and a bias.
         dtype: Name of the dtype of inputs, scales, biases and outputs.
-        order: MLX's one-row kernel whose order it is: "qmv_fast" gives a lane two words of weights
-            in a row, "qmv" one.
-        sums: Dtype in which four inputs are added up: "float32" since MLX 0.32.3 or 0.32.4, before
-            that it was ``dtype``. Only with 4 bits is there a difference.
+        order: MLX's one-row kernel whose order it is: "qmv_fast" gives a lane two packs of weights
+            in a row, "qmv" one; with 2 bits both give one.
+        sums: Dtype in which four or eight inputs are added up: "float32" since MLX 0.32.3 or
+            0.32.4, before that it was ``dtype``. With 8 bits there is no difference.
     """
 
     bits: int
@@ -42,7 +46,8 @@ class Variant:
     @property
     def values(self) -> int:
         """Inputs of a lane per block."""
-        return (2 if self.order == "qmv_fast" else 1) * WORD // self.bits
+        packs = 2 if self.order == "qmv_fast" and self.bits > 2 else 1
+        return packs * PACKS[self.bits]
 
     @property
     def block(self) -> int:
@@ -79,7 +84,7 @@ class MatrixShape:
             self.bits in BITS
             and self.group_size in GROUP_SIZES
             and self.dtype in DTYPES
-            and self.inputs not in FOUR_LANES
+            and not (self.inputs in FOUR_LANES and self.bits in FOUR_LANES_BITS)
             and self.outputs >= LEAST_OUTPUTS
         )
 
@@ -88,9 +93,10 @@ class MatrixShape:
         own_sums = () if self.bits == 8 or self.dtype == "float32" else (self.dtype,)
         for sums in ("float32", *own_sums):
             fast = Variant(self.bits, self.group_size, self.dtype, "qmv_fast", sums)
-            if self.inputs % fast.block == 0:
+            if self.inputs % fast.block == 0 or self.bits == 2:
                 yield fast
-            yield Variant(self.bits, self.group_size, self.dtype, "qmv", sums)
+            if self.bits > 2:
+                yield Variant(self.bits, self.group_size, self.dtype, "qmv", sums)
 
     def __str__(self) -> str:
         return (

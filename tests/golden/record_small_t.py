@@ -6,30 +6,44 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
-from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, Variant
+from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, MatrixShape, Variant
 
+COMPILED = range(2, MOST_ROWS + 1)
+# The constants that depend on the number of rows.
+OWN = re.compile(r"ROWS = \d+; TILE = \d+; ")
 FILE = Path(__file__).with_name("small_t.metal")
 
 
 def record() -> str:
-    """All sources: the bodies, and the constants that stand before them, a line for each."""
+    """All sources: the bodies, tiles by rows, and the other constants, a line for each variant."""
     bodies: dict[str, int] = {}
-    heads = []
-    for bits, group_size, dtype in product(BITS, GROUP_SIZES, DTYPES):
-        own_sums = () if bits == 8 or dtype == "float32" else (dtype,)
-        for order, sums in product(("qmv_fast", "qmv"), ("float32", *own_sums)):
-            variant = Variant(bits, group_size, dtype, order, sums)  # type: ignore[arg-type]
-            for rows in range(2, MOST_ROWS + 1):
-                head, _, body = metal_source(variant, rows).partition("\n\n")
-                number = bodies.setdefault(body, len(bodies) + 1)
-                constants = re.sub(r" *//.*\n", "\n", head).replace("constexpr int ", "")
-                heads.append(f"// {variant}, body {number}: {' '.join(constants.split())}\n")
+    heads, tiles = [], set()
+    for variant in _variants():
+        sources = [metal_source(variant, rows).partition("\n\n") for rows in COMPILED]
+        (body,) = {body for _, _, body in sources}
+        constants = [_constants(head) for head, _, _ in sources]
+        (others,) = {OWN.sub("", one) for one in constants}
+        tiles.add(" ".join(found for one in constants for found in OWN.findall(one)))
+        number = bodies.setdefault(body, len(bodies) + 1)
+        heads.append(f"// {variant}, body {number}: {others}\n")
     texts = [f"// body {number}\n{body}\n" for body, number in bodies.items()]
-    return "".join([*texts, *heads])
+    return "".join([*texts, *(f"// {one}\n" for one in tiles), *heads])
+
+
+def _variants() -> Iterator[Variant]:
+    for bits, group_size, dtype in product(BITS, GROUP_SIZES, DTYPES):
+        fast = MatrixShape(bits, group_size, dtype, Variant(bits, group_size, dtype).block, 8)
+        yield from fast.variants()
+
+
+def _constants(head: str) -> str:
+    constants = re.sub(r" *//.*\n", "\n", head).replace("constexpr int ", "")
+    return " ".join(constants.split())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import pytest
 
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.source import SIMD_GROUPS
-from mlx_redrafter.kernels.variant import DTYPES, Variant
+from mlx_redrafter.kernels.variant import DTYPES, METAL_TYPES, Variant
 
 SHIM = Path(__file__).with_name("shim.h")
 HEADERS = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels"
@@ -61,7 +61,6 @@ STOCK = (
     "qmv_fast_impl",
     "qmv_impl",
 )
-TYPES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
 
 RUN = """
 extern "C" bool {name}(
@@ -155,8 +154,7 @@ def _stock_source(older: bool) -> str:
     header = HEADER.read_text(encoding="utf-8")
     text = "static constexpr int SIMD_SIZE = 32;\n" + "".join(function_in(header, n) for n in STOCK)
     if older:
-        four = r"U\(x\[i\]\) \+ U\(x\[i \+ 1\]\) \+ U\(x\[i \+ 2\]\) \+ U\(x\[i \+ 3\]\);"
-        text, found = re.subn(four, "x[i] + x[i + 1] + x[i + 2] + x[i + 3];", text)
+        text, found = re.subn(r"\bU\((x\[i[ +1-7]*\])\)", r"\1", text)
         assert found
     return text
 
@@ -182,7 +180,7 @@ def _arguments(number: str) -> str:
 
 
 def _stock_run(variant: Variant) -> str:
-    number = TYPES[variant.dtype]
+    number = METAL_TYPES[variant.dtype]
     partial_rows = ", true" if variant.order == "qmv_fast" else ""  # N need not be a multiple of 8
     call = (
         f"{variant.order}_impl<{number}, {variant.group_size}, {variant.bits}{partial_rows}>("
@@ -193,7 +191,7 @@ def _stock_run(variant: Variant) -> str:
 
 
 def _our_run(variant: Variant, rows: int, source: str) -> str:
-    name, number = f"ours_{rows}_{variant}", TYPES[variant.dtype]
+    name, number = f"ours_{rows}_{variant}", METAL_TYPES[variant.dtype]
     return (
         f"static void kernel_{name}(const uint32_t* w, const {number}* scales, "
         f"const {number}* biases, const {number}* x, {number}* y, const int* x_shape, "

@@ -48,11 +48,13 @@ inline A select(A no, A yes, bool which) {
 // 16-bit numbers: every operation of two of them rounds.
 struct float16_t {
   _Float16 v;
+  float16_t() = default;
   float16_t(float f) : v(static_cast<_Float16>(f)) {}
   operator float() const { return static_cast<float>(v); }
 };
 struct bfloat16_t {
   uint16_t v;
+  bfloat16_t() = default;
   bfloat16_t(float f) {
     uint32_t u;
     std::memcpy(&u, &f, sizeof u);

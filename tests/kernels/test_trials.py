@@ -34,7 +34,31 @@ from tests.kernels.stand_in import emulated, stand_in
 VOCAB_SIZE = 64
 FORMAT = Variant(4, 32, "float16", "qmv")
 # Constants of the arithmetic: how each stands in the source, and another one.
+ONES = [
+    ("- 1;", "- 2;"),
+    ("BITS / 8", "BITS / 16"),
+    ("BITS % 8", "BITS % 4"),
+    ("float(1 << bit)", "float(2 << bit)"),
+    ("& (MASK << bit)", "& MASK"),
+    ("BITS > 8", "BITS > 11"),
+    ("byte + 1", "byte"),
+    ("(8 - bit)", "(9 - bit)"),
+    ("* 256.0f", "* 128.0f"),
+    ("j == 0", "j <= 1"),
+]
 CONSTANTS = {
+    2: [
+        ("VALUES = 16", "VALUES = 8"),
+        ("/ 4.0f", "/ 8.0f"),
+        ("/ 16.0f", "/ 8.0f"),
+        ("/ 64.0f", "/ 32.0f"),
+        ("0x03", "0x01"),
+        ("0x0c", "0x04"),
+        ("0x30", "0x10"),
+        ("0xc0", "0x40"),
+    ],
+    3: [("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), *ONES[:5]],
+    6: [("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), *ONES[5:]],
     4: [
         ("VALUES = 16", "VALUES = 8"),
         ("/ 16.0f", "/ 32.0f"),
@@ -238,14 +262,15 @@ def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> 
 def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
     model = nn.Sequential(
         LoRALinear.from_base(nn.QuantizedLinear(32, 16, group_size=32, bits=4)),
-        nn.QuantizedLinear(32, 16, group_size=32, bits=3),
+        nn.QuantizedLinear(16, 16, group_size=16, mode="nvfp4"),
         nn.QuantizedLinear(64, 16, group_size=32, bits=4),  # MLX has a kernel for 64 inputs
         nn.QuantizedLinear(32, 16, group_size=32, mode="mxfp4"),
         nn.QuantizedLinear(32, 24, group_size=32, bits=4),
+        nn.QuantizedLinear(64, 24, group_size=32, bits=3),
         nn.QuantizedEmbedding(40, 32, group_size=32, bits=8),
     )
     found = [(shape.outputs, len(layers)) for shape, layers in quantised_layers(model).items()]
-    assert found == [(24, 1), (40, 1)]
+    assert found == [(24, 1), (24, 1), (40, 1)]
 
 
 def test_the_order_of_variants() -> None:
@@ -258,6 +283,8 @@ def test_the_order_of_variants() -> None:
     ]
     names = [str(one) for one in MatrixShape(8, 32, "bfloat16", 320, 8).variants()]
     assert names == ["qmv_8_bits_32_bfloat16"]
+    names = [str(one) for one in MatrixShape(2, 32, "float32", 320, 8).variants()]
+    assert names == ["qmv_fast_2_bits_32_float32"]
 
 
 @needs_emulator
