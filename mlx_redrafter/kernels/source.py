@@ -9,12 +9,31 @@ Axes: T rows of inputs, K inputs, N outputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from mlx_redrafter.kernels.variant import METAL_TYPES, PACKS, Variant
 
 # Most rows of one launch: with more, sums of a thread would not fit into its registers.
 MOST_ROWS = 8
 # SIMD groups per threadgroup, as in MLX.
 SIMD_GROUPS = 2
+
+
+class Source(NamedTuple):
+    """A kernel's source, and how it is launched.
+
+    Attributes:
+        body: Body of the kernel, as `mx.fast.metal_kernel` takes it.
+        matrix: Names of the arrays that a matrix consists of.
+        simd_groups: SIMD groups of a threadgroup.
+        outputs: Outputs that a threadgroup computes, of all rows.
+    """
+
+    body: str
+    matrix: tuple[str, ...]
+    simd_groups: int
+    outputs: int
+
 
 SOURCE = """\
 typedef {dtype} number;
@@ -169,14 +188,15 @@ def tile(rows: int) -> int:
     return 4 if rows <= 5 else 2
 
 
-def metal_source(variant: Variant, rows: int) -> str:
-    """The body of the kernel for T rows, as `mx.fast.metal_kernel` takes it.
+def metal_source(variant: Variant, rows: int) -> Source:
+    """The kernel for T rows.
 
-    Its arguments are x of shape (T, K), w of shape (N, K * bits / 32), scales and biases of shape
-    (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w, which is uint32.
+    The arguments of its body are x of shape (T, K), w of shape (N, K * bits / 32), scales and
+    biases of shape (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w,
+    which is uint32.
     One SIMD group computes `tile` outputs of all rows.
     """
-    return SOURCE.format(
+    body = SOURCE.format(
         dtype=METAL_TYPES[variant.dtype],
         bits=variant.bits,
         group_size=variant.group_size,
@@ -185,6 +205,7 @@ def metal_source(variant: Variant, rows: int) -> str:
         values=variant.values,
         dots=_dots(variant),
     )
+    return Source(body, ("w", "scales", "biases"), SIMD_GROUPS, SIMD_GROUPS * tile(rows))
 
 
 def _dots(variant: Variant) -> str:

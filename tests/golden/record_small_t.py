@@ -1,4 +1,4 @@
-"""The Metal source of the kernel `small_t`, as recorded beside this file, so that changes are seen.
+"""The Metal source of `small_t` for quantised matrices, as recorded here, so that changes are seen.
 
 `python -m tests.golden.record_small_t` writes the file anew.
 """
@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
+from mlx_redrafter.kernels.dense import AnyVariant
 from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, MatrixShape, Variant
 
@@ -21,14 +22,21 @@ FILE = Path(__file__).with_name("small_t.metal")
 
 def record() -> str:
     """All sources: the bodies, tiles by rows, and the other constants, a line for each variant."""
+    return numbered(
+        {one: [metal_source(one, rows).body for rows in COMPILED] for one in _variants()}
+    )
+
+
+def numbered(sources: Mapping[AnyVariant, Sequence[str]]) -> str:
+    """What sources by variant, of all numbers of rows, have in common, and their constants."""
     bodies: dict[str, int] = {}
     heads, tiles = [], set()
-    for variant in _variants():
-        sources = [metal_source(variant, rows).partition("\n\n") for rows in COMPILED]
-        (body,) = {body for _, _, body in sources}
-        constants = [_constants(head) for head, _, _ in sources]
+    for variant, of_rows in sources.items():
+        parts = [one.partition("\n\n") for one in of_rows]
+        (body,) = {body for _, _, body in parts}
+        constants = [_constants(head) for head, _, _ in parts]
         (others,) = {OWN.sub("", one) for one in constants}
-        tiles.add(" ".join(found for one in constants for found in OWN.findall(one)))
+        tiles.add("".join(found for one in constants for found in OWN.findall(one)).strip())
         number = bodies.setdefault(body, len(bodies) + 1)
         heads.append(f"// {variant}, body {number}: {others}\n")
     texts = [f"// body {number}\n{body}\n" for body, number in bodies.items()]

@@ -711,7 +711,7 @@ for (int r = 0; r < TILE; r++) {
   }
 }
 
-// ROWS = 2; TILE = 4;  ROWS = 3; TILE = 4;  ROWS = 4; TILE = 4;  ROWS = 5; TILE = 4;  ROWS = 6; TILE = 2;  ROWS = 7; TILE = 2;  ROWS = 8; TILE = 2; 
+// ROWS = 2; TILE = 4; ROWS = 3; TILE = 4; ROWS = 4; TILE = 4; ROWS = 5; TILE = 4; ROWS = 6; TILE = 2; ROWS = 7; TILE = 2; ROWS = 8; TILE = 2;
 // qmv_fast_2_bits_32_float16, body 1: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_32_float16_float16_sums, body 2: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_32_bfloat16, body 1: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;

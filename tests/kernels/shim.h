@@ -1,6 +1,7 @@
 // Metal on a CPU, as far as products with quantised matrices and attention need it. Threads are
-// fibers; simd_sum, simd_max and barriers are where they meet. Threadgroups run one after the other,
-// and so do their SIMD groups between barriers.
+// fibers; simd_sum, simd_max, shuffles and barriers are where they meet. Threadgroups run one after
+// the other, and so do their SIMD groups between barriers. Lanes that have returned are not waited
+// for at shuffles and barriers.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -34,7 +35,13 @@ template <typename A>
 struct Limits {
   static constexpr float finite_min = -FLT_MAX;
 };
-enum class mem_flags { mem_threadgroup };
+enum class mem_flags { mem_none, mem_threadgroup };
+template <typename A>
+using uniform = A;
+template <typename A>
+constexpr A make_uniform(A v) {
+  return v;
+}
 
 template <typename A>
 inline A clamp(A v, A low, A high) {
@@ -73,7 +80,7 @@ inline bfloat16_t operator+(bfloat16_t a, bfloat16_t b) { return float(a) + floa
 constexpr int LANES = 32, MOST_GROUPS = 32;
 constexpr size_t STACK = 64 << 10;
 
-enum class Meeting { SUM, MAX, BARRIER, END };
+enum class Meeting { BEGIN, SUM, MAX, SHUFFLE, BARRIER, END };
 struct Fiber {
   ucontext_t start;
   jmp_buf place;  // where it goes on: a jump asks the system for nothing, a change of context does
@@ -81,6 +88,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   Meeting meeting;  // where it waits
   float value;      // what it adds to a sum, then the sum
+  int distance;     // in a shuffle, of the lane whose value it gets
 };
 static Fiber fibers[MOST_GROUPS][LANES];
 static jmp_buf scheduler;
@@ -104,6 +112,10 @@ inline void go_on(Fiber& fiber) {
 }
 inline float simd_sum(float value) { return meet(Meeting::SUM, value); }
 inline float simd_max(float value) { return meet(Meeting::MAX, value); }
+inline float simd_shuffle_down(float value, int distance) {
+  fibers[simd_group][lane].distance = distance;
+  return meet(Meeting::SHUFFLE, value);
+}
 inline void threadgroup_barrier(mem_flags) { meet(Meeting::BARRIER); }
 
 static void run_fiber() {
@@ -133,16 +145,32 @@ inline void find_maximum(Fiber* group) {
   for (int i = 0; i < LANES; i++) group[i].value = found;
 }
 
+// Values of lanes that do not exist or have returned are undefined: a NaN shows that one was used.
+inline void shuffle(Fiber* group) {
+  float values[2 * LANES];
+  std::fill(values, values + 2 * LANES, NAN);
+  for (int i = 0; i < LANES; i++)
+    if (group[i].meeting != Meeting::END) values[i] = group[i].value;
+  for (int i = 0; i < LANES; i++) group[i].value = values[i + group[i].distance];
+}
+
 // Whether the lanes of a SIMD group have met everywhere until they all stand at the last place.
 inline bool run_simd_group(Meeting& last) {
   Fiber* group = fibers[simd_group];
   for (;;) {
-    for (lane = 0; lane < LANES; lane++) go_on(group[lane]);
-    last = group[0].meeting;
-    for (int i = 1; i < LANES; i++)
-      if (group[i].meeting != last) return false;
+    bool has_ended = false;
+    last = Meeting::END;
+    for (lane = 0; lane < LANES; lane++) {
+      Fiber& fiber = group[lane];
+      if (fiber.meeting != Meeting::END) go_on(fiber);
+      if (fiber.meeting == Meeting::END) has_ended = true;
+      else if (last == Meeting::END) last = fiber.meeting;
+      else if (fiber.meeting != last) return false;
+    }
+    if (has_ended && (last == Meeting::SUM || last == Meeting::MAX)) return false;
     if (last == Meeting::SUM) add_up(group);
     else if (last == Meeting::MAX) find_maximum(group);
+    else if (last == Meeting::SHUFFLE) shuffle(group);
     else return true;
   }
 }
@@ -154,6 +182,8 @@ inline bool run_threadgroup(void (*kernel)(), int num_groups = 1) {
     for (Fiber& fiber : fibers[i]) {
       if (!fiber.stack) fiber.stack.reset(new char[STACK]);
       fiber.has_started = false;
+      fiber.meeting = Meeting::BEGIN;
+      fiber.distance = 0;
       getcontext(&fiber.start);
       fiber.start.uc_stack.ss_sp = fiber.stack.get();
       fiber.start.uc_stack.ss_size = STACK;
