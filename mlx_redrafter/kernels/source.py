@@ -114,7 +114,7 @@ ONES = """\
       for (int t = 0; t < ROWS; t++) {{
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? {sums}(v) : added[t] + {sums}(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }}
       for (int r = 0; r < TILE; r++) {{
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -130,32 +130,32 @@ ONES = """\
       }}
     }}
     for (int t = 0; t < ROWS; t++) {{
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }}
   }}"""
 # Four inputs: their sum, and what weights that stay where they are packed are multiplied by.
 LOAD = {
     2: """\
       sums[t] += {sum};
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 4.0f;
-      inputs[t][2] = v[2] / 16.0f;
-      inputs[t][3] = v[3] / 64.0f;""",
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 4.0f;
+      inputs[t][2] = float(v[2]) / 16.0f;
+      inputs[t][3] = float(v[3]) / 64.0f;""",
     4: """\
       sums[t] += {sum};
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 16.0f;
-      inputs[t][2] = v[2] / 256.0f;
-      inputs[t][3] = v[3] / 4096.0f;""",
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 16.0f;
+      inputs[t][2] = float(v[2]) / 256.0f;
+      inputs[t][3] = float(v[3]) / 4096.0f;""",
     8: """\
       for (int j = 0; j < 4; j++) {{
-        sums[t] += v[j];
-        inputs[t][j] = v[j];
+        sums[t] += float(v[j]);
+        inputs[t][j] = float(v[j]);
       }}""",
 }
 SUM = {
     True: "float(v[0]) + float(v[1]) + float(v[2]) + float(v[3])",
-    False: "v[0] + v[1] + v[2] + v[3]",
+    False: "float(v[0] + v[1] + v[2] + v[3])",
 }
 # The four weights.
 UNPACK = {

@@ -21,10 +21,10 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
     for (int t = 0; t < ROWS; t++) {
       const device number* v = xl + t * K + i;
       sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 4.0f;
-      inputs[t][2] = v[2] / 16.0f;
-      inputs[t][3] = v[3] / 64.0f;
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 4.0f;
+      inputs[t][2] = float(v[2]) / 16.0f;
+      inputs[t][3] = float(v[3]) / 64.0f;
     }
     for (int r = 0; r < TILE; r++) {
       const device uchar* packed = wl + r * bytes + i * BITS / 8;
@@ -81,11 +81,11 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
     float inputs[ROWS][4];
     for (int t = 0; t < ROWS; t++) {
       const device number* v = xl + t * K + i;
-      sums[t] += v[0] + v[1] + v[2] + v[3];
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 4.0f;
-      inputs[t][2] = v[2] / 16.0f;
-      inputs[t][3] = v[3] / 64.0f;
+      sums[t] += float(v[0] + v[1] + v[2] + v[3]);
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 4.0f;
+      inputs[t][2] = float(v[2]) / 16.0f;
+      inputs[t][3] = float(v[3]) / 64.0f;
     }
     for (int r = 0; r < TILE; r++) {
       const device uchar* packed = wl + r * bytes + i * BITS / 8;
@@ -147,7 +147,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       for (int t = 0; t < ROWS; t++) {
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? float(v) : added[t] + float(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -163,7 +163,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -215,7 +215,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       for (int t = 0; t < ROWS; t++) {
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? float16_t(v) : added[t] + float16_t(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -231,7 +231,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -283,7 +283,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       for (int t = 0; t < ROWS; t++) {
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? bfloat16_t(v) : added[t] + bfloat16_t(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -299,7 +299,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -347,10 +347,10 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
     for (int t = 0; t < ROWS; t++) {
       const device number* v = xl + t * K + i;
       sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 16.0f;
-      inputs[t][2] = v[2] / 256.0f;
-      inputs[t][3] = v[3] / 4096.0f;
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 16.0f;
+      inputs[t][2] = float(v[2]) / 256.0f;
+      inputs[t][3] = float(v[3]) / 4096.0f;
     }
     for (int r = 0; r < TILE; r++) {
       const device uchar* packed = wl + r * bytes + i * BITS / 8;
@@ -407,11 +407,11 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
     float inputs[ROWS][4];
     for (int t = 0; t < ROWS; t++) {
       const device number* v = xl + t * K + i;
-      sums[t] += v[0] + v[1] + v[2] + v[3];
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 16.0f;
-      inputs[t][2] = v[2] / 256.0f;
-      inputs[t][3] = v[3] / 4096.0f;
+      sums[t] += float(v[0] + v[1] + v[2] + v[3]);
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 16.0f;
+      inputs[t][2] = float(v[2]) / 256.0f;
+      inputs[t][3] = float(v[3]) / 4096.0f;
     }
     for (int r = 0; r < TILE; r++) {
       const device uchar* packed = wl + r * bytes + i * BITS / 8;
@@ -473,7 +473,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       for (int t = 0; t < ROWS; t++) {
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? float(v) : added[t] + float(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -489,7 +489,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -541,7 +541,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       for (int t = 0; t < ROWS; t++) {
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? float16_t(v) : added[t] + float16_t(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -557,7 +557,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -609,7 +609,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       for (int t = 0; t < ROWS; t++) {
         const number v = xl[t * K + i + j];
         added[t] = j == 0 ? bfloat16_t(v) : added[t] + bfloat16_t(v);
-        inputs[t] = v / float(1 << bit);
+        inputs[t] = float(v) / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -625,7 +625,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += added[t];
+      sums[t] += float(added[t]);
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -673,8 +673,8 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
     for (int t = 0; t < ROWS; t++) {
       const device number* v = xl + t * K + i;
       for (int j = 0; j < 4; j++) {
-        sums[t] += v[j];
-        inputs[t][j] = v[j];
+        sums[t] += float(v[j]);
+        inputs[t][j] = float(v[j]);
       }
     }
     for (int r = 0; r < TILE; r++) {
