@@ -16,6 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.checkpoint import named_parameters
 from mlx_redrafter.kernels.dense import AnyShape, AnyVariant, DenseShape
 from mlx_redrafter.kernels.small_t import small_t
 from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape
@@ -63,10 +64,11 @@ def layers_by_shape(model: nn.Module) -> dict[AnyShape, list[nn.Module]]:
         if type(module).__module__.startswith(ADAPTERS)
         for inner in module.modules()
     }
+    dtypes = {_name(one.dtype) for one in named_parameters(model).values()} & DTYPES.keys()
     found: dict[AnyShape, list[nn.Module]] = {}
     for module in modules:
         if _stock_type(module) in METHODS and id(module) not in adapted:
-            shape = _shape(module)
+            shape = _shape(module, dtypes)
             if shape is not None and shape.is_offered:
                 found.setdefault(shape, []).append(module)
     return found
@@ -111,15 +113,23 @@ def _stock_type(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "redrafter_stock", type(module))
 
 
-def _shape(layer: Any) -> AnyShape | None:
-    """Shape of a matrix; None for a quantised one that is not affine."""
+def _shape(layer: Any, dtypes: set[str]) -> AnyShape | None:
+    """Shape of a matrix; None where its inputs may have several dtypes.
+
+    Args:
+        layer: Layer with the matrix.
+        dtypes: Names of the dtypes of all floating-point parameters of its model.
+    """
     outputs, columns = layer.weight.shape
     if "scales" not in layer:
         return DenseShape(_name(layer.weight.dtype), columns, outputs)
-    if layer.mode != "affine":
+    if "biases" in layer:
+        dtypes = {_name(layer.scales.dtype)}
+    if len(dtypes) != 1:
         return None
+    (dtype,) = dtypes
     inputs = columns * WORD // layer.bits
-    return MatrixShape(layer.bits, layer.group_size, _name(layer.scales.dtype), inputs, outputs)
+    return MatrixShape(layer.bits, layer.group_size, dtype, inputs, outputs, layer.mode)
 
 
 def _name(dtype: mx.Dtype) -> str:

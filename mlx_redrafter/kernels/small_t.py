@@ -26,7 +26,7 @@ def small_t(x: mx.array, matrix: Sequence[mx.array], variant: AnyVariant) -> mx.
     Args:
         x: Shape (T, K), the variant's dtype, T in `ROWS`.
         matrix: Weights of shape (N, K). Of a quantised matrix packed weights of shape
-            (N, K * bits / 32), and scales and biases of shape (N, K / group_size).
+            (N, K * bits / 32), and scales and, if affine, biases of shape (N, K / group_size).
         variant: Format of the weights and order of additions.
 
     Returns:

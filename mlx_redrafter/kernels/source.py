@@ -54,25 +54,15 @@ const int lane = thread_index_in_simdgroup;
 const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
 
 const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
+{pointers}
 const device number* xl = x + lane * VALUES;
 
 float results[TILE][ROWS] = {{}};
 for (int k = lane * VALUES; k < K; k += BLOCK) {{
   float dots[TILE][ROWS] = {{}};
-  float sums[ROWS] = {{}};
 {dots}
-  for (int r = 0; r < TILE; r++) {{
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {{
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }}
-  }}
   wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
+{next}
   xl += BLOCK;
 }}
 
@@ -86,6 +76,41 @@ for (int r = 0; r < TILE; r++) {{
 }}
 """
 
+# Scales and biases: where they are, and what is made of products and sums with them.
+AFFINE = (
+    """\
+const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
+const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;""",
+    """\
+  float sums[ROWS] = {{}};
+{dots}
+  for (int r = 0; r < TILE; r++) {{
+    const float s = sl[r * groups];
+    const float b = bl[r * groups];
+    for (int t = 0; t < ROWS; t++) {{
+      results[r][t] += s * dots[r][t] + sums[t] * b;
+    }}
+  }}""",
+    """\
+  sl += BLOCK / GROUP;
+  bl += BLOCK / GROUP;""",
+)
+# Scales alone, powers of two.
+MXFP4 = (
+    """\
+const device uchar* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;""",
+    """\
+{dots}
+  for (int r = 0; r < TILE; r++) {{
+    const uint exponent = sl[r * groups];
+    const float s = as_type<float>(exponent == 0 ? 0x400000 : exponent << 23);
+    for (int t = 0; t < ROWS; t++) {{
+      results[r][t] += s * dots[r][t];
+    }}
+  }}""",
+    """\
+  sl += BLOCK / GROUP;""",
+)
 # Products with weights four at a time, where a byte or two hold these.
 FOURS = """\
   for (int i = 0; i < VALUES; i += 4) {{
@@ -133,6 +158,19 @@ ONES = """\
       sums[t] += float(added[t]);
     }}
   }}"""
+# Four weights of mxfp4: a sign, two bits of an exponent and one of a mantissa.
+LOAD_MXFP4 = """\
+      for (int j = 0; j < 4; j++) {
+        inputs[t][j] = float(v[j]);
+      }"""
+UNPACK_MXFP4 = """\
+      const uint u = *(const device ushort*)packed;
+      float q[4];
+      for (int j = 0; j < 4; j++) {
+        const float16_t small = as_type<float16_t>(ushort((u >> (4 * j) & 7) << 9));
+        const float size = small * float16_t(16384.0f);
+        q[j] = u >> (4 * j) & 8 ? -size : size;
+      }"""
 # Four inputs: their sum, and what weights that stay where they are packed are multiplied by.
 LOAD = {
     2: """\
@@ -193,9 +231,11 @@ def metal_source(variant: Variant, rows: int) -> Source:
 
     The arguments of its body are x of shape (T, K), w of shape (N, K * bits / 32), scales and
     biases of shape (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w,
-    which is uint32.
+    which is uint32, and mxfp4's scales, which are uint8; that has no biases.
     One SIMD group computes `tile` outputs of all rows.
     """
+    is_affine = variant.mode == "affine"
+    pointers, block, following = AFFINE if is_affine else MXFP4
     body = SOURCE.format(
         dtype=METAL_TYPES[variant.dtype],
         bits=variant.bits,
@@ -203,14 +243,19 @@ def metal_source(variant: Variant, rows: int) -> Source:
         rows=rows,
         tile=tile(rows),
         values=variant.values,
-        dots=_dots(variant),
+        pointers=pointers,
+        dots=block.format(dots=_dots(variant)),
+        next=following,
     )
-    return Source(body, ("w", "scales", "biases"), SIMD_GROUPS, SIMD_GROUPS * tile(rows))
+    matrix = ("w", "scales", "biases") if is_affine else ("w", "scales")
+    return Source(body, matrix, SIMD_GROUPS, SIMD_GROUPS * tile(rows))
 
 
 def _dots(variant: Variant) -> str:
     """The products of a block."""
     bits, sums = variant.bits, METAL_TYPES[variant.sums]
+    if variant.mode == "mxfp4":
+        return FOURS.format(load=LOAD_MXFP4, unpack=UNPACK_MXFP4, multiply=FOUR_PRODUCTS)
     if bits not in LOAD:
         return ONES.format(pack=PACKS[bits], sums=sums)
     load = LOAD[bits].format(sum=SUM[variant.sums == "float32"])

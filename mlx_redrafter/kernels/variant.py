@@ -8,11 +8,14 @@ from typing import Literal
 
 import mlx.core as mx
 
+MODES = ("affine", "mxfp4")
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # Their names in Metal.
 METAL_TYPES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
 
+Order = Literal["qmv_fast", "qmv"]
+ORDERS: tuple[Order, Order] = ("qmv_fast", "qmv")
 # Lanes of a SIMD group, and bits of a word of packed weights.
 LANES, WORD = 32, 32
 # Weights that MLX unpacks together: where they fill words, as many as fit into one.
@@ -35,13 +38,15 @@ class Variant:
             in a row, "qmv" one; with 2 bits both give one.
         sums: Dtype in which four or eight inputs are added up: "float32" since MLX 0.32.3 or
             0.32.4, before that it was ``dtype``. With 8 bits there is no difference.
+        mode: "affine", or "mxfp4", which has no biases.
     """
 
     bits: int
     group_size: int
     dtype: str
-    order: Literal["qmv_fast", "qmv"] = "qmv_fast"
+    order: Order = "qmv_fast"
     sums: str = "float32"
+    mode: str = "affine"
 
     @property
     def values(self) -> int:
@@ -56,7 +61,8 @@ class Variant:
 
     def __str__(self) -> str:
         sums = "" if self.sums == "float32" else f"_{self.sums}_sums"
-        return f"{self.order}_{self.bits}_bits_{self.group_size}_{self.dtype}{sums}"
+        mode = f"{self.bits}_bits_{self.group_size}" if self.mode == "affine" else self.mode
+        return f"{self.order}_{mode}_{self.dtype}{sums}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,10 @@ class MatrixShape:
     Attributes:
         bits: Bits of a weight.
         group_size: Weights that share a scale and a bias.
-        dtype: Name of the dtype of scales and biases.
+        dtype: Name of the dtype of inputs, and of affine scales and biases.
         inputs: K.
         outputs: N.
+        mode: "affine", "mxfp4", or another that there is no kernel for.
     """
 
     bits: int
@@ -76,12 +83,14 @@ class MatrixShape:
     dtype: str
     inputs: int
     outputs: int
+    mode: str = "affine"
 
     @property
     def is_offered(self) -> bool:
         """Whether there are kernels for it."""
         return (
-            self.bits in BITS
+            self.mode in MODES
+            and self.bits in BITS
             and self.group_size in GROUP_SIZES
             and self.dtype in DTYPES
             and not (self.inputs in FOUR_LANES and self.bits in FOUR_LANES_BITS)
@@ -91,15 +100,19 @@ class MatrixShape:
     def variants(self) -> Iterator[Variant]:
         """What MLX's one-row kernel may be for it; the likeliest comes first."""
         own_sums = () if self.bits == 8 or self.dtype == "float32" else (self.dtype,)
+        if self.mode == "mxfp4":
+            own_sums = ()
         for sums in ("float32", *own_sums):
-            fast = Variant(self.bits, self.group_size, self.dtype, "qmv_fast", sums)
+            fast, other = (
+                Variant(self.bits, self.group_size, self.dtype, order, sums, self.mode)
+                for order in ORDERS
+            )
             if self.inputs % fast.block == 0 or self.bits == 2:
                 yield fast
             if self.bits > 2:
-                yield Variant(self.bits, self.group_size, self.dtype, "qmv", sums)
+                yield other
 
     def __str__(self) -> str:
-        return (
-            f"{self.outputs} x {self.inputs}, {self.bits} bits, groups of {self.group_size}, "
-            f"{self.dtype}"
-        )
+        bits = f"{self.bits} bits, groups of {self.group_size}"
+        kind = bits if self.mode == "affine" else self.mode
+        return f"{self.outputs} x {self.inputs}, {kind}, {self.dtype}"

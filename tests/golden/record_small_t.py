@@ -47,6 +47,8 @@ def _variants() -> Iterator[Variant]:
     for bits, group_size, dtype in product(BITS, GROUP_SIZES, DTYPES):
         fast = MatrixShape(bits, group_size, dtype, Variant(bits, group_size, dtype).block, 8)
         yield from fast.variants()
+    for dtype in DTYPES:
+        yield from MatrixShape(4, 32, dtype, 512, 8, "mxfp4").variants()
 
 
 def _constants(head: str) -> str:

@@ -711,6 +711,66 @@ for (int r = 0; r < TILE; r++) {
   }
 }
 
+// body 12
+const int K = x_shape[1];
+const int N = w_shape[0];
+const int groups = K / GROUP;
+const int bytes = K / 8 * BITS;
+const int lane = thread_index_in_simdgroup;
+// The last tile is moved back and computes some outputs again, to the same bits.
+const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
+
+const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
+const device uchar* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
+const device number* xl = x + lane * VALUES;
+
+float results[TILE][ROWS] = {};
+for (int k = lane * VALUES; k < K; k += BLOCK) {
+  float dots[TILE][ROWS] = {};
+  for (int i = 0; i < VALUES; i += 4) {
+    float inputs[ROWS][4];
+    for (int t = 0; t < ROWS; t++) {
+      const device number* v = xl + t * K + i;
+      for (int j = 0; j < 4; j++) {
+        inputs[t][j] = float(v[j]);
+      }
+    }
+    for (int r = 0; r < TILE; r++) {
+      const device uchar* packed = wl + r * bytes + i * BITS / 8;
+      const uint u = *(const device ushort*)packed;
+      float q[4];
+      for (int j = 0; j < 4; j++) {
+        const float16_t small = as_type<float16_t>(ushort((u >> (4 * j) & 7) << 9));
+        const float size = small * float16_t(16384.0f);
+        q[j] = u >> (4 * j) & 8 ? -size : size;
+      }
+      for (int t = 0; t < ROWS; t++) {
+        const thread float* v = inputs[t];
+        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];
+      }
+    }
+  }
+  for (int r = 0; r < TILE; r++) {
+    const uint exponent = sl[r * groups];
+    const float s = as_type<float>(exponent == 0 ? 0x400000 : exponent << 23);
+    for (int t = 0; t < ROWS; t++) {
+      results[r][t] += s * dots[r][t];
+    }
+  }
+  wl += BLOCK * BITS / 8;
+  sl += BLOCK / GROUP;
+  xl += BLOCK;
+}
+
+for (int r = 0; r < TILE; r++) {
+  for (int t = 0; t < ROWS; t++) {
+    const float total = simd_sum(results[r][t]);
+    if (lane == 0) {
+      y[size_t(t) * N + first + r] = static_cast<number>(total);
+    }
+  }
+}
+
 // ROWS = 2; TILE = 4; ROWS = 3; TILE = 4; ROWS = 4; TILE = 4; ROWS = 5; TILE = 4; ROWS = 6; TILE = 2; ROWS = 7; TILE = 2; ROWS = 8; TILE = 2;
 // qmv_fast_2_bits_32_float16, body 1: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_32_float16_float16_sums, body 2: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
@@ -865,3 +925,9 @@ for (int r = 0; r < TILE; r++) {
 // qmv_8_bits_128_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
 // qmv_fast_8_bits_128_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
 // qmv_8_bits_128_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_mxfp4_float16, body 12: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_mxfp4_float16, body 12: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_mxfp4_bfloat16, body 12: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_mxfp4_bfloat16, body 12: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_mxfp4_float32, body 12: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_mxfp4_float32, body 12: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;

@@ -17,9 +17,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
-from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
+from mlx_redrafter.kernels.dense import AnyVariant
 from mlx_redrafter.kernels.small_t import source_of
 from mlx_redrafter.kernels.variant import METAL_TYPES
+from tests.kernels.emulator import kinds
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, found none")
 needs_nvidia = pytest.mark.skipif(
@@ -32,6 +33,15 @@ typedef __half float16_t;
 typedef __nv_bfloat16 bfloat16_t;
 typedef unsigned char uchar;
 typedef unsigned short ushort;
+typedef unsigned int uint;
+template <typename A>
+__device__ inline A as_type(uint v) {
+  return __uint_as_float(v);
+}
+template <typename A>
+__device__ inline A as_type(ushort v) {
+  return __ushort_as_half(v);
+}
 enum class mem_flags { mem_threadgroup };
 __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
 __device__ inline float simd_shuffle_down(float v, int by) {
@@ -140,8 +150,8 @@ def _function(name: str, variant: Compiled) -> str:
     else:
         product, rows = variant
         number, (body, matrix, *_) = METAL_TYPES[product.dtype], source_of(product, rows)
-        weights = number if isinstance(product, DenseVariant) else "uint32_t"
-        inputs = {"x": number} | dict.fromkeys(matrix, number) | {"w": weights}
+        types = {one: METAL_TYPES.get(kind, f"{kind}_t") for one, kind in kinds(product).items()}
+        inputs = {"x": number} | {one: types[one] for one in matrix}
         more = ""
     parameters = "".join(
         f"const {type_}* {one}, const Shape {one}_shape, const Strides {one}_strides, "

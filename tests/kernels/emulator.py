@@ -128,6 +128,14 @@ class Kernels:
         return mx.array(y).view(x.dtype)
 
 
+def kinds(variant: AnyVariant) -> dict[str, str]:
+    """Names of the dtypes of what a matrix consists of."""
+    if isinstance(variant, DenseVariant):
+        return {"w": variant.dtype}
+    scales = variant.dtype if variant.mode == "affine" else "uint8"
+    return {"w": "uint32", "scales": scales, "biases": variant.dtype}
+
+
 def random_matrix(variant: AnyVariant, outputs: int, inputs: int, seed: int = 0) -> list[mx.array]:
     """What a random matrix consists of: weights, for a quantised one scales and biases, too."""
     spread = inputs**-0.5
@@ -135,11 +143,11 @@ def random_matrix(variant: AnyVariant, outputs: int, inputs: int, seed: int = 0)
     values = values.astype(DTYPES[variant.dtype])
     if isinstance(variant, DenseVariant):
         return [values]
-    return list(mx.quantize(values, group_size=variant.group_size, bits=variant.bits))
+    return list(mx.quantize(values, variant.group_size, variant.bits, mode=variant.mode))
 
 
 def bits_of(x: mx.array) -> np.ndarray:
-    return np.array(x if x.dtype == mx.uint32 else as_integers(x))
+    return np.array(as_integers(x) if mx.issubdtype(x.dtype, mx.floating) else x)
 
 
 def _stock_run(variant: AnyVariant) -> str:
@@ -149,8 +157,7 @@ def _stock_run(variant: AnyVariant) -> str:
 
 def _our_run(variant: AnyVariant, rows: int, source: Source) -> str:
     name, number = f"ours_{rows}_{variant}", METAL_TYPES[variant.dtype]
-    weights = number if isinstance(variant, DenseVariant) else "uint32_t"
-    types = {"w": weights, "scales": number, "biases": number}
+    types = {name: METAL_TYPES.get(kind, f"{kind}_t") for name, kind in kinds(variant).items()}
     parameters = "".join(f"const {types[one]}* {one}, " for one in source.matrix)
     arguments = "".join(f"(const {types[one]}*)::{one}, " for one in source.matrix)
     return (

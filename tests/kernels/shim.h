@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 
 #define device
 #define constant
@@ -47,6 +48,16 @@ template <typename A>
 inline A clamp(A v, A low, A high) {
   return v < low ? low : v > high ? high : v;
 }
+template <typename A, typename B>
+inline A as_type(B v) {
+  static_assert(sizeof(A) == sizeof(B));
+  A bits;
+  std::memcpy(static_cast<void*>(&bits), &v, sizeof v);
+  return bits;
+}
+namespace metal {
+using std::abs, std::isfinite, std::isnan, std::log2, std::round, std::signbit;
+}
 template <typename A>
 inline A select(A no, A yes, bool which) {
   return which ? yes : no;
@@ -75,6 +86,13 @@ struct bfloat16_t {
   }
 };
 inline float16_t operator+(float16_t a, float16_t b) { return float(a) + float(b); }
+template <typename A>  // of no other type, as numbers of two types are multiplied as float
+inline std::enable_if_t<std::is_same_v<A, float16_t>, A> operator*(A a, A b) {
+  return float(a) * float(b);
+}
+inline float16_t operator-(float16_t a) { return -float(a); }
+inline void operator*=(float16_t& a, double b) { a = a * float16_t(b); }
+typedef float16_t half;
 inline bfloat16_t operator+(bfloat16_t a, bfloat16_t b) { return float(a) + float(b); }
 
 constexpr int LANES = 32, MOST_GROUPS = 32;

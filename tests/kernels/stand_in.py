@@ -68,15 +68,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
         x: mx.array,
         weight: mx.array,
         scales: mx.array,
-        biases: mx.array,
+        biases: mx.array | None,
         **format: Any,
     ) -> mx.array:
-        inputs = x.shape[-1]
-        dtype = str(scales.dtype).removeprefix("mlx.core.")
-        shape = MatrixShape(format["bits"], format["group_size"], dtype, inputs, weight.shape[0])
+        inputs, dtype = x.shape[-1], str(x.dtype).removeprefix("mlx.core.")
+        bits, size = format["bits"], format["group_size"]
+        shape = MatrixShape(bits, size, dtype, inputs, weight.shape[0], format["mode"])
         if x.size > inputs or not shape.is_offered:
             return multiply(x, weight, scales, biases, **format)
-        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), weight, scales, biases)
+        matrix = [weight, scales] if biases is None else [weight, scales, biases]
+        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), *matrix)
         return y.reshape(*x.shape[:-1], -1)
 
     def matmul(x: mx.array, transposed: mx.array) -> mx.array:

@@ -28,7 +28,21 @@ TEMPLATES = {
         "qmv_impl",
     ),
     "gemv.h": ("GEMVKernel",),
+    "fp_quantized.h": (
+        "get_pack_factor",
+        "get_bytes_per_pack",
+        "dequantize_scale",
+        "Dequantize",
+        "load_vector",
+        "load_vector_safe",
+        "qdot",
+        "qdot_safe",
+        "fp_qmv_fast_impl",
+        "fp_qmv_impl",
+    ),
 }
+# Whole headers before these.
+NUMBERS = {"fp_quantized.h": ("fp4.h", "fp8.h")}
 # Macros, constants and types that stand elsewhere in the headers.
 BEFORE = """
 #define MLX_MTL_CONST static constant constexpr const
@@ -41,12 +55,17 @@ static float group_memory[256];
 """
 
 GEMV_CALL = """
-    GEMVKernel<{number}, {bm}, {bn}, {sm}, {sn}, 4, 4, false>::run(
+    gemv::GEMVKernel<{number}, {bm}, {bn}, {sm}, {sn}, 4, 4, false>::run(
         (const {number}*)::w, (const {number}*)::x + column * shape[1], nullptr,
         ({number}*)::y + column * shape[2], shape[1], shape[2], shape[1], 1, 0, 1, group_memory,
         uint3{{uint(group / {groups}), 0, 0}}, uint3{{0, 0, 0}}, simd_group, lane);"""
+FP_QMV_CALL = """
+    fp_quantized::fp_{order}_impl<{number}, {group_size}, {bits}{partial_rows}>(
+        (const uint32_t*)::w, (const uint8_t*)::scales, nullptr,
+        (const {number}*)::x, ({number}*)::y, shape[1], shape[2],
+        uint3{{uint(column), uint(group / {groups}), 0}}, simd_group, lane);"""
 QMV_CALL = """
-    {order}_impl<{number}, {group_size}, {bits}{partial_rows}>(
+    quantized::{order}_impl<{number}, {group_size}, {bits}{partial_rows}>(
         (const uint32_t*)::w, (const {number}*)::scales, (const {number}*)::biases,
         (const {number}*)::x, ({number}*)::y, shape[1], shape[2],
         uint3{{uint(column), uint(group / {groups}), 0}}, simd_group, lane);"""
@@ -74,8 +93,9 @@ def stock_source(older: bool) -> str:
     """
     text = BEFORE
     for file, names in TEMPLATES.items():
-        header = (HEADERS / file).read_text(encoding="utf-8")
-        text += "".join(template(header, name) for name in names)
+        header = _text(file)
+        parts = [*map(_text, NUMBERS.get(file, ())), *(template(header, name) for name in names)]
+        text += f"namespace {file.removesuffix('.h')} {{\n{''.join(parts)}}}\n"
     if older:
         text, found = re.subn(r"\bU\((x\[i[ +1-7]*\])\)", r"\1", text)
         assert found
@@ -91,7 +111,8 @@ def stock(variant: AnyVariant) -> Stock:
         groups = bm * variant.groups
         call = GEMV_CALL.format(number=number, groups=groups, **sizes)
         return Stock(call, groups, bm * sizes["sm"] * 4)
-    call = QMV_CALL.format(
+    text = QMV_CALL if variant.mode == "affine" else FP_QMV_CALL
+    call = text.format(
         order=variant.order,
         number=number,
         group_size=variant.group_size,
@@ -100,6 +121,10 @@ def stock(variant: AnyVariant) -> Stock:
         groups=2,
     )
     return Stock(call, 2, 8)
+
+
+def _text(file: str) -> str:
+    return (HEADERS / file).read_text(encoding="utf-8")
 
 
 def template(header: str, name: str) -> str:

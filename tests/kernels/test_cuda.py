@@ -24,6 +24,7 @@ from tests.kernels.registers import MOST_REGISTERS
 FULL = (5, MOST_ROWS)
 SOME: list[AnyVariant] = [
     *(Variant(number, 64, "float16") for number in BITS),
+    Variant(4, 32, "float16", mode="mxfp4"),
     *(DenseVariant("float16", *order) for order in ORDERS),
 ]
 PARENTS = (0, 0, 1, 0, 3, 4)
@@ -69,7 +70,8 @@ def test_rows_are_those_of_one_row_on_a_gpu(variant: AnyVariant, dtype: str) -> 
     alone = [small_t.small_t(x[row : row + 1], matrix, variant) for row in range(MOST_ROWS)]
     assert mx.array_equal(as_integers(y), as_integers(mx.concatenate(alone)))
     if isinstance(variant, Variant):
-        weights = mx.dequantize(*matrix, variant.group_size, variant.bits)
+        size, number = variant.group_size, variant.bits
+        weights = mx.dequantize(*matrix, group_size=size, bits=number, mode=variant.mode)
     else:
         (weights,) = matrix
     expected = x.astype(mx.float32) @ weights.astype(mx.float32).T

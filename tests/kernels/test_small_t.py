@@ -11,10 +11,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels.dense import MANY, ORDERS, AnyVariant, DenseShape, DenseVariant
+from mlx_redrafter.kernels import dense
+from mlx_redrafter.kernels.dense import AnyVariant, DenseShape, DenseVariant
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
-from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, Variant
+from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, ORDERS, Variant
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
@@ -30,10 +31,10 @@ VARIANTS = [
     for number in BITS
     for group_size in GROUP_SIZES
     for dtype in DTYPES
-    for order in ("qmv_fast", "qmv")
+    for order in ORDERS
     if (number, order) != (2, "qmv")  # the same as its "qmv_fast"
-]
-DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype in DTYPES for order in ORDERS]
+] + [Variant(4, 32, dtype, order, mode="mxfp4") for dtype in DTYPES for order in ORDERS]
+DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype in DTYPES for order in dense.ORDERS]
 # What the tests compare: of weights that are rarely seen, a sample.
 COMMON = (4, 8)
 SAMPLE: list[AnyVariant] = [
@@ -95,7 +96,8 @@ def test_rows_have_the_bits_of_one_row(
             [Variant(number, 64, "float32", "qmv_fast"), Variant(number, 64, "float16", "qmv")]
             for number in BITS
         ),
-        [DenseVariant("float32", *order) for order in ORDERS],
+        [DenseVariant("float32", *order) for order in dense.ORDERS],
+        [variant for variant in VARIANTS if variant.mode == "mxfp4"],
     ],
     ids=lambda variants: str(variants[0]),
 )
@@ -131,7 +133,7 @@ def test_the_emulated_kernel_computes_the_product(kernels: Kernels) -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", dense.ORDERS)
 def test_the_emulated_dense_kernel_computes_the_product(
     kernels: Kernels, order: tuple[int, int]
 ) -> None:
@@ -139,6 +141,17 @@ def test_the_emulated_dense_kernel_computes_the_product(
     (weight,) = random_matrix(variant, OUTPUTS, 1030)
     x = mx.random.normal((3, 1030))
     assert mx.allclose(kernels.stock(variant, x, weight), x @ weight.T, atol=1e-5)
+
+
+@needs_emulator
+def test_the_emulated_mxfp4_kernel_computes_the_product(kernels: Kernels) -> None:
+    variant = Variant(4, 32, "float32", mode="mxfp4")
+    weight, scales = random_matrix(variant, OUTPUTS, 1024)
+    scales[0, 0] = 0  # the least power of two
+    x = mx.random.normal((3, 1024))
+    y = kernels.stock(variant, x, weight, scales)
+    expected = mx.quantized_matmul(x, weight, scales, group_size=32, bits=4, mode="mxfp4")
+    assert mx.allclose(y, expected, atol=1e-5)
 
 
 @needs_emulator
@@ -154,7 +167,10 @@ def test_the_emulator_notices_lanes_that_part() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "weights"),
-    [(Variant(4, 64, "bfloat16"), "uint32_t"), (DenseVariant("bfloat16", *MANY), "bfloat16_t")],
+    [
+        (Variant(4, 64, "bfloat16"), "uint32_t"),
+        (DenseVariant("bfloat16", *dense.MANY), "bfloat16_t"),
+    ],
     ids=str,
 )
 def test_signature_of_the_generated_source(

@@ -23,16 +23,19 @@ def test_sources_are_those_on_record() -> None:
 
 @pytest.mark.metal
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
-@pytest.mark.parametrize("number", [None, *BITS])
+@pytest.mark.parametrize("kind", ["dense", "mxfp4", *BITS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_on_an_apple_gpu(
-    monkeypatch: pytest.MonkeyPatch, number: int | None, dtype: str
+    monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
 ) -> None:
     monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
-    if number:
-        nn.quantize(model, 32, number)
+    if kind == "mxfp4":
+        nn.quantize(model, 32, 4, mode="mxfp4")
+    elif kind != "dense":
+        nn.quantize(model, 32, kind)
+    assert len(layers_by_shape(model)) == 3
     for shape, layers in layers_by_shape(model).items():
         trial = try_kernel(shape, layers)
         assert trial.failure is None, f"{shape}: {trial.failure}"

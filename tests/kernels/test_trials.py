@@ -34,6 +34,17 @@ from tests.kernels.emulator import Kernels, needs_emulator
 from tests.kernels.stand_in import emulated, stand_in
 
 VOCAB_SIZE = 64
+MXFP4 = [
+    ("VALUES = 16", "VALUES = 8"),
+    ("GROUP = 32", "GROUP = 64"),
+    ("0x400000", "0x800000"),
+    ("<< 23", "<< 22"),
+    ("(4 * j)", "(3 * j)"),
+    ("& 7", "& 3"),
+    ("<< 9", "<< 8"),
+    ("16384.0f", "8192.0f"),
+    ("& 8", "& 4"),
+]
 FORMAT = Variant(4, 32, "float16", "qmv")
 # Constants of the arithmetic: how each stands in the source, and another one.
 ONES = [
@@ -272,6 +283,24 @@ def test_a_wrong_constant_is_refused(
 
 
 @needs_emulator
+@pytest.mark.parametrize("wrong", MXFP4)
+def test_a_wrong_constant_of_mxfp4_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, str]
+) -> None:
+    variant = Variant(4, 32, "float32", mode="mxfp4")
+    layer = nn.QuantizedLinear(512, 32, bias=False, group_size=32, bits=4, mode="mxfp4")
+    layer.scales[0] = 0
+    source = metal_source(variant, 3)
+    assert wrong[0] in source.body
+    body = source.body.replace(*wrong)
+    stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
+    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
+    trial = try_kernel(MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), [layer])
+    assert (trial.variant, trial.error) == (None, None)
+
+
+@needs_emulator
 @pytest.mark.parametrize(
     ("order", "wrong"),
     [*(((32, 8), one) for one in DENSE_CONSTANTS), *(((4, 1), one) for one in FOUR_LANES)],
@@ -337,13 +366,23 @@ def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
         LoRALinear.from_base(nn.QuantizedLinear(32, 16, group_size=32, bits=4)),
         nn.QuantizedLinear(16, 16, group_size=16, mode="nvfp4"),
         nn.QuantizedLinear(64, 16, group_size=32, bits=4),  # MLX has a kernel for 64 inputs
-        nn.QuantizedLinear(32, 16, group_size=32, mode="mxfp4"),
+        nn.QuantizedLinear(32, 16, group_size=32, bits=8, mode="mxfp8"),
         nn.QuantizedLinear(32, 24, group_size=32, bits=4),
         nn.QuantizedLinear(64, 24, group_size=32, bits=3),
         nn.QuantizedEmbedding(40, 32, group_size=32, bits=8),
     )
     found = [(shape.outputs, len(layers)) for shape, layers in layers_by_shape(model).items()]
     assert found == [(24, 1), (24, 1), (40, 1)]
+
+
+def test_mxfp4_needs_a_model_of_one_dtype() -> None:
+    """Its layers do not say which one inputs have."""
+    layer = nn.QuantizedLinear(32, 16, bias=False, group_size=32, bits=4, mode="mxfp4")
+    model = nn.Sequential(layer, nn.RMSNorm(16), nn.RMSNorm(16))
+    model.set_dtype(mx.bfloat16)
+    assert list(layers_by_shape(model)) == [MatrixShape(4, 32, "bfloat16", 32, 16, "mxfp4")]
+    model.layers[1].set_dtype(mx.float32)
+    assert list(layers_by_shape(model)) == []
 
 
 def test_the_order_of_variants() -> None:
