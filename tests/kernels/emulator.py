@@ -91,7 +91,10 @@ class Kernels:
     def stock(
         self, variant: AnyVariant, x: mx.array, *matrix: mx.array, order: int = 0
     ) -> mx.array:
-        """MLX's kernel, one row at a time: x of shape (T, K), and what a matrix consists of."""
+        """MLX's kernel, one row at a time: x of shape (T, K), and what a matrix consists of.
+
+        A matrix that is not quantised may be followed by a bias of shape (N,).
+        """
         _, groups, outputs = stock(variant)
         groups *= -(-matrix[0].shape[0] // outputs)
         return self._run(f"stock_{variant}", (x.shape[0], groups), x, matrix, order)

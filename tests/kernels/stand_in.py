@@ -80,16 +80,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
         y = kernels.stock(next(shape.variants()), x.reshape(1, -1), *matrix)
         return y.reshape(*x.shape[:-1], -1)
 
-    def matmul(x: mx.array, transposed: mx.array) -> mx.array:
+    def dense_row(x: mx.array, transposed: mx.array, *bias: mx.array) -> mx.array | None:
+        """The product of one row; None for what is none, or has no kernel of ours."""
         shape = DenseShape(str(x.dtype).removeprefix("mlx.core."), *transposed.shape[-2:])
         if transposed.ndim > 2 or x.size > shape.inputs or not shape.is_offered:
-            return multiply_dense(x, transposed)
-        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), transposed.T)
+            return None
+        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), transposed.T, *bias)
         return y.reshape(*x.shape[:-1], -1)
 
+    def matmul(x: mx.array, transposed: mx.array) -> mx.array:
+        y = dense_row(x, transposed)
+        return multiply_dense(x, transposed) if y is None else y
+
     def addmm(bias: mx.array, x: mx.array, transposed: mx.array) -> mx.array:
-        row = x.size == x.shape[-1]
-        return matmul(x, transposed) + bias if row else add_product(bias, x, transposed)
+        y = dense_row(x, transposed, bias)
+        return add_product(bias, x, transposed) if y is None else y
 
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
     monkeypatch.setattr(mx.array, "__matmul__", matmul)

@@ -54,11 +54,15 @@ struct DefaultAccT {
 static float group_memory[256];
 """
 
+# A bias of outputs, where there is one, is in the place of quantised weights' scales.
 GEMV_CALL = """
-    gemv::GEMVKernel<{number}, {bm}, {bn}, {sm}, {sn}, 4, 4, false>::run(
-        (const {number}*)::w, (const {number}*)::x + column * shape[1], nullptr,
-        ({number}*)::y + column * shape[2], shape[1], shape[2], shape[1], 1, 0, 1, group_memory,
-        uint3{{uint(group / {groups}), 0, 0}}, uint3{{0, 0, 0}}, simd_group, lane);"""
+    const auto run = [](auto has_bias) {{
+      gemv::GEMVKernel<{number}, {bm}, {bn}, {sm}, {sn}, 4, 4, decltype(has_bias)::value>::run(
+          (const {number}*)::w, (const {number}*)::x + column * shape[1], (const {number}*)::scales,
+          ({number}*)::y + column * shape[2], shape[1], shape[2], shape[1], 1, 1, 1, group_memory,
+          uint3{{uint(group / {groups}), 0, 0}}, uint3{{0, 0, 0}}, simd_group, lane);
+    }};
+    ::scales ? run(std::true_type()) : run(std::false_type());"""
 FP_QMV_CALL = """
     fp_quantized::fp_{order}_impl<{number}, {group_size}, {bits}{partial_rows}>(
         (const uint32_t*)::w, (const uint8_t*)::scales, nullptr,

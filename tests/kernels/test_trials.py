@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_redrafter import loading, stream_generate
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.kernels.dense import DenseShape, DenseVariant
+from mlx_redrafter.kernels.dense import FEW, MANY, ORDERS, USUAL, DenseShape, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.small_t import as_integers
@@ -133,7 +133,7 @@ def kernels_of_model() -> Kernels:
     variants = [
         FORMAT,
         Variant(4, 32, "float16", "qmv", sums="float16"),
-        *(DenseVariant("float16", *order) for order in ((32, 1), (4, 1), (32, 8))),
+        *(DenseVariant("float16", *order) for order in ORDERS),
     ]
     return emulated((variant, t) for variant in variants for t in range(2, MOST_ROWS + 1))
 
@@ -283,6 +283,17 @@ def test_a_wrong_constant_is_refused(
 
 
 @needs_emulator
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("inputs", "order"), [(57, FEW), (150, USUAL), (1100, MANY)])
+def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int]) -> None:
+    layer = nn.Linear(inputs, 40)
+    layer.bias = 10 * mx.random.normal((40,))
+    layer.set_dtype(mx.float16)
+    trial = try_kernel(DenseShape("float16", inputs, 40), [layer])
+    assert (trial.variant, trial.error) == (DenseVariant("float16", *order), None)
+
+
+@needs_emulator
 @pytest.mark.parametrize("wrong", MXFP4)
 def test_a_wrong_constant_of_mxfp4_is_refused(
     monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, str]
@@ -303,7 +314,7 @@ def test_a_wrong_constant_of_mxfp4_is_refused(
 @needs_emulator
 @pytest.mark.parametrize(
     ("order", "wrong"),
-    [*(((32, 8), one) for one in DENSE_CONSTANTS), *(((4, 1), one) for one in FOUR_LANES)],
+    [*((MANY, one) for one in DENSE_CONSTANTS), *((FEW, one) for one in FOUR_LANES)],
 )
 def test_a_wrong_constant_of_dense_kernels_is_refused(
     monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], wrong: tuple[str, str]
