@@ -83,8 +83,9 @@ class Kernels:
         flags: Sequence[str] = ROUNDED,
         older: bool = False,
     ):
-        text = '#include "shim.h"\n' + STATE + stock_source(older)
-        text += "".join(map(_stock_run, dict.fromkeys(variant for variant, _ in sources)))
+        variants = dict.fromkeys(variant for variant, _ in sources)
+        text = '#include "shim.h"\n' + STATE + stock_source(variants, older)
+        text += "".join(map(_stock_run, variants))
         text += "".join(_our_run(*key, source) for key, source in sources.items())
         self._library = compiled(text, tuple(flags))
 

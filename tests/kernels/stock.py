@@ -6,6 +6,7 @@ Axes: T rows of inputs, K inputs, N outputs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,20 +90,21 @@ class Stock(NamedTuple):
     outputs: int
 
 
-def stock_source(older: bool) -> str:
-    """The `TEMPLATES` of the installed MLX.
+def stock_source(variants: Iterable[AnyVariant], older: bool) -> str:
+    """The `TEMPLATES` of the installed MLX that these variants need.
 
     Args:
+        variants: Any variants.
         older: Whether inputs are added up in their dtype, as before MLX 0.32.3.
     """
     text = BEFORE
-    for file, names in TEMPLATES.items():
-        header = _text(file)
+    for file in dict.fromkeys(map(_file, variants)):
+        header, names = _text(file), TEMPLATES[file]
         parts = [*map(_text, NUMBERS.get(file, ())), *(template(header, name) for name in names)]
         text += f"namespace {file.removesuffix('.h')} {{\n{''.join(parts)}}}\n"
     if older:
         text, found = re.subn(r"\bU\((x\[i[ +1-7]*\])\)", r"\1", text)
-        assert found
+        assert found, "MLX adds up inputs in another way"
     return text.replace("threadgroup AccT*", "AccT*")
 
 
@@ -125,6 +127,12 @@ def stock(variant: AnyVariant) -> Stock:
         groups=2,
     )
     return Stock(call, 2, 8)
+
+
+def _file(variant: AnyVariant) -> str:
+    if isinstance(variant, DenseVariant):
+        return "gemv.h"
+    return "quantized.h" if variant.mode == "affine" else "fp_quantized.h"
 
 
 def _text(file: str) -> str:
