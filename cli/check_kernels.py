@@ -41,12 +41,12 @@ def check_kernels(model: nn.Module, as_json: bool) -> None:
     Raises:
         typer.Exit: A kernel is not equal, or cannot be compiled or run; the exit code is 1.
     """
-    from mlx_redrafter.kernels.layers import quantised_layers
+    from mlx_redrafter.kernels.layers import layers_by_shape
     from mlx_redrafter.policy.attention_trials import try_attentions
     from mlx_redrafter.policy.kernel_trials import try_kernel
 
     trials: list[Trial | AttentionTrial] = [
-        *(try_kernel(shape, layers) for shape, layers in quantised_layers(model).items()),
+        *(try_kernel(shape, layers) for shape, layers in layers_by_shape(model).items()),
         *try_attentions(model),
     ]
     if as_json:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_redrafter.kernels.variant import LANES
+from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
 
 # Head sizes that MLX has the kernel for.
 HEAD_SIZES = (64, 96, 128, 256)
@@ -41,7 +41,7 @@ float sums[PART] = {{}};
 const device number* q =
     queries + head * queries_strides[1] + node * queries_strides[2];
 for (int j = 0; j < PART; j++) {{
-  query[j] = scale * q[(lane * PART + j) * queries_strides[3]];
+  query[j] = scale * float(q[(lane * PART + j) * queries_strides[3]]);
 }}
 
 float max_score = Limits<float>::finite_min;
@@ -71,7 +71,8 @@ for (int i = group; i <= committed + depth; i += 32) {{
   max_score = new_max;
   total = total * factor + weight;
   for (int j = 0; j < PART; j++) {{
-    sums[j] = sums[j] * factor + weight * v[(lane * PART + j) * values_strides[3]];
+    const float value = v[(lane * PART + j) * values_strides[3]];
+    sums[j] = sums[j] * factor + weight * value;
   }}
 }}
 
@@ -126,5 +127,4 @@ def attention_source(variant: AttentionVariant) -> str:
     (1, key heads, S + N, D), parents of shape (N,), int32, the scale, float32, and y of the shape
     of the queries. One threadgroup of `THREADS` threads computes a node of a head.
     """
-    dtype = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}[variant.dtype]
-    return SOURCE.format(dtype=dtype, head_size=variant.head_size)
+    return SOURCE.format(dtype=METAL_TYPES[variant.dtype], head_size=variant.head_size)

@@ -1,4 +1,4 @@
-"""Layers with quantised matrices, and the use of `small_t` in them.
+"""Layers with matrices, and the use of `small_t` in them.
 
 A layer uses it while a tree is verified and at no other time, so that prompts are processed as
 mlx-lm does, with its kernels.
@@ -16,15 +16,21 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.kernels.dense import AnyShape, AnyVariant, DenseShape
 from mlx_redrafter.kernels.small_t import small_t
-from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape, Variant
+from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape
 from mlx_redrafter.target.hooks import HookPoint, install, is_verifying
 
 # The methods that multiply.
 METHODS: dict[type[nn.Module], str] = {
+    nn.Linear: "__call__",
+    nn.Embedding: "as_linear",
     nn.QuantizedLinear: "__call__",
     nn.QuantizedEmbedding: "as_linear",
 }
+# What a matrix consists of, in the order of the kernels' arguments.
+MATRIX = ("weight", "scales", "biases")
 # Where mlx-lm's layers with adapters are; those inside them are left alone.
 ADAPTERS = "mlx_lm.tuner."
 
@@ -39,8 +45,8 @@ class Choice:
         rows: Values of T for which the kernel takes the place of MLX's.
     """
 
-    shape: MatrixShape
-    variant: Variant
+    shape: AnyShape
+    variant: AnyVariant
     rows: tuple[int, ...]
 
 
@@ -49,7 +55,7 @@ def is_available() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
-def quantised_layers(model: nn.Module) -> dict[MatrixShape, list[nn.Module]]:
+def layers_by_shape(model: nn.Module) -> dict[AnyShape, list[nn.Module]]:
     """The layers that may use kernels, in the model's order, by their matrices' shapes."""
     modules = model.modules()[::-1]  # MLX begins with the last
     adapted = {
@@ -58,10 +64,11 @@ def quantised_layers(model: nn.Module) -> dict[MatrixShape, list[nn.Module]]:
         if type(module).__module__.startswith(ADAPTERS)
         for inner in module.modules()
     }
-    found: dict[MatrixShape, list[nn.Module]] = {}
+    dtypes = {_name(one.dtype) for one in named_parameters(model).values()} & DTYPES.keys()
+    found: dict[AnyShape, list[nn.Module]] = {}
     for module in modules:
         if _stock_type(module) in METHODS and id(module) not in adapted:
-            shape = _shape(module)
+            shape = _shape(module, dtypes)
             if shape is not None and shape.is_offered:
                 found.setdefault(shape, []).append(module)
     return found
@@ -72,9 +79,9 @@ def stock_product(layer: nn.Module) -> Callable[[mx.array], mx.array]:
     return cast(Any, getattr(layer, METHODS[_stock_type(layer)]))
 
 
-def product(layer: nn.Module, x: mx.array, variant: Variant) -> mx.array:
+def product(layer: nn.Module, x: mx.array, variant: AnyVariant) -> mx.array:
     """What `stock_product` returns for x of shape (T, K), by `small_t`; shape (T, N)."""
-    y = small_t(x, layer["weight"], layer["scales"], layer["biases"], variant)
+    y = small_t(x, [layer[name] for name in MATRIX if name in layer], variant)
     return y + layer["bias"] if "bias" in layer else y
 
 
@@ -106,10 +113,24 @@ def _stock_type(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "redrafter_stock", type(module))
 
 
-def _shape(layer: Any) -> MatrixShape | None:
-    """Shape of an affine matrix; None for one of another mode."""
-    if layer.mode != "affine":
+def _shape(layer: Any, dtypes: set[str]) -> AnyShape | None:
+    """Shape of a matrix; None where its inputs may have several dtypes.
+
+    Args:
+        layer: Layer with the matrix.
+        dtypes: Names of the dtypes of all floating-point parameters of its model.
+    """
+    outputs, columns = layer.weight.shape
+    if "scales" not in layer:
+        return DenseShape(_name(layer.weight.dtype), columns, outputs)
+    if "biases" in layer:
+        dtypes = {_name(layer.scales.dtype)}
+    if len(dtypes) != 1:
         return None
-    outputs, words = layer.weight.shape
-    dtype = str(layer.scales.dtype).removeprefix("mlx.core.")
-    return MatrixShape(layer.bits, layer.group_size, dtype, words * WORD // layer.bits, outputs)
+    (dtype,) = dtypes
+    inputs = columns * WORD // layer.bits
+    return MatrixShape(layer.bits, layer.group_size, dtype, inputs, outputs, layer.mode)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

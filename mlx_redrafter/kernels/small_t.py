@@ -1,51 +1,58 @@
-"""Products of several rows with a quantised matrix, bit for bit those of one row at a time.
+"""Products of several rows with a matrix, bit for bit those of one row at a time.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.kernels.source import MOST_ROWS, SIMD_GROUPS, metal_source, tile
-from mlx_redrafter.kernels.variant import LANES, Variant
+from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
+from mlx_redrafter.kernels.dense_source import dense_source
+from mlx_redrafter.kernels.source import MOST_ROWS, Source, metal_source
+from mlx_redrafter.kernels.variant import LANES
 
 # Rows that there are kernels for; more than `MOST_ROWS` take two launches.
 ROWS = range(2, 2 * MOST_ROWS + 1)
 
 
-def small_t(
-    x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, variant: Variant
-) -> mx.array:
+def small_t(x: mx.array, matrix: Sequence[mx.array], variant: AnyVariant) -> mx.array:
     """x times the transposed matrix.
 
     Args:
         x: Shape (T, K), the variant's dtype, T in `ROWS`.
-        weight: Packed weights, shape (N, K * bits / 32).
-        scales: Shape (N, K / group_size).
-        biases: Shape (N, K / group_size).
+        matrix: Weights of shape (N, K). Of a quantised matrix packed weights of shape
+            (N, K * bits / 32), and scales and, if affine, biases of shape (N, K / group_size).
         variant: Format of the weights and order of additions.
 
     Returns:
         Shape (T, N). What does not compile or run raises a RuntimeError when it is computed.
     """
-    rows, outputs = x.shape[0], weight.shape[0]
+    rows, outputs = x.shape[0], matrix[0].shape[0]
     if rows > MOST_ROWS:
         half = (rows + 1) // 2
-        parts = (x[:half], x[half:])
-        return mx.concatenate([small_t(one, weight, scales, biases, variant) for one in parts])
-    tiles = -(-outputs // tile(rows))
+        return mx.concatenate([small_t(one, matrix, variant) for one in (x[:half], x[half:])])
+    source = source_of(variant, rows)
     (y,) = _kernel(variant, rows)(
-        inputs=[x, weight, scales, biases],
-        grid=(LANES, -(-tiles // SIMD_GROUPS) * SIMD_GROUPS, 1),
-        threadgroup=(LANES, SIMD_GROUPS, 1),
+        inputs=[x, *matrix],
+        grid=(LANES, -(-outputs // source.outputs) * source.simd_groups, 1),
+        threadgroup=(LANES, source.simd_groups, 1),
         output_shapes=[(rows, outputs)],
         output_dtypes=[x.dtype],
     )
     return y
+
+
+@cache
+def source_of(variant: AnyVariant, rows: int) -> Source:
+    """The source of the kernel for T rows, T at most `MOST_ROWS`."""
+    if isinstance(variant, DenseVariant):
+        return dense_source(variant, rows)
+    return metal_source(variant, rows)
 
 
 def as_integers(x: mx.array) -> mx.array:
@@ -54,10 +61,11 @@ def as_integers(x: mx.array) -> mx.array:
 
 
 @cache
-def _kernel(variant: Variant, rows: int) -> Any:
+def _kernel(variant: AnyVariant, rows: int) -> Any:
+    source = source_of(variant, rows)
     return mx.fast.metal_kernel(
         name=f"small_t_{rows}_{variant}",
-        input_names=["x", "w", "scales", "biases"],
+        input_names=["x", *source.matrix],
         output_names=["y"],
-        source=metal_source(variant, rows),
+        source=source.body,
     )

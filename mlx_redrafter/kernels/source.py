@@ -9,16 +9,36 @@ Axes: T rows of inputs, K inputs, N outputs.
 
 from __future__ import annotations
 
-from mlx_redrafter.kernels.variant import Variant
+from typing import NamedTuple
+
+from mlx_redrafter.kernels.variant import METAL_TYPES, PACKS, Variant
 
 # Most rows of one launch: with more, sums of a thread would not fit into its registers.
 MOST_ROWS = 8
 # SIMD groups per threadgroup, as in MLX.
 SIMD_GROUPS = 2
 
+
+class Source(NamedTuple):
+    """A kernel's source, and how it is launched.
+
+    Attributes:
+        body: Body of the kernel, as `mx.fast.metal_kernel` takes it.
+        matrix: Names of the arrays that a matrix consists of.
+        simd_groups: SIMD groups of a threadgroup.
+        outputs: Outputs that a threadgroup computes, of all rows.
+    """
+
+    body: str
+    matrix: tuple[str, ...]
+    simd_groups: int
+    outputs: int
+
+
 SOURCE = """\
 typedef {dtype} number;
 constexpr int BITS = {bits};
+constexpr int MASK = (1 << BITS) - 1;
 constexpr int GROUP = {group_size};   // weights per scale and bias
 constexpr int ROWS = {rows};          // T
 constexpr int TILE = {tile};          // outputs per SIMD group
@@ -34,14 +54,65 @@ const int lane = thread_index_in_simdgroup;
 const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
 
 const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
+{pointers}
 const device number* xl = x + lane * VALUES;
 
 float results[TILE][ROWS] = {{}};
 for (int k = lane * VALUES; k < K; k += BLOCK) {{
   float dots[TILE][ROWS] = {{}};
+{dots}
+  wl += BLOCK * BITS / 8;
+{next}
+  xl += BLOCK;
+}}
+
+for (int r = 0; r < TILE; r++) {{
+  for (int t = 0; t < ROWS; t++) {{
+    const float total = simd_sum(results[r][t]);
+    if (lane == 0) {{
+      y[size_t(t) * N + first + r] = static_cast<number>(total);
+    }}
+  }}
+}}
+"""
+
+# Scales and biases: where they are, and what is made of products and sums with them.
+AFFINE = (
+    """\
+const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
+const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;""",
+    """\
   float sums[ROWS] = {{}};
+{dots}
+  for (int r = 0; r < TILE; r++) {{
+    const float s = sl[r * groups];
+    const float b = bl[r * groups];
+    for (int t = 0; t < ROWS; t++) {{
+      results[r][t] += s * dots[r][t] + sums[t] * b;
+    }}
+  }}""",
+    """\
+  sl += BLOCK / GROUP;
+  bl += BLOCK / GROUP;""",
+)
+# Scales alone, powers of two.
+MXFP4 = (
+    """\
+const device uchar* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;""",
+    """\
+{dots}
+  for (int r = 0; r < TILE; r++) {{
+    const uint exponent = sl[r * groups];
+    const float s = as_type<float>(exponent == 0 ? 0x400000 : exponent << 23);
+    for (int t = 0; t < ROWS; t++) {{
+      results[r][t] += s * dots[r][t];
+    }}
+  }}""",
+    """\
+  sl += BLOCK / GROUP;""",
+)
+# Products with weights four at a time, where a byte or two hold these.
+FOURS = """\
   for (int i = 0; i < VALUES; i += 4) {{
     float inputs[ROWS][4];
     for (int t = 0; t < ROWS; t++) {{
@@ -56,50 +127,80 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {{
 {multiply}
       }}
     }}
-  }}
-  for (int r = 0; r < TILE; r++) {{
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
+  }}"""
+# Products with weights one at a time, where some have their upper bits in the next byte.
+ONES = """\
+  for (int i = 0; i < VALUES; i += {pack}) {{
+    {sums} added[ROWS];
+    for (int j = 0; j < {pack}; j++) {{
+      const int byte = (i + j) * BITS / 8;
+      const int bit = (i + j) * BITS % 8;
+      float inputs[ROWS];
+      for (int t = 0; t < ROWS; t++) {{
+        const number v = xl[t * K + i + j];
+        added[t] = j == 0 ? {sums}(v) : added[t] + {sums}(v);
+        inputs[t] = float(v) / float(1 << bit);
+      }}
+      for (int r = 0; r < TILE; r++) {{
+        const float low = float(wl[r * bytes + byte] & (MASK << bit));
+        for (int t = 0; t < ROWS; t++) {{
+          dots[r][t] += low * inputs[t];
+        }}
+        if (bit + BITS > 8) {{
+          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
+          for (int t = 0; t < ROWS; t++) {{
+            dots[r][t] += high * (inputs[t] * 256.0f);
+          }}
+        }}
+      }}
+    }}
     for (int t = 0; t < ROWS; t++) {{
-      results[r][t] += s * dots[r][t] + sums[t] * b;
+      sums[t] += float(added[t]);
     }}
-  }}
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}}
-
-for (int r = 0; r < TILE; r++) {{
-  for (int t = 0; t < ROWS; t++) {{
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {{
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }}
-  }}
-}}
-"""
-
+  }}"""
+# Four weights of mxfp4: a sign, two bits of an exponent and one of a mantissa.
+LOAD_MXFP4 = """\
+      for (int j = 0; j < 4; j++) {
+        inputs[t][j] = float(v[j]);
+      }"""
+UNPACK_MXFP4 = """\
+      const uint u = *(const device ushort*)packed;
+      float q[4];
+      for (int j = 0; j < 4; j++) {
+        const float16_t small = as_type<float16_t>(ushort((u >> (4 * j) & 7) << 9));
+        const float size = small * float16_t(16384.0f);
+        q[j] = u >> (4 * j) & 8 ? -size : size;
+      }"""
 # Four inputs: their sum, and what weights that stay where they are packed are multiplied by.
 LOAD = {
+    2: """\
+      sums[t] += {sum};
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 4.0f;
+      inputs[t][2] = float(v[2]) / 16.0f;
+      inputs[t][3] = float(v[3]) / 64.0f;""",
     4: """\
       sums[t] += {sum};
-      inputs[t][0] = v[0];
-      inputs[t][1] = v[1] / 16.0f;
-      inputs[t][2] = v[2] / 256.0f;
-      inputs[t][3] = v[3] / 4096.0f;""",
+      inputs[t][0] = float(v[0]);
+      inputs[t][1] = float(v[1]) / 16.0f;
+      inputs[t][2] = float(v[2]) / 256.0f;
+      inputs[t][3] = float(v[3]) / 4096.0f;""",
     8: """\
       for (int j = 0; j < 4; j++) {{
-        sums[t] += v[j];
-        inputs[t][j] = v[j];
+        sums[t] += float(v[j]);
+        inputs[t][j] = float(v[j]);
       }}""",
 }
 SUM = {
     True: "float(v[0]) + float(v[1]) + float(v[2]) + float(v[3])",
-    False: "v[0] + v[1] + v[2] + v[3]",
+    False: "float(v[0] + v[1] + v[2] + v[3])",
 }
 # The four weights.
 UNPACK = {
+    2: """\
+      const float q[4] = {
+          float(packed[0] & 0x03), float(packed[0] & 0x0c), float(packed[0] & 0x30),
+          float(packed[0] & 0xc0)};""",
     4: """\
       const ushort u = *(const device ushort*)packed;
       const float q[4] = {
@@ -108,9 +209,11 @@ UNPACK = {
       const float q[4] = {
           float(packed[0]), float(packed[1]), float(packed[2]), float(packed[3])};""",
 }
+FOUR_PRODUCTS = """\
+        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];"""
 MULTIPLY = {
-    4: """\
-        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];""",
+    2: FOUR_PRODUCTS,
+    4: FOUR_PRODUCTS,
     8: """\
         for (int j = 0; j < 4; j++) {
           dots[r][t] += v[j] * q[j];
@@ -123,22 +226,37 @@ def tile(rows: int) -> int:
     return 4 if rows <= 5 else 2
 
 
-def metal_source(variant: Variant, rows: int) -> str:
-    """The body of the kernel for T rows, as `mx.fast.metal_kernel` takes it.
+def metal_source(variant: Variant, rows: int) -> Source:
+    """The kernel for T rows.
 
-    Its arguments are x of shape (T, K), w of shape (N, K * bits / 32), scales and biases of shape
-    (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w, which is uint32.
+    The arguments of its body are x of shape (T, K), w of shape (N, K * bits / 32), scales and
+    biases of shape (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w,
+    which is uint32, and mxfp4's scales, which are uint8; that has no biases.
     One SIMD group computes `tile` outputs of all rows.
     """
-    bits = variant.bits
-    return SOURCE.format(
-        dtype={"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}[variant.dtype],
-        bits=bits,
+    is_affine = variant.mode == "affine"
+    pointers, block, following = AFFINE if is_affine else MXFP4
+    body = SOURCE.format(
+        dtype=METAL_TYPES[variant.dtype],
+        bits=variant.bits,
         group_size=variant.group_size,
         rows=rows,
         tile=tile(rows),
         values=variant.values,
-        load=LOAD[bits].format(sum=SUM[variant.sums == "float32"]),
-        unpack=UNPACK[bits],
-        multiply=MULTIPLY[bits],
+        pointers=pointers,
+        dots=block.format(dots=_dots(variant)),
+        next=following,
     )
+    matrix = ("w", "scales", "biases") if is_affine else ("w", "scales")
+    return Source(body, matrix, SIMD_GROUPS, SIMD_GROUPS * tile(rows))
+
+
+def _dots(variant: Variant) -> str:
+    """The products of a block."""
+    bits, sums = variant.bits, METAL_TYPES[variant.sums]
+    if variant.mode == "mxfp4":
+        return FOURS.format(load=LOAD_MXFP4, unpack=UNPACK_MXFP4, multiply=FOUR_PRODUCTS)
+    if bits not in LOAD:
+        return ONES.format(pack=PACKS[bits], sums=sums)
+    load = LOAD[bits].format(sum=SUM[variant.sums == "float32"])
+    return FOURS.format(load=load, unpack=UNPACK[bits], multiply=MULTIPLY[bits])

@@ -8,13 +8,20 @@ from typing import Literal
 
 import mlx.core as mx
 
-BITS, GROUP_SIZES = (4, 8), (32, 64, 128)
+MODES = ("affine", "mxfp4")
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+# Their names in Metal.
+METAL_TYPES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
 
+Order = Literal["qmv_fast", "qmv"]
+ORDERS: tuple[Order, Order] = ("qmv_fast", "qmv")
 # Lanes of a SIMD group, and bits of a word of packed weights.
 LANES, WORD = 32, 32
-# Input sizes for which MLX has one-row kernels of another kind, with four lanes.
-FOUR_LANES = (64, 128)
+# Weights that MLX unpacks together: where they fill words, as many as fit into one.
+PACKS = {2: 16, 3: 8, 4: 8, 5: 8, 6: 4, 8: 4}
+# Input sizes, and bits, for which MLX has one-row kernels of another kind, with four lanes.
+FOUR_LANES, FOUR_LANES_BITS = (64, 128), (2, 4, 8)
 # MLX's own tiles; smaller matrices take another way through its kernels.
 LEAST_OUTPUTS = 8
 
@@ -27,22 +34,25 @@ class Variant:
         bits: Bits of a weight.
         group_size: Weights that share a scale and a bias.
         dtype: Name of the dtype of inputs, scales, biases and outputs.
-        order: MLX's one-row kernel whose order it is: "qmv_fast" gives a lane two words of weights
-            in a row, "qmv" one.
-        sums: Dtype in which four inputs are added up: "float32" since MLX 0.32.3 or 0.32.4, before
-            that it was ``dtype``. Only with 4 bits is there a difference.
+        order: MLX's one-row kernel whose order it is: "qmv_fast" gives a lane two packs of weights
+            in a row, "qmv" one; with 2 bits both give one.
+        sums: Dtype in which four or eight inputs are added up: "float32" since MLX 0.32.3 or
+            0.32.4, before that it was ``dtype``. With 8 bits there is no difference.
+        mode: "affine", or "mxfp4", which has no biases.
     """
 
     bits: int
     group_size: int
     dtype: str
-    order: Literal["qmv_fast", "qmv"] = "qmv_fast"
+    order: Order = "qmv_fast"
     sums: str = "float32"
+    mode: str = "affine"
 
     @property
     def values(self) -> int:
         """Inputs of a lane per block."""
-        return (2 if self.order == "qmv_fast" else 1) * WORD // self.bits
+        packs = 2 if self.order == "qmv_fast" and self.bits > 2 else 1
+        return packs * PACKS[self.bits]
 
     @property
     def block(self) -> int:
@@ -51,7 +61,8 @@ class Variant:
 
     def __str__(self) -> str:
         sums = "" if self.sums == "float32" else f"_{self.sums}_sums"
-        return f"{self.order}_{self.bits}_bits_{self.group_size}_{self.dtype}{sums}"
+        mode = f"{self.bits}_bits_{self.group_size}" if self.mode == "affine" else self.mode
+        return f"{self.order}_{mode}_{self.dtype}{sums}"
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,10 @@ class MatrixShape:
     Attributes:
         bits: Bits of a weight.
         group_size: Weights that share a scale and a bias.
-        dtype: Name of the dtype of scales and biases.
+        dtype: Name of the dtype of inputs, and of affine scales and biases.
         inputs: K.
         outputs: N.
+        mode: "affine", "mxfp4", or another that there is no kernel for.
     """
 
     bits: int
@@ -71,29 +83,36 @@ class MatrixShape:
     dtype: str
     inputs: int
     outputs: int
+    mode: str = "affine"
 
     @property
     def is_offered(self) -> bool:
         """Whether there are kernels for it."""
         return (
-            self.bits in BITS
+            self.mode in MODES
+            and self.bits in BITS
             and self.group_size in GROUP_SIZES
             and self.dtype in DTYPES
-            and self.inputs not in FOUR_LANES
+            and not (self.inputs in FOUR_LANES and self.bits in FOUR_LANES_BITS)
             and self.outputs >= LEAST_OUTPUTS
         )
 
     def variants(self) -> Iterator[Variant]:
         """What MLX's one-row kernel may be for it; the likeliest comes first."""
         own_sums = () if self.bits == 8 or self.dtype == "float32" else (self.dtype,)
+        if self.mode == "mxfp4":
+            own_sums = ()
         for sums in ("float32", *own_sums):
-            fast = Variant(self.bits, self.group_size, self.dtype, "qmv_fast", sums)
-            if self.inputs % fast.block == 0:
+            fast, other = (
+                Variant(self.bits, self.group_size, self.dtype, order, sums, self.mode)
+                for order in ORDERS
+            )
+            if self.inputs % fast.block == 0 or self.bits == 2:
                 yield fast
-            yield Variant(self.bits, self.group_size, self.dtype, "qmv", sums)
+            if self.bits > 2:
+                yield other
 
     def __str__(self) -> str:
-        return (
-            f"{self.outputs} x {self.inputs}, {self.bits} bits, groups of {self.group_size}, "
-            f"{self.dtype}"
-        )
+        bits = f"{self.bits} bits, groups of {self.group_size}"
+        kind = bits if self.mode == "affine" else self.mode
+        return f"{self.outputs} x {self.inputs}, {kind}, {self.dtype}"

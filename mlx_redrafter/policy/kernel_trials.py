@@ -18,16 +18,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.errors import first_line
+from mlx_redrafter.kernels.dense import AnyShape, AnyVariant
 from mlx_redrafter.kernels.layers import (
     Choice,
     is_available,
+    layers_by_shape,
     product,
-    quantised_layers,
     stock_product,
     use,
 )
 from mlx_redrafter.kernels.small_t import ROWS, as_integers
-from mlx_redrafter.kernels.variant import DTYPES, MatrixShape, Variant
+from mlx_redrafter.kernels.variant import DTYPES
 from mlx_redrafter.policy.attention_trials import AttentionTrial, try_attentions, use_tried
 from mlx_redrafter.policy.kernel_times import Times, known_times, time_in_turns
 
@@ -51,9 +52,9 @@ class Trial:
         error: Message of a kernel that could not be compiled or run; None where all could.
     """
 
-    shape: MatrixShape
+    shape: AnyShape
     num_layers: int
-    variant: Variant | None
+    variant: AnyVariant | None
     times: dict[int, Times]
     error: str | None = None
 
@@ -83,7 +84,7 @@ def use_kernels(model: nn.Module) -> None:
     """
     if not is_available() or os.environ.get(SWITCH) == "0":
         return
-    layers = quantised_layers(model)
+    layers = layers_by_shape(model)
     products = [try_kernel(shape, alike) for shape, alike in layers.items()]
     attentions = try_attentions(model)
     trials: list[Trial | AttentionTrial] = [*products, *attentions]
@@ -104,7 +105,7 @@ def use_kernels(model: nn.Module) -> None:
     use_tried(model, attentions)
 
 
-def try_kernel(shape: MatrixShape, layers: Sequence[nn.Module]) -> Trial:
+def try_kernel(shape: AnyShape, layers: Sequence[nn.Module]) -> Trial:
     """Try the variants of the kernel for layers whose matrices have one shape."""
     try:
         variant = _equal_variant(shape, layers)
@@ -114,7 +115,7 @@ def try_kernel(shape: MatrixShape, layers: Sequence[nn.Module]) -> Trial:
     return Trial(shape, len(layers), variant, times)
 
 
-def probe(shape: MatrixShape) -> mx.array:
+def probe(shape: AnyShape) -> mx.array:
     """Inputs that show differences, shape (most rows, K): outliers, zeros, subnormal numbers."""
     key = mx.random.key(0)
     x = mx.random.normal((ROWS[-1], shape.inputs), key=key)
@@ -124,14 +125,14 @@ def probe(shape: MatrixShape) -> mx.array:
     return x.astype(DTYPES[shape.dtype])
 
 
-def time_product(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> Times:
+def time_product(layers: Sequence[nn.Module], variant: AnyVariant, x: mx.array) -> Times:
     """Times of a layer's product. Waits for the device.
 
     The layers take their turns, so that weights come from memory as they do in a model.
 
     Args:
         layers: Layers whose matrices have one shape.
-        variant: Variant of the kernel.
+        variant: AnyVariant of the kernel.
         x: Inputs of shape (T, K).
     """
     return time_in_turns(
@@ -141,7 +142,7 @@ def time_product(layers: Sequence[nn.Module], variant: Variant, x: mx.array) -> 
 
 
 def _known_times(
-    shape: MatrixShape, layers: Sequence[nn.Module], variant: Variant
+    shape: AnyShape, layers: Sequence[nn.Module], variant: AnyVariant
 ) -> dict[int, Times]:
     def measure(rows: int) -> Times:
         return time_product(layers, variant, mx.contiguous(probe(shape)[:rows]))
@@ -149,7 +150,7 @@ def _known_times(
     return known_times(shape, ("small_t", variant, len(layers)), layers[:1], measure)
 
 
-def _equal_variant(shape: MatrixShape, layers: Sequence[nn.Module]) -> Variant | None:
+def _equal_variant(shape: AnyShape, layers: Sequence[nn.Module]) -> AnyVariant | None:
     """The first variant whose bits are stock's in the first and the last layer, for all T."""
     x = probe(shape)
     ends = {id(layer): layer for layer in (layers[0], layers[-1])}.values()

@@ -16,7 +16,7 @@ float sums[PART] = {};
 const device number* q =
     queries + head * queries_strides[1] + node * queries_strides[2];
 for (int j = 0; j < PART; j++) {
-  query[j] = scale * q[(lane * PART + j) * queries_strides[3]];
+  query[j] = scale * float(q[(lane * PART + j) * queries_strides[3]]);
 }
 
 float max_score = Limits<float>::finite_min;
@@ -46,7 +46,8 @@ for (int i = group; i <= committed + depth; i += 32) {
   max_score = new_max;
   total = total * factor + weight;
   for (int j = 0; j < PART; j++) {
-    sums[j] = sums[j] * factor + weight * v[(lane * PART + j) * values_strides[3]];
+    const float value = v[(lane * PART + j) * values_strides[3]];
+    sums[j] = sums[j] * factor + weight * value;
   }
 }
 

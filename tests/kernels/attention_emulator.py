@@ -12,7 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.kernels.attention_source import AttentionVariant
-from tests.kernels.emulator import HEADERS, ROUNDED, TYPES, bits_of, compiled, function_in
+from mlx_redrafter.kernels.variant import METAL_TYPES
+from tests.kernels.emulator import ROUNDED, bits_of, compiled
+from tests.kernels.stock import HEADERS, template
 
 STATE = """
 static constexpr bool has_mask = false, query_transposed = false, do_causal = false;
@@ -74,9 +76,9 @@ class AttentionKernels:
         self, sources: Mapping[AttentionVariant, str], flags: Sequence[str] = ROUNDED
     ) -> None:
         header = (HEADERS / "sdpa_vector.h").read_text(encoding="utf-8")
-        text = '#include "shim.h"\n' + STATE + function_in(header, "sdpa_vector")
+        text = '#include "shim.h"\n' + STATE + template(header, "sdpa_vector")
         for variant, source in sources.items():
-            number = TYPES[variant.dtype]
+            number = METAL_TYPES[variant.dtype]
             call = STOCK_CALL.format(number=number, head_size=variant.head_size)
             text += RUN.format(name=f"stock_{variant}", call=call)
             text += OURS.format(name=variant, number=number, source=source)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 import shutil
 import subprocess
 import sys
@@ -24,13 +23,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.source import SIMD_GROUPS
-from mlx_redrafter.kernels.variant import DTYPES, Variant
+from mlx_redrafter.kernels.source import Source
+from mlx_redrafter.kernels.variant import DTYPES, METAL_TYPES
+from tests.kernels.stock import HEADERS, stock, stock_source
 
 SHIM = Path(__file__).with_name("shim.h")
-HEADERS = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels"
-HEADER = HEADERS / "quantized.h"
 # Vectorised code fuses other multiplications with additions than scalar code does.
 FLAGS = (
     "-O1",
@@ -46,36 +45,23 @@ ROUNDED, FUSED = ("-ffp-contract=off",), ("-ffp-contract=fast", "-mfma")
 SIMD_ORDERS = (0, 1, 2)
 
 needs_emulator = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None or not HEADER.exists(),
+    sys.platform != "linux" or shutil.which("g++") is None or not HEADERS.exists(),
     reason="needs Linux, g++ and the Metal headers of MLX's wheel",
 )
 
-# What MLX's kernels for one row are made of.
-STOCK = (
-    "get_pack_factor",
-    "get_bytes_per_pack",
-    "load_vector",
-    "load_vector_safe",
-    "qdot",
-    "qdot_safe",
-    "qmv_fast_impl",
-    "qmv_impl",
-)
-TYPES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
-
 RUN = """
 extern "C" bool {name}(
-    const void* w_, const void* scales_, const void* biases_, const void* x_, void* y_,
+    const void* x_, void* y_, const void* w_, const void* scales_, const void* biases_,
     const int* shape_, const int* grid, int order) {{
   w = w_, scales = scales_, biases = biases_, x = x_, y = y_, shape = shape_;
   simd_order = order;
-  for (group = 0; group < grid[1]; group++)
+  for (group = 0; group < grid[1]; group += {groups})
     for (column = 0; column < grid[0]; column++)
-      if (!run_threadgroup([] {{ {call} }})) return false;
+      if (!run_threadgroup([] {{ {call} }}, {groups})) return false;
   return true;
 }}
 """
-# Arguments of a kernel: T, K, N and words of a row, and the place in the grid.
+# Arguments of a kernel, in its shape T, K, N and words of a row, and the place in the grid.
 STATE = """
 static const void *w, *scales, *biases, *x; static void* y; static const int* shape;
 static int group, column;
@@ -93,44 +79,52 @@ class Kernels:
 
     def __init__(
         self,
-        sources: Mapping[tuple[Variant, int], str],
+        sources: Mapping[tuple[AnyVariant, int], Source],
         flags: Sequence[str] = ROUNDED,
         older: bool = False,
     ):
-        text = '#include "shim.h"\n' + STATE + _stock_source(older)
-        text += "".join(map(_stock_run, dict.fromkeys(variant for variant, _ in sources)))
+        variants = dict.fromkeys(variant for variant, _ in sources)
+        text = '#include "shim.h"\n' + STATE + stock_source(variants, older)
+        text += "".join(map(_stock_run, variants))
         text += "".join(_our_run(*key, source) for key, source in sources.items())
         self._library = compiled(text, tuple(flags))
 
-    def stock(self, variant: Variant, x: mx.array, *weights: mx.array, order: int = 0) -> mx.array:
-        """MLX's kernel, one row at a time: x of shape (T, K), packed weights, scales, biases."""
-        grid = x.shape[0], -(-weights[0].shape[0] // 8) * SIMD_GROUPS
-        return self._run(f"stock_{variant}", grid, x, weights, order)
+    def stock(
+        self, variant: AnyVariant, x: mx.array, *matrix: mx.array, order: int = 0
+    ) -> mx.array:
+        """MLX's kernel, one row at a time: x of shape (T, K), and what a matrix consists of.
+
+        A matrix that is not quantised may be followed by a bias of shape (N,).
+        """
+        _, groups, outputs = stock(variant)
+        groups *= -(-matrix[0].shape[0] // outputs)
+        return self._run(f"stock_{variant}", (x.shape[0], groups), x, matrix, order)
 
     def ours(
         self,
-        variant: Variant,
+        variant: AnyVariant,
         x: mx.array,
-        *weights: mx.array,
+        *matrix: mx.array,
         groups: int,
         order: int = 0,
     ) -> mx.array:
         """Our kernel for all rows of x at once, in ``groups`` SIMD groups."""
-        return self._run(f"ours_{x.shape[0]}_{variant}", (1, groups), x, weights, order)
+        return self._run(f"ours_{x.shape[0]}_{variant}", (1, groups), x, matrix, order)
 
     def _run(
         self,
         name: str,
         grid: tuple[int, int],
         x: mx.array,
-        weights: Sequence[mx.array],
+        matrix: Sequence[mx.array],
         order: int,
     ) -> mx.array:
-        rows, outputs = x.shape[0], weights[0].shape[0]
-        inputs = [np.ascontiguousarray(bits_of(one)) for one in (*weights, x)]
-        y = np.zeros((rows, outputs), inputs[-1].dtype)
-        shape = (ctypes.c_int * 4)(rows, x.shape[1], outputs, weights[0].shape[1])
-        pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in (*inputs, y)]
+        rows, outputs = x.shape[0], matrix[0].shape[0]
+        x_bits, *bits = (np.ascontiguousarray(bits_of(one)) for one in (x, *matrix))
+        y = np.zeros((rows, outputs), x_bits.dtype)
+        shape = (ctypes.c_int * 4)(rows, x.shape[1], outputs, matrix[0].shape[1])
+        pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in (x_bits, y, *bits)]
+        pointers += [ctypes.c_void_p()] * (5 - len(pointers))
         function = getattr(self._library, name)
         function.restype = ctypes.c_bool
         if not function(*pointers, shape, (ctypes.c_int * 2)(*grid), order):
@@ -138,71 +132,48 @@ class Kernels:
         return mx.array(y).view(x.dtype)
 
 
-def random_matrix(variant: Variant, outputs: int, inputs: int, seed: int = 0) -> list[mx.array]:
-    """Packed weights, scales and biases of a random matrix."""
+def kinds(variant: AnyVariant) -> dict[str, str]:
+    """Names of the dtypes of what a matrix consists of."""
+    if isinstance(variant, DenseVariant):
+        return {"w": variant.dtype}
+    scales = variant.dtype if variant.mode == "affine" else "uint8"
+    return {"w": "uint32", "scales": scales, "biases": variant.dtype}
+
+
+def random_matrix(variant: AnyVariant, outputs: int, inputs: int, seed: int = 0) -> list[mx.array]:
+    """What a random matrix consists of: weights, for a quantised one scales and biases, too."""
     spread = inputs**-0.5
     values = mx.random.normal((outputs, inputs), scale=spread, key=mx.random.key(seed))
     values = values.astype(DTYPES[variant.dtype])
-    return list(mx.quantize(values, group_size=variant.group_size, bits=variant.bits))
+    if isinstance(variant, DenseVariant):
+        return [values]
+    return list(mx.quantize(values, variant.group_size, variant.bits, mode=variant.mode))
 
 
 def bits_of(x: mx.array) -> np.ndarray:
-    return np.array(x if x.dtype == mx.uint32 else as_integers(x))
+    return np.array(as_integers(x) if mx.issubdtype(x.dtype, mx.floating) else x)
 
 
-def _stock_source(older: bool) -> str:
-    """The functions `STOCK` of the installed MLX."""
-    header = HEADER.read_text(encoding="utf-8")
-    text = "static constexpr int SIMD_SIZE = 32;\n" + "".join(function_in(header, n) for n in STOCK)
-    if older:
-        four = r"U\(x\[i\]\) \+ U\(x\[i \+ 1\]\) \+ U\(x\[i \+ 2\]\) \+ U\(x\[i \+ 3\]\);"
-        text, found = re.subn(four, "x[i] + x[i + 1] + x[i + 2] + x[i + 3];", text)
-        assert found
-    return text
+def _stock_run(variant: AnyVariant) -> str:
+    call, groups, _ = stock(variant)
+    return RUN.format(name=f"stock_{variant}", groups=groups, call=call)
 
 
-def function_in(header: str, name: str) -> str:
-    """A function template of MLX, from its ``template`` to the brace that ends it."""
-    place = re.search(rf"\b{name}\(", header)
-    assert place, f"MLX's headers have no {name}"
-    begin = header.rindex("template <", 0, place.start())
-    depth, end = 0, header.index("{", place.start())
-    while True:
-        depth += {"{": 1, "}": -1}.get(header[end], 0)
-        end += 1
-        if depth == 0:
-            return header[begin:end] + "\n"
-
-
-def _arguments(number: str) -> str:
+def _our_run(variant: AnyVariant, rows: int, source: Source) -> str:
+    name, number = f"ours_{rows}_{variant}", METAL_TYPES[variant.dtype]
+    types = {name: METAL_TYPES.get(kind, f"{kind}_t") for name, kind in kinds(variant).items()}
+    parameters = "".join(f"const {types[one]}* {one}, " for one in source.matrix)
+    arguments = "".join(f"(const {types[one]}*)::{one}, " for one in source.matrix)
     return (
-        f"(const uint32_t*)::w, (const {number}*)::scales, (const {number}*)::biases, "
-        f"(const {number}*)::x, ({number}*)::y, "
-    )
-
-
-def _stock_run(variant: Variant) -> str:
-    number = TYPES[variant.dtype]
-    partial_rows = ", true" if variant.order == "qmv_fast" else ""  # N need not be a multiple of 8
-    call = (
-        f"{variant.order}_impl<{number}, {variant.group_size}, {variant.bits}{partial_rows}>("
-        f"{_arguments(number)} shape[1], shape[2], "
-        f"uint3{{uint(column), uint(group / {SIMD_GROUPS}), 0}}, group % {SIMD_GROUPS}, lane);"
-    )
-    return RUN.format(name=f"stock_{variant}", call=call)
-
-
-def _our_run(variant: Variant, rows: int, source: str) -> str:
-    name, number = f"ours_{rows}_{variant}", TYPES[variant.dtype]
-    return (
-        f"static void kernel_{name}(const uint32_t* w, const {number}* scales, "
-        f"const {number}* biases, const {number}* x, {number}* y, const int* x_shape, "
-        "const int* w_shape, uint thread_index_in_simdgroup, uint3 thread_position_in_grid) {\n"
-        f"{source}}}\n"
+        f"static void kernel_{name}({parameters}const {number}* x, {number}* y, "
+        "const int* x_shape, const int* w_shape, uint thread_index_in_simdgroup, "
+        f"uint3 thread_position_in_grid) {{\n{source.body}}}\n"
         + RUN.format(
             name=name,
-            call=f"const int w_shape[] = {{shape[2], shape[3]}}; kernel_{name}("
-            f"{_arguments(number)} shape, w_shape, lane, uint3{{uint(lane), uint(group), 0}});",
+            groups=source.simd_groups,
+            call=f"const int w_shape[] = {{shape[2], shape[3]}}; kernel_{name}({arguments}"
+            f"(const {number}*)::x, ({number}*)::y, shape, w_shape, lane, "
+            "uint3{uint(lane), uint(group + simd_group), 0});",
         )
     )
 

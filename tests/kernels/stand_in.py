@@ -19,8 +19,8 @@ from mlx_redrafter.kernels.attention_source import (
     AttentionVariant,
     attention_source,
 )
-from mlx_redrafter.kernels.source import SIMD_GROUPS, metal_source
-from mlx_redrafter.kernels.variant import DTYPES, LANES, MatrixShape, Variant
+from mlx_redrafter.kernels.dense import AnyVariant, DenseShape
+from mlx_redrafter.kernels.variant import DTYPES, LANES, MatrixShape
 from mlx_redrafter.policy import kernel_times, kernel_trials
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
@@ -28,15 +28,15 @@ from tests.kernels.emulator import Kernels
 ATTENTION_VARIANTS = [AttentionVariant(size, dtype) for size in HEAD_SIZES for dtype in DTYPES]
 
 
-def emulated(pairs: Iterable[tuple[Variant, int]], **options: Any) -> Kernels:
+def emulated(pairs: Iterable[tuple[AnyVariant, int]], **options: Any) -> Kernels:
     """The kernels of these variants and rows, compiled for the emulator."""
-    return Kernels({pair: metal_source(*pair) for pair in pairs}, **options)
+    return Kernels({pair: small_t.source_of(*pair) for pair in pairs}, **options)
 
 
 def run_emulated(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, order: int = 0) -> None:
     """Let `small_t` launch emulated kernels."""
 
-    def launcher(variant: Variant, rows: int) -> Callable[..., list[mx.array]]:
+    def launcher(variant: AnyVariant, rows: int) -> Callable[..., list[mx.array]]:
         def launch(
             inputs: list[mx.array],
             grid: tuple[int, int, int],
@@ -44,7 +44,9 @@ def run_emulated(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, order: int =
             output_shapes: list[tuple[int, int]],
             output_dtypes: list[mx.Dtype],
         ) -> list[mx.array]:
-            assert (grid[0], grid[2], threadgroup) == (LANES, 1, (LANES, SIMD_GROUPS, 1))
+            groups = small_t.source_of(variant, rows).simd_groups
+            assert (grid[0], grid[2], threadgroup) == (LANES, 1, (LANES, groups, 1))
+            assert grid[1] % groups == 0
             y = kernels.ours(variant, *inputs, groups=grid[1], order=order)
             assert (y.shape, y.dtype, rows) == (output_shapes[0], output_dtypes[0], y.shape[0])
             return [y]
@@ -59,24 +61,44 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
 
     Its products of several rows are those of MLX's CPU back end, which adds up in another order.
     """
-    multiply = mx.quantized_matmul
+    multiply, add_product = mx.quantized_matmul, mx.addmm
+    multiply_dense: Any = mx.array.__matmul__
 
     def quantized_matmul(
         x: mx.array,
         weight: mx.array,
         scales: mx.array,
-        biases: mx.array,
+        biases: mx.array | None,
         **format: Any,
     ) -> mx.array:
-        inputs = x.shape[-1]
-        dtype = str(scales.dtype).removeprefix("mlx.core.")
-        shape = MatrixShape(format["bits"], format["group_size"], dtype, inputs, weight.shape[0])
+        inputs, dtype = x.shape[-1], str(x.dtype).removeprefix("mlx.core.")
+        bits, size = format["bits"], format["group_size"]
+        shape = MatrixShape(bits, size, dtype, inputs, weight.shape[0], format["mode"])
         if x.size > inputs or not shape.is_offered:
             return multiply(x, weight, scales, biases, **format)
-        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), weight, scales, biases)
+        matrix = [weight, scales] if biases is None else [weight, scales, biases]
+        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), *matrix)
         return y.reshape(*x.shape[:-1], -1)
 
+    def dense_row(x: mx.array, transposed: mx.array, *bias: mx.array) -> mx.array | None:
+        """The product of one row; None for what is none, or has no kernel of ours."""
+        shape = DenseShape(str(x.dtype).removeprefix("mlx.core."), *transposed.shape[-2:])
+        if transposed.ndim > 2 or x.size > shape.inputs or not shape.is_offered:
+            return None
+        y = kernels.stock(next(shape.variants()), x.reshape(1, -1), transposed.T, *bias)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def matmul(x: mx.array, transposed: mx.array) -> mx.array:
+        y = dense_row(x, transposed)
+        return multiply_dense(x, transposed) if y is None else y
+
+    def addmm(bias: mx.array, x: mx.array, transposed: mx.array) -> mx.array:
+        y = dense_row(x, transposed, bias)
+        return add_product(bias, x, transposed) if y is None else y
+
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
+    monkeypatch.setattr(mx.array, "__matmul__", matmul)
+    monkeypatch.setattr(mx, "addmm", addmm)
     for module in (layers, kernel_trials):
         monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)

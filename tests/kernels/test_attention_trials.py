@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.kernels import layers
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
 from mlx_redrafter.kernels.layers import choices
@@ -56,6 +57,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trials, "PARENTS", (0, 0, 0, 1, 3))
 
 
+@pytest.fixture
+def no_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models without matrices that there are kernels for."""
+    for module in (layers, kernel_trials):
+        monkeypatch.setattr(module, "layers_by_shape", lambda model: {})
+
+
 def _model() -> nn.Module:
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
     model.set_dtype(mx.float16)
@@ -84,7 +92,7 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
 
 
 @needs_emulator
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "no_matrices")
 def test_equal_attention_is_used_where_it_is_no_slower() -> None:
     model = _model()
     assert attention_shapes(model) == {SHAPE: 1}
@@ -94,7 +102,7 @@ def test_equal_attention_is_used_where_it_is_no_slower() -> None:
 
 
 @needs_emulator
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "no_matrices")
 def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are equal up to the shorter of the limits only; trees beyond it go without."""
     model = _model()
@@ -118,7 +126,22 @@ def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_emulator
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "no_matrices")
+@pytest.mark.parametrize(("most_keys", "is_used"), [(7, False), (8, True)])
+def test_the_limit_counts_the_keys_of_the_deepest_node(
+    monkeypatch: pytest.MonkeyPatch, most_keys: int, is_used: bool
+) -> None:
+    """The tree follows 3 tokens, and its deepest node is the fifth on its path."""
+    monkeypatch.setattr(attention_trials, "MOST_KEYS", (most_keys,))
+    model = _model()
+    stock = logits_of_tree(model, follow=False)
+    use_kernels(model)
+    assert f"most_keys={most_keys}" in choices(model)[0]
+    assert are_equal(logits_of_tree(model, follow=False), stock) != is_used
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine", "no_matrices")
 def test_a_wrong_order_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +160,7 @@ def test_a_wrong_order_is_refused(
 
 
 @needs_emulator
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "no_matrices")
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (_model(), None, None))
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
@@ -156,7 +179,7 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_emulator
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "no_matrices")
 def test_what_does_not_compile_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.kernels import dense
+from mlx_redrafter.kernels.dense import AnyVariant, DenseShape, DenseVariant
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
-from mlx_redrafter.kernels.source import MOST_ROWS
-from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, Variant
+from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
+from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, ORDERS, Variant
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
@@ -29,54 +31,79 @@ VARIANTS = [
     for number in BITS
     for group_size in GROUP_SIZES
     for dtype in DTYPES
-    for order in ("qmv_fast", "qmv")
-]
+    for order in ORDERS
+    if (number, order) != (2, "qmv")  # the same as its "qmv_fast"
+] + [Variant(4, 32, dtype, order, mode="mxfp4") for dtype in DTYPES for order in ORDERS]
+DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype in DTYPES for order in dense.ORDERS]
+# What the tests compare: of weights that are rarely seen, a sample.
+COMMON = (4, 8)
+SAMPLE: list[AnyVariant] = [
+    variant
+    for variant in VARIANTS
+    if variant.bits in COMMON
+    or (variant.group_size, variant.dtype, variant.order)
+    in ((64, "float16", "qmv_fast"), (32, "bfloat16", "qmv"), (128, "float32", "qmv_fast"))
+] + DENSE_VARIANTS
 LAUNCHED = range(2, MOST_ROWS + 1)
 # A number of rows for either size of tiles; sources for all dtypes differ in a name only.
 FEW = (3, 8)
 OUTPUTS = 13  # no multiple of a tile or a threadgroup
 
 
-def _launched(variant: Variant) -> Sequence[int]:
-    return LAUNCHED if variant.dtype == "float16" else FEW
+def _launched(variant: AnyVariant) -> Sequence[int]:
+    is_common = isinstance(variant, DenseVariant) or variant.bits in COMMON
+    return LAUNCHED if variant.dtype == "float16" and is_common else FEW
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    """All variants."""
-    return emulated((variant, t) for variant in VARIANTS for t in _launched(variant))
+    """All variants of the sample."""
+    return emulated((variant, t) for variant in SAMPLE for t in _launched(variant))
 
 
 def _different(
-    kernels: Kernels, variant: Variant, rows: Sequence[int], order: int = 0
+    kernels: Kernels, variant: AnyVariant, rows: Sequence[int], order: int = 0
 ) -> list[int]:
     """Values of T for which some bit is not that of one row at a time."""
-    # Two blocks; in the last one of "qmv" some lanes have nothing.
-    inputs = 2 * variant.block - (0 if variant.order == "qmv_fast" else variant.group_size)
+    inputs = 2 * variant.block
+    if isinstance(variant, DenseVariant):
+        inputs += 5  # some lanes have nothing in the last block, and one has a part
+    elif variant.order == "qmv":
+        inputs -= variant.group_size  # some lanes have nothing in the last block
     matrix = random_matrix(variant, OUTPUTS, inputs)
     x = mx.random.normal((ROWS[-1], inputs), key=mx.random.key(1)).astype(DTYPES[variant.dtype])
     expected = as_integers(kernels.stock(variant, x, *matrix, order=order))
-    found = {t: as_integers(small_t(x[:t], *matrix, variant)) for t in rows}
+    found = {t: as_integers(small_t(x[:t], matrix, variant)) for t in rows}
     return [t for t, y in found.items() if not mx.array_equal(y, expected[:t])]
 
 
 @needs_emulator
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", SAMPLE, ids=str)
 def test_rows_have_the_bits_of_one_row(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, variant: Variant
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, variant: AnyVariant
 ) -> None:
-    rows = ROWS if variant.dtype == "float16" else (*FEW, 2 * MOST_ROWS)
+    rows = ROWS if _launched(variant) is LAUNCHED else (*FEW, 2 * MOST_ROWS)
     for order in SIMD_ORDERS:
         run_emulated(monkeypatch, kernels, order)
         assert _different(kernels, variant, rows, order) == []
 
 
 @needs_emulator
-@pytest.mark.parametrize("number", BITS)
+@pytest.mark.parametrize(
+    "variants",
+    [
+        *(
+            [Variant(number, 64, "float32", "qmv_fast"), Variant(number, 64, "float16", "qmv")]
+            for number in BITS
+        ),
+        [DenseVariant("float32", *order) for order in dense.ORDERS],
+        [variant for variant in VARIANTS if variant.mode == "mxfp4"],
+    ],
+    ids=lambda variants: str(variants[0]),
+)
 def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
-    monkeypatch: pytest.MonkeyPatch, number: int
+    monkeypatch: pytest.MonkeyPatch, variants: list[AnyVariant]
 ) -> None:
-    variants = [Variant(number, 64, "float32", "qmv_fast"), Variant(number, 64, "float16", "qmv")]
     fused = emulated([(variant, t) for variant in variants for t in FEW], flags=FUSED)
     run_emulated(monkeypatch, fused)
     for variant in variants:
@@ -84,9 +111,11 @@ def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
 
 
 @needs_emulator
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sums_of_older_versions(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    older, newer = Variant(4, 64, dtype, sums=dtype), Variant(4, 64, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("float16", 4), ("bfloat16", 4), ("float16", 3), ("bfloat16", 2)]
+)
+def test_sums_of_older_versions(monkeypatch: pytest.MonkeyPatch, dtype: str, number: int) -> None:
+    older, newer = Variant(number, 64, dtype, sums=dtype), Variant(number, 64, dtype)
     kernels = emulated([(variant, 3) for variant in (older, newer)], older=True)
     run_emulated(monkeypatch, kernels)
     assert _different(kernels, older, [3]) == []
@@ -104,31 +133,78 @@ def test_the_emulated_kernel_computes_the_product(kernels: Kernels) -> None:
 
 
 @needs_emulator
+@pytest.mark.parametrize("order", dense.ORDERS)
+def test_the_emulated_dense_kernel_computes_the_product(
+    kernels: Kernels, order: tuple[int, int]
+) -> None:
+    variant = DenseVariant("float32", *order)
+    (weight,) = random_matrix(variant, OUTPUTS, 1030)
+    x = mx.random.normal((3, 1030))
+    assert mx.allclose(kernels.stock(variant, x, weight), x @ weight.T, atol=1e-5)
+
+
+@needs_emulator
+def test_the_emulated_mxfp4_kernel_computes_the_product(kernels: Kernels) -> None:
+    variant = Variant(4, 32, "float32", mode="mxfp4")
+    weight, scales = random_matrix(variant, OUTPUTS, 1024)
+    scales[0, 0] = 0  # the least power of two
+    x = mx.random.normal((3, 1024))
+    y = kernels.stock(variant, x, weight, scales)
+    expected = mx.quantized_matmul(x, weight, scales, group_size=32, bits=4, mode="mxfp4")
+    assert mx.allclose(y, expected, atol=1e-5)
+
+
+@needs_emulator
 def test_the_emulator_notices_lanes_that_part() -> None:
     variant = Variant(4, 64, "float32")
-    source = "if (thread_index_in_simdgroup < 3) { y[0] = simd_sum(1.0f); }"
+    body = "if (thread_index_in_simdgroup < 3) { y[0] = simd_sum(1.0f); }"
+    source = metal_source(variant, 2)._replace(body=body)
     kernels = Kernels({(variant, 2): source})
     matrix = random_matrix(variant, 8, 512)
     with pytest.raises(RuntimeError, match="have parted"):
         kernels.ours(variant, mx.zeros((2, 512)), *matrix, groups=2)
 
 
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        (Variant(4, 64, "bfloat16"), "uint32_t"),
+        (DenseVariant("bfloat16", *dense.MANY), "bfloat16_t"),
+    ],
+    ids=str,
+)
 def test_signature_of_the_generated_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], variant: AnyVariant, weights: str
 ) -> None:
     """What MLX makes of the source, as it prints it; nothing is compiled."""
-    variant = Variant(4, 64, "bfloat16")
     matrix = random_matrix(variant, 16, 512)
     x = mx.zeros((4, 512), mx.bfloat16)
-    print_generated_source(tmp_path, lambda x: small_t(x, *matrix, variant), x)
+    print_generated_source(tmp_path, lambda x: small_t(x, matrix, variant), x)
     source = capfd.readouterr().out
     for argument in (
         "const device bfloat16_t* x [[buffer(0)]]",
         "const constant int* x_shape",
-        "const device uint32_t* w ",
+        f"const device {weights}* w ",
         "const constant int* w_shape",
         "device bfloat16_t* y ",
         "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]",
         "uint3 thread_position_in_grid [[thread_position_in_grid]]",
     ):
         assert argument in source
+
+
+def test_orders_of_dense_matrices() -> None:
+    """As MLX chooses for a product with one row; the others follow."""
+    orders = {
+        (shape.lanes, shape.groups): [
+            (outputs, inputs)
+            for outputs, inputs in ((512, 64), (512, 65), (512, 8191), (512, 8192), (8, 64))
+            if next(DenseShape("float16", inputs, outputs).variants()) == shape
+        ]
+        for shape in DenseShape("float16", 4096, 4096).variants()
+    }
+    assert orders == {
+        (32, 1): [(512, 65), (512, 8191)],
+        (4, 1): [(512, 64), (8, 64)],
+        (32, 8): [(512, 8192)],
+    }

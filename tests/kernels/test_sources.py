@@ -8,29 +8,35 @@ import pytest
 
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES
-from mlx_redrafter.kernels.layers import quantised_layers
+from mlx_redrafter.kernels.layers import layers_by_shape
 from mlx_redrafter.kernels.variant import BITS, DTYPES
 from mlx_redrafter.policy import kernel_times
 from mlx_redrafter.policy.attention_trials import try_attention
 from mlx_redrafter.policy.kernel_trials import try_kernel
-from tests.golden import record_small_t, record_tree_attention
+from tests.golden import record_dense, record_small_t, record_tree_attention
 
 
 def test_sources_are_those_on_record() -> None:
-    for kernel in (record_small_t, record_tree_attention):
+    for kernel in (record_dense, record_small_t, record_tree_attention):
         assert kernel.record() == kernel.FILE.read_text(encoding="utf-8")
 
 
 @pytest.mark.metal
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
-@pytest.mark.parametrize("number", BITS)
+@pytest.mark.parametrize("kind", ["dense", "mxfp4", *BITS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_on_an_apple_gpu(monkeypatch: pytest.MonkeyPatch, number: int, dtype: str) -> None:
+def test_equal_on_an_apple_gpu(
+    monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
+) -> None:
     monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
-    model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100))
+    model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
-    nn.quantize(model, 32, number)
-    for shape, layers in quantised_layers(model).items():
+    if kind == "mxfp4":
+        nn.quantize(model, 32, 4, mode="mxfp4")
+    elif kind != "dense":
+        nn.quantize(model, 32, kind)
+    assert len(layers_by_shape(model)) == 3
+    for shape, layers in layers_by_shape(model).items():
         trial = try_kernel(shape, layers)
         assert trial.failure is None, f"{shape}: {trial.failure}"
 

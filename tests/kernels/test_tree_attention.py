@@ -29,7 +29,7 @@ MUTATIONS = [
     ("i <= committed + depth", "i < committed + depth"),
     ("int i = group;", "int i = group ^ (group >> 1);"),
     ("row += committed;", ""),
-    ("scale * q[", "q["),
+    ("scale * float(", "float("),
     ("total = total * factor", "total = total"),
     ("sums[j] = sums[j] * factor", "sums[j] = sums[j]"),
     ("totals[lane] * factor", "totals[lane]"),

@@ -16,7 +16,9 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_redrafter import loading, stream_generate
 from mlx_redrafter.cli.loading import Pair
 from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.kernels.layers import choices, quantised_layers
+from mlx_redrafter.kernels.dense import FEW, MANY, ORDERS, USUAL, DenseShape, DenseVariant
+from mlx_redrafter.kernels.dense_source import dense_source
+from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.variant import MatrixShape, Variant
@@ -32,9 +34,44 @@ from tests.kernels.emulator import Kernels, needs_emulator
 from tests.kernels.stand_in import emulated, stand_in
 
 VOCAB_SIZE = 64
+MXFP4 = [
+    ("VALUES = 16", "VALUES = 8"),
+    ("GROUP = 32", "GROUP = 64"),
+    ("0x400000", "0x800000"),
+    ("<< 23", "<< 22"),
+    ("(4 * j)", "(3 * j)"),
+    ("& 7", "& 3"),
+    ("<< 9", "<< 8"),
+    ("16384.0f", "8192.0f"),
+    ("& 8", "& 4"),
+]
 FORMAT = Variant(4, 32, "float16", "qmv")
 # Constants of the arithmetic: how each stands in the source, and another one.
+ONES = [
+    ("- 1;", "- 2;"),
+    ("BITS / 8", "BITS / 16"),
+    ("BITS % 8", "BITS % 4"),
+    ("float(1 << bit)", "float(2 << bit)"),
+    ("& (MASK << bit)", "& MASK"),
+    ("BITS > 8", "BITS > 11"),
+    ("byte + 1", "byte"),
+    ("(8 - bit)", "(9 - bit)"),
+    ("* 256.0f", "* 128.0f"),
+    ("j == 0", "j <= 1"),
+]
 CONSTANTS = {
+    2: [
+        ("VALUES = 16", "VALUES = 8"),
+        ("/ 4.0f", "/ 8.0f"),
+        ("/ 16.0f", "/ 8.0f"),
+        ("/ 64.0f", "/ 32.0f"),
+        ("0x03", "0x01"),
+        ("0x0c", "0x04"),
+        ("0x30", "0x10"),
+        ("0xc0", "0x40"),
+    ],
+    3: [("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), *ONES[:5]],
+    6: [("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), *ONES[5:]],
     4: [
         ("VALUES = 16", "VALUES = 8"),
         ("/ 16.0f", "/ 32.0f"),
@@ -55,6 +92,35 @@ CONSTANTS = {
         ("sums[t] * b", "b"),
     ],
 }
+# The same where an output is shared by eight SIMD groups, and a part of the last block is missing.
+DENSE_CONSTANTS = [
+    ("LANES = 32", "LANES = 16"),
+    ("GROUPS = 8", "GROUPS = 4"),
+    ("BLOCK = 4", "BLOCK = 2"),
+    ("int k = 4", "int k = 2"),
+    ("4 * (group * LANES", "4 * (LANES"),
+    ("end = BLOCK", "end = 0"),
+    ("K % BLOCK > 0", "K % BLOCK > 999"),
+    ("k += BLOCK", "k += BLOCK / 2"),
+    ("LANES / 2", "LANES / 4"),
+    ("by /= 2", "by /= 4"),
+    ("wl[r * K", "wl[0 * K"),
+    ("x[t * K", "x[0 * K"),
+    ("totals[0][lane]", "totals[1][lane]"),
+    ("int g = 1", "int g = 2"),
+    ("lane % ROWS) * N", "lane / TILE) * N"),
+    ("r * ROWS + t]", "r * ROWS]"),
+    ("TILE * tile", "tile"),
+    ("/ GROUPS * (32", "* (32"),
+    ("k + i < K", "k + i + 1 < K"),
+]
+# And where four lanes share one.
+FOUR_LANES = [
+    ("LANES = 4", "LANES = 8"),
+    ("+ lane / LANES", ""),
+    ("32 / LANES", "64 / LANES"),
+    ("if (lane % LANES == 0)", "if (lane == 0)"),
+]
 
 
 def _half_as_long(layers: object, variant: object, x: mx.array) -> Times:
@@ -63,8 +129,12 @@ def _half_as_long(layers: object, variant: object, x: mx.array) -> Times:
 
 
 def kernels_of_model() -> Kernels:
-    """What the layers of `quantised_model` may use."""
-    variants = [FORMAT, Variant(4, 32, "float16", "qmv", sums="float16")]
+    """What the layers of `quantised_model` and `dense_model` may use."""
+    variants = [
+        FORMAT,
+        Variant(4, 32, "float16", "qmv", sums="float16"),
+        *(DenseVariant("float16", *order) for order in ORDERS),
+    ]
     return emulated((variant, t) for variant in variants for t in range(2, MOST_ROWS + 1))
 
 
@@ -86,6 +156,19 @@ def quantised_model(head_size: int = 8) -> nn.Module:
     nn.quantize(model, 32, 4, class_predicate=fits)
     mx.eval(model.parameters())
     return model
+
+
+def dense_model() -> nn.Module:
+    """A tiny model in float16 whose head is its embedding."""
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=16)
+    model.args.tie_word_embeddings = True
+    del model["lm_head"]
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    return model
+
+
+MODELS = pytest.mark.parametrize("build", [quantised_model, dense_model])
 
 
 def _layer(number: int, outputs: int = 32, inputs: int = 512) -> tuple[MatrixShape, nn.Module]:
@@ -123,9 +206,10 @@ def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
 
 
 @needs_emulator
+@MODELS
 @pytest.mark.usefixtures("machine")
-def test_logits_of_trees_have_the_bits_of_single_tokens() -> None:
-    model = quantised_model()
+def test_logits_of_trees_have_the_bits_of_single_tokens(build: Callable[[], nn.Module]) -> None:
+    model = build()
     plain = logits_of_tree(model, follow=True)
     assert not are_equal(logits_of_tree(model, follow=False), plain)  # another order of additions
     use_kernels(model)
@@ -134,9 +218,10 @@ def test_logits_of_trees_have_the_bits_of_single_tokens() -> None:
 
 
 @needs_emulator
+@MODELS
 @pytest.mark.usefixtures("machine")
-def test_drafted_text_is_plain_text() -> None:
-    model, tokenizer = quantised_model(), wrapped_tokenizer(VOCAB_SIZE)
+def test_drafted_text_is_plain_text(build: Callable[[], nn.Module]) -> None:
+    model, tokenizer = build(), wrapped_tokenizer(VOCAB_SIZE)
     plain = stock_tokens(model, [1, 5, 9], 16)
     use_kernels(model)
     drafted = [
@@ -156,7 +241,7 @@ def test_equal_kernels_are_used_where_they_are_faster() -> None:
     use_kernels(model)
     assert before == ()
     (*_, last) = choices(model)
-    assert len(choices(model)) == 4  # N is 16, 32, 48 and 64; a part of the key of step times
+    assert len(choices(model)) == 5  # sizes of matrices; a part of the key of step times
     assert "rows=(2, 3, 4, 6, 7, 8" in last
     assert "16)" in last
 
@@ -187,14 +272,66 @@ def test_a_wrong_constant_is_refused(
     shape, layer = _layer(number)
     variant = Variant(number, 32, "float32")
     source = metal_source(variant, 3)
-    assert wrong[0] in source
-    kernels = Kernels({(variant, 3): source.replace(*wrong)})
+    assert wrong[0] in source.body
+    kernels = Kernels({(variant, 3): source._replace(body=source.body.replace(*wrong))})
     stand_in(monkeypatch, kernels)
     monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
     trial = try_kernel(shape, [layer])
     assert (trial.variant, trial.error) == (None, None)
     assert trial.failure == "its bits are not those of MLX's kernel for one row"
+
+
+@needs_emulator
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("inputs", "order"), [(57, FEW), (150, USUAL), (1100, MANY)])
+def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int]) -> None:
+    layer = nn.Linear(inputs, 40)
+    layer.bias = 10 * mx.random.normal((40,))
+    layer.set_dtype(mx.float16)
+    trial = try_kernel(DenseShape("float16", inputs, 40), [layer])
+    assert (trial.variant, trial.error) == (DenseVariant("float16", *order), None)
+
+
+@needs_emulator
+@pytest.mark.parametrize("wrong", MXFP4)
+def test_a_wrong_constant_of_mxfp4_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, str]
+) -> None:
+    variant = Variant(4, 32, "float32", mode="mxfp4")
+    layer = nn.QuantizedLinear(512, 32, bias=False, group_size=32, bits=4, mode="mxfp4")
+    layer.scales[0] = 0
+    source = metal_source(variant, 3)
+    assert wrong[0] in source.body
+    body = source.body.replace(*wrong)
+    stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
+    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
+    trial = try_kernel(MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), [layer])
+    assert (trial.variant, trial.error) == (None, None)
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("order", "wrong"),
+    [*((MANY, one) for one in DENSE_CONSTANTS), *((FEW, one) for one in FOUR_LANES)],
+)
+def test_a_wrong_constant_of_dense_kernels_is_refused(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], wrong: tuple[str, str]
+) -> None:
+    variant = DenseVariant("float32", *order)
+    inputs = 1100 if variant.groups == 8 else 57
+    layer = nn.Linear(inputs, 65)
+    shape = DenseShape("float32", inputs, 65)
+    assert next(shape.variants()) == variant
+    source = dense_source(variant, 3)
+    assert wrong[0] in source.body
+    body = source.body.replace(*wrong)
+    stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
+    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(DenseShape, "variants", lambda self: iter([variant]))
+    trial = try_kernel(shape, [layer])
+    assert (trial.variant, trial.error) == (None, None)
 
 
 @needs_emulator
@@ -229,7 +366,7 @@ def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> 
     assert choices(model) == ()
     (line,) = caplog.messages
     assert line == (
-        "MLX's kernels are used for 4 of 4 shapes: for 64 x 32, 4 bits, groups of 32, "
+        "MLX's kernels are used for 5 of 5 shapes: for 64 x 32, 4 bits, groups of 32, "
         "float16, [metal::Device] Unable to build metal library from source; "
         "`redrafter-mlx check --kernels` shows all"
     )
@@ -238,14 +375,25 @@ def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> 
 def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
     model = nn.Sequential(
         LoRALinear.from_base(nn.QuantizedLinear(32, 16, group_size=32, bits=4)),
-        nn.QuantizedLinear(32, 16, group_size=32, bits=3),
+        nn.QuantizedLinear(16, 16, group_size=16, mode="nvfp4"),
         nn.QuantizedLinear(64, 16, group_size=32, bits=4),  # MLX has a kernel for 64 inputs
-        nn.QuantizedLinear(32, 16, group_size=32, mode="mxfp4"),
+        nn.QuantizedLinear(32, 16, group_size=32, bits=8, mode="mxfp8"),
         nn.QuantizedLinear(32, 24, group_size=32, bits=4),
+        nn.QuantizedLinear(64, 24, group_size=32, bits=3),
         nn.QuantizedEmbedding(40, 32, group_size=32, bits=8),
     )
-    found = [(shape.outputs, len(layers)) for shape, layers in quantised_layers(model).items()]
-    assert found == [(24, 1), (40, 1)]
+    found = [(shape.outputs, len(layers)) for shape, layers in layers_by_shape(model).items()]
+    assert found == [(24, 1), (24, 1), (40, 1)]
+
+
+def test_mxfp4_needs_a_model_of_one_dtype() -> None:
+    """Its layers do not say which one inputs have."""
+    layer = nn.QuantizedLinear(32, 16, bias=False, group_size=32, bits=4, mode="mxfp4")
+    model = nn.Sequential(layer, nn.RMSNorm(16), nn.RMSNorm(16))
+    model.set_dtype(mx.bfloat16)
+    assert list(layers_by_shape(model)) == [MatrixShape(4, 32, "bfloat16", 32, 16, "mxfp4")]
+    model.layers[1].set_dtype(mx.float32)
+    assert list(layers_by_shape(model)) == []
 
 
 def test_the_order_of_variants() -> None:
@@ -258,6 +406,8 @@ def test_the_order_of_variants() -> None:
     ]
     names = [str(one) for one in MatrixShape(8, 32, "bfloat16", 320, 8).variants()]
     assert names == ["qmv_8_bits_32_bfloat16"]
+    names = [str(one) for one in MatrixShape(2, 32, "float32", 320, 8).variants()]
+    assert names == ["qmv_fast_2_bits_32_float32"]
 
 
 @needs_emulator
@@ -274,7 +424,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert shown.code == 0
     assert [line.partition(" for ")[0] for line in shown.err.splitlines()] == [
         "timing the kernel"
-    ] * 4
+    ] * 5
     assert loaded[0]["kernels"] is False
     first, second, third, fourth, *_ = shown.out.splitlines()
     assert first.startswith("chip ")

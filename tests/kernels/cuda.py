@@ -1,0 +1,173 @@
+"""The kernels' Metal sources as CUDA: a check of them by another compiler, and on another GPU.
+
+`mx.fast.cuda_kernel` takes what `mx.fast.metal_kernel` takes, and the grid in threads, too. A few
+names differ; these are given here, and no line of arithmetic is written twice.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
+from mlx_redrafter.kernels.dense import AnyVariant
+from mlx_redrafter.kernels.small_t import source_of
+from mlx_redrafter.kernels.variant import METAL_TYPES
+from tests.kernels.emulator import kinds
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, found none")
+needs_nvidia = pytest.mark.skipif(
+    not mx.cuda.is_available(), reason="needs an NVIDIA GPU, and MLX's CUDA back end"
+)
+
+# Metal's names; MLX includes the types of 16-bit numbers itself.
+HEADER = """
+typedef __half float16_t;
+typedef __nv_bfloat16 bfloat16_t;
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+template <typename A>
+__device__ inline A as_type(uint v) {
+  return __uint_as_float(v);
+}
+template <typename A>
+__device__ inline A as_type(ushort v) {
+  return __ushort_as_half(v);
+}
+enum class mem_flags { mem_threadgroup };
+__device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
+__device__ inline float simd_shuffle_down(float v, int by) {
+  return __shfl_down_sync(0xffffffffu, v, by);
+}
+__device__ inline float simd_sum(float v) {
+  for (int by = 16; by > 0; by /= 2) v += __shfl_xor_sync(0xffffffffu, v, by);
+  return v;
+}
+__device__ inline float simd_max(float v) {
+  for (int by = 16; by > 0; by /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, by));
+  return v;
+}
+template <typename A>
+struct Limits {
+  static constexpr float finite_min = -3.402823466e+38f;
+};
+namespace fast {
+__device__ inline float exp(float x) { return __expf(x); }
+}  // namespace fast
+"""
+# What Metal says of a thread's place.
+PLACE = """
+const int place = threadIdx.y * blockDim.x + threadIdx.x;
+const int thread_index_in_simdgroup = place % 32;
+const int simdgroup_index_in_threadgroup = place / 32;
+const dim3 threadgroup_position_in_grid = blockIdx;
+const dim3 thread_position_in_grid(
+    blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, 0);
+"""
+# A number that is an argument is a reference in Metal, a pointer in CUDA.
+SCALE, SCALE_ARGUMENT = "const float scale = *scale_given;\n", "scale_given"
+# What MLX generates around a source, as far as a compiler needs it.
+BEFORE = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cstdint>
+template <typename A>
+struct Eight {
+  A values[8];
+  __device__ A operator[](int i) const { return values[i]; }
+};
+typedef Eight<int32_t> Shape;
+typedef Eight<int64_t> Strides;
+"""
+# A variant and rows, or a variant of attention.
+Compiled = tuple[AnyVariant, int] | AttentionVariant
+
+
+class Usage(NamedTuple):
+    """What a kernel needs of a GPU, as nvcc reports it.
+
+    Attributes:
+        registers: Registers of a thread, of 32 bits.
+        spilled: Bytes of a thread that found no register.
+    """
+
+    registers: int
+    spilled: int
+
+
+def cuda_source(body: str) -> str:
+    """A kernel's body as `mx.fast.cuda_kernel` takes it, with `HEADER`."""
+    body = re.sub(r"\b(device|thread)\b", "", body)
+    return PLACE + re.sub(r"\bthreadgroup\b", "__shared__", body)
+
+
+def cuda_kernel(name: str, source: str, input_names: list[str], **given: Any) -> Any:
+    """`mx.fast.metal_kernel` for NVIDIA's GPUs."""
+    if "scale" in input_names:
+        source = SCALE + source
+        input_names = [SCALE_ARGUMENT if one == "scale" else one for one in input_names]
+    text = cuda_source(source)
+    return mx.fast.cuda_kernel(
+        name=name, source=text, header=HEADER, input_names=input_names, **given
+    )
+
+
+def usage(
+    variants: Sequence[tuple[AnyVariant, int] | AttentionVariant], folder: Path
+) -> list[Usage]:
+    """What kernels need on Hopper, without limit; compiled by nvcc, together.
+
+    Args:
+        variants: What to compile.
+        folder: Folder for files that nobody needs.
+
+    Raises:
+        RuntimeError: One does not compile; what nvcc says.
+    """
+    file = folder / "kernels.cu"
+    texts = [_function(f"kernel_{i}", one) for i, one in enumerate(variants)]
+    file.write_text(BEFORE + HEADER + "".join(texts), encoding="utf-8")
+    command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(folder / "cubin")]
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [_reported(done.stderr, f"kernel_{i}") for i in range(len(variants))]
+
+
+def _function(name: str, variant: Compiled) -> str:
+    if isinstance(variant, AttentionVariant):
+        number, body = METAL_TYPES[variant.dtype], SCALE + attention_source(variant)
+        inputs = {"queries": number, "keys": number, "values": number, "parents": "int"}
+        more = f"const float* {SCALE_ARGUMENT}, "
+    else:
+        product, rows = variant
+        number, (body, matrix, *_) = METAL_TYPES[product.dtype], source_of(product, rows)
+        types = {one: METAL_TYPES.get(kind, f"{kind}_t") for one, kind in kinds(product).items()}
+        inputs = {"x": number} | {one: types[one] for one in matrix}
+        more = ""
+    parameters = "".join(
+        f"const {type_}* {one}, const Shape {one}_shape, const Strides {one}_strides, "
+        for one, type_ in inputs.items()
+    )
+    return (
+        f'extern "C" __global__ void {name}({parameters}{more}{number}* y) {{'
+        f"{cuda_source(body)}}}\n"
+    )
+
+
+def _reported(output: str, name: str) -> Usage:
+    """What ptxas says of a kernel."""
+    found = re.search(
+        rf"'{name}' for .*?(\d+) bytes spill stores.*?Used (\d+) registers", output, re.DOTALL
+    )
+    if not found:
+        raise RuntimeError(f"nvcc says nothing of {name}: {output}")
+    return Usage(registers=int(found[2]), spilled=int(found[1]))
