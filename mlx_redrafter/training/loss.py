@@ -13,7 +13,7 @@ expectation taken exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
@@ -43,7 +43,9 @@ class Distribution(NamedTuple):
     @classmethod
     def of(cls, logits: mx.array) -> Distribution:
         """That of some logits, float32, shape (..., V)."""
-        return cls(logits, _log_total(logits)[0])
+        # What the decorator returns has no type.
+        total, _ = cast(tuple[mx.array, mx.array], _log_total(logits))
+        return cls(logits, total)
 
     def at(self, rows: mx.array) -> mx.array:
         """Natural log-probabilities of k rows of the head, integer, shape (..., k); same shape."""
