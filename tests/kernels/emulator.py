@@ -41,7 +41,9 @@ FLAGS = (
     "-U_FORTIFY_SOURCE",  # it forbids jumps between stacks
     f"-I{SHIM.parent}",
 )
-ROUNDED, FUSED = ("-ffp-contract=off",), ("-ffp-contract=fast", "-mfma")
+ROUNDED = ("-ffp-contract=off",)
+# The compiler forms no fused operation without this option, which is a part of -O2.
+FUSED = ("-ffp-contract=fast", "-mfma", "-fexpensive-optimizations")
 SIMD_ORDERS = (0, 1, 2)
 
 needs_emulator = pytest.mark.skipif(

@@ -19,6 +19,7 @@ from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, ORDERS, Var
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
+    ROUNDED,
     SIMD_ORDERS,
     Kernels,
     needs_emulator,
@@ -97,7 +98,7 @@ def test_rows_have_the_bits_of_one_row(
             for number in BITS
         ),
         [DenseVariant("float32", *order) for order in dense.ORDERS],
-        [variant for variant in VARIANTS if variant.mode == "mxfp4"],
+        [Variant(4, 32, dtype, mode="mxfp4") for dtype in ("float16", "bfloat16")],
     ],
     ids=lambda variants: str(variants[0]),
 )
@@ -108,6 +109,18 @@ def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
     run_emulated(monkeypatch, fused)
     for variant in variants:
         assert _different(fused, variant, FEW) == []
+
+
+@needs_emulator
+def test_the_compiler_fuses() -> None:
+    variant = DenseVariant("float32")
+    (weight,) = random_matrix(variant, OUTPUTS, 4 * variant.block)
+    x = mx.random.normal((1, 4 * variant.block))
+    rounded, fused = (
+        emulated([(variant, 2)], flags=flags).stock(variant, x, weight)
+        for flags in (ROUNDED, FUSED)
+    )
+    assert not mx.array_equal(rounded, fused)
 
 
 @needs_emulator
