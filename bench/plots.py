@@ -211,14 +211,18 @@ def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Pa
         for way in dict.fromkeys(one.way for one in found):
             mine = [one for one in found if one.way == way]
             sizes = [one.batch_size for one in mine]
-            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".", label=way)
-            latency.plot(sizes, [1e3 * one.latency.median for one in mine], marker=".")
+            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".")
+            times = [1e3 * one.latency.median for one in mine]
+            latency.plot(sizes, times, marker=".", label=way)
         throughput.set_ylabel("tokens/s of all texts")
         latency.set_ylabel("ms per token of a text")
         latency.set_xlabel("texts at once")
+        sizes = sorted({one.batch_size for one in found})
         for axes in (throughput, latency):
-            _from_zero(axes)
-        throughput.legend()
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.set_ylim(bottom=0)
+        latency.legend(loc="upper left")
     return path
 
 

@@ -21,7 +21,7 @@ from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 FOLDER = Path(__file__).parent / "results"
-PAGES = (FOLDER.parent / "README.md", FOLDER / "README.md")
+PAGES = (FOLDER.parent / "README.md", FOLDER / "README.md", FOLDER / "batches.md")
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A result by its path in the folder of results, without suffix.
@@ -189,6 +189,29 @@ def _heads(results: Results) -> Lines:
             )  # fmt: skip
 
 
+# Texts at once, a column each.
+BATCH_SIZES = (1, 2, 4, 8, 16)
+
+
+def _batches(cell: Callable[[Mapping[str, Any]], str], results: Results) -> Lines:
+    """Ways of decoding several texts at once, with a cell for each number of texts."""
+    for name, result in _of_kind(results, "throughput"):
+        ways: dict[str, dict[int, str]] = {}
+        for one in result["found"]:
+            ways.setdefault(one["way"], {})[one["batch_size"]] = cell(one)
+        for way, cells in ways.items():
+            columns = (cells.get(size, "") for size in BATCH_SIZES)
+            yield name, _code(result), _temp(result), way, *columns, _quiet(result)
+
+
+def _throughput(one: Mapping[str, Any]) -> str:
+    return f"{_median(one['throughput'], '.0f')} ({_median(one['speedup'])})"
+
+
+def _latency(one: Mapping[str, Any]) -> str:
+    return f"{1e3 * one['latency']['median']:.1f}"
+
+
 def _prediction(results: Results) -> Lines:
     for _, result in _of_kind(results, "predict validation"):
         for one in result["found"]:
@@ -235,6 +258,13 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
     "heads": (
         ("folder", "code", "model", "drafter", "trained on", "T", "seeds", "MB", "drafting",
          "chain: tokens/step", "speed", "default: tokens/step", "speed", "quiet"), _heads,
+    ),
+    "throughput": (
+        ("file", "code", "T", "way", *map(str, BATCH_SIZES), "quiet"),
+        partial(_batches, _throughput),
+    ),
+    "latency": (
+        ("file", "code", "T", "way", *map(str, BATCH_SIZES), "quiet"), partial(_batches, _latency),
     ),
     "prediction": (
         ("left out", "steps", "median error", "signed", "largest", "its best shape has"),

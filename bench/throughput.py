@@ -66,6 +66,7 @@ def measure_throughput(
     batch_sizes: Sequence[int],
     rounds: int,
     on_progress: OnProgress = lambda done, total: None,
+    on_found: Callable[[list[Throughput]], None] = lambda found: None,
 ) -> list[Throughput]:
     """Write texts in every way, in turns; every round has other prompts, where there are enough.
 
@@ -76,6 +77,7 @@ def measure_throughput(
         batch_sizes: Numbers of texts at once.
         rounds: Samples of each number.
         on_progress: Callback for the rounds done and their number.
+        on_found: Callback for all that is found so far, after each number of texts.
     """
     found: list[Throughput] = []
     turns = WARM_UP + rounds
@@ -100,6 +102,7 @@ def measure_throughput(
                     _num_different(runs[name].texts, expected) if is_comparable else None,
                 )
             )
+        on_found(found)
     return found
 
 

@@ -39,7 +39,8 @@ def throughput(
 ) -> None:
     """Compare mlx-lm's batches, plain ones, drafted ones and fixed beams, by texts at once.
 
-    The exit code is 1 if a text is not the target's own.
+    The file is written after each number of texts. The exit code is 1 if a text is not the
+    target's own.
     """
     SamplingParams(temp, seed=seed)
     sizes = parse_ints(batch_sizes)
@@ -56,21 +57,26 @@ def throughput(
     encoded = prompts.encode(tokenizer)
     setting = Setting(target, tokenizer, drafter, max_tokens, temp, seed)
     watch = LoadWatch()
+    configuration = {
+        **pair_names(pair.model, pair.drafter_name, drafter),
+        **prompts.describe(encoded),
+        "max_tokens": max_tokens,
+        "rounds": rounds,
+        "temp": temp,
+        "seed": seed,
+    }
+    result = new_result("throughput", configuration)
+
+    def keep(found: Sequence[Throughput]) -> None:
+        result.update(found=found, disturbances=find_disturbances(watch.others()))
+        if out is not None:
+            write_result(out, result)
+
     with progress("Rounds") as on_progress:
-        found = measure_throughput(setting, plans, encoded, sizes, rounds, on_progress)
+        found = measure_throughput(setting, plans, encoded, sizes, rounds, on_progress, keep)
     show(_table(found))
-    warn(disturbances := find_disturbances(watch.others()))
+    warn(result["disturbances"])
     if out is not None:
-        configuration = {
-            **pair_names(pair.model, pair.drafter_name, drafter),
-            **prompts.describe(encoded),
-            "max_tokens": max_tokens,
-            "rounds": rounds,
-            "temp": temp,
-            "seed": seed,
-        }
-        result = new_result("throughput", configuration, found=found, disturbances=disturbances)
-        write_result(out, result)
         heading = title(result, target)
         draw(lambda: [plot_throughput(out.with_suffix(".png"), found, heading)])
     refuse_texts(sum(one.num_different or 0 for one in found))

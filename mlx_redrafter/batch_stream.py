@@ -11,7 +11,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.decode import CLEAR_CACHE_EVERY
-from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.responses import GenerationResponse, Responder
 
@@ -46,7 +45,7 @@ class BatchStream(Iterator[BatchResponse]):
         self._tokenizer = tokenizer
         self._batch_size = batch_size
         self._live: dict[Text, tuple[int, Responder]] = {}
-        self._num_tokens = 0
+        self._num_steps = 0
         self._is_cancelled = False
         self._responses = self._respond()
 
@@ -68,7 +67,7 @@ class BatchStream(Iterator[BatchResponse]):
             try:
                 while not self._is_cancelled:
                     if len(self._batch) < self._batch_size and (begun := next(self._texts, None)):
-                        yield from self._begin(*begun)
+                        self._begin(*begun)
                     elif not len(self._batch):
                         return
                     else:
@@ -77,30 +76,28 @@ class BatchStream(Iterator[BatchResponse]):
                 for text in list(self._live):
                     self._end(text)
 
-    def _begin(self, number: int, text: Text) -> Iterator[BatchResponse]:
-        """Process the prompt of a text, which the others wait for."""
+    def _begin(self, number: int, text: Text) -> None:
+        """Process the prompt of a text, which the others wait for, but for its last token."""
         self._live[text] = number, Responder(text, self._tokenizer)
-        tokens = text.step()
-        if not text.is_finished:
+        text.begin()
+        if text.is_finished:
+            self._end(text)
+        else:
             self._batch.add(text)
-        yield from self._take(text, tokens)
 
     def _step(self) -> Iterator[BatchResponse]:
+        self._num_steps += 1
+        if self._num_steps % CLEAR_CACHE_EVERY == 0:
+            mx.clear_cache()
         for text, tokens, error in self._batch.step():
             if error is not None:
                 raise error
-            yield from self._take(text, tokens)
-
-    def _take(self, text: Text, tokens: list[Token]) -> Iterator[BatchResponse]:
-        number, responder = self._live[text]
-        for token in tokens:
-            text.stats.num_tokens += 1
-            self._num_tokens += 1
-            if self._num_tokens % CLEAR_CACHE_EVERY == 0:
-                mx.clear_cache()
-            yield BatchResponse(number, responder.respond(token))
-        if text.is_finished:
-            self._end(text)
+            number, responder = self._live[text]
+            for token in tokens:
+                text.stats.num_tokens += 1
+                yield BatchResponse(number, responder.respond(token))
+            if text.is_finished:
+                self._end(text)
 
     def _end(self, text: Text) -> None:
         del self._live[text]

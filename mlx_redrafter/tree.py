@@ -106,12 +106,6 @@ class TokenTree:
             else Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:])),
         )
 
-    @classmethod
-    def alone(cls, root: mx.array) -> TokenTree:
-        """A root without drafts; its token, int32, shape (1,), need not be known to the host."""
-        zero = mx.zeros((1,), dtype=mx.int32)
-        return cls(root, zero, zero, mx.ones((1, 1), dtype=mx.bool_), 1, 1, 0)
-
     def scored(self, scores: mx.array) -> TokenTree:
         """The same tree with scores."""
         columns = self.tokens[1:], self.parents[1:], self.depths[1:], scores.view(mx.int32)
@@ -211,14 +205,14 @@ def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
     """Mark every node's ancestors and itself.
 
     Args:
-        parents: Node index of each node's parent, shape (N,); the root's is 0.
+        parents: Node index of each node's parent, shape (..., N); the root's is 0.
         depth: Depth of the deepest node.
 
     Returns:
-        bool, shape (N, N), true at [n, m] when m is n or above it.
+        bool, shape (..., N, N), true at [..., n, m] when m is n or above it.
     """
-    nodes = mx.arange(parents.shape[0], dtype=mx.int32)
-    chain = [nodes]
+    nodes = mx.arange(parents.shape[-1], dtype=mx.int32)
+    chain = [mx.broadcast_to(nodes, parents.shape)]
     for _ in range(depth):
-        chain.append(parents[chain[-1]])
+        chain.append(mx.take_along_axis(parents, chain[-1], axis=-1))
     return mx.any(mx.stack(chain)[..., None] == nodes, axis=0)

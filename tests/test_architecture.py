@@ -25,6 +25,7 @@ ORDER = [
     "bundled",
     "topk",
     "tree",
+    "forest",
     "target",
     "kernels",
     "decoding",
@@ -160,6 +161,7 @@ def test_the_checker_notices_an_import_that_goes_up() -> None:
 WITHOUT_MLX_LM = (
     "config",
     "tree",
+    "forest",
     "topk",
     "decoding/accept",
     "decoding/stats",
@@ -197,7 +199,7 @@ def _reachable(area: str) -> set[str]:
 
 
 def test_decoding_knows_no_proposer_and_no_policy() -> None:
-    assert _reachable("decoding") <= {"config", "errors", "host", "tree", "target"}
+    assert _reachable("decoding") <= {"config", "errors", "host", "tree", "forest", "target"}
 
 
 def test_trees_stand_on_the_ground() -> None:

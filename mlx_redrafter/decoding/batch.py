@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.text import Processing, Text, Wanted
 from mlx_redrafter.decoding.verdict import Verdict, judge_roots, judge_trees
+from mlx_redrafter.forest import Forest, tree_size
 from mlx_redrafter.target.caches.batch import SlotCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
@@ -58,6 +58,7 @@ class Batch:
         self.target = target
         self._cache = target.new_batch_cache()
         self._seats: list[_Seat] = []
+        self._idle = mx.zeros((1,), dtype=mx.int32)
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -76,7 +77,7 @@ class Batch:
         return self._cache.num_slots
 
     def add(self, text: Text) -> None:
-        """Take in a text at rest, such as one whose first step, the prompt, is done.
+        """Take in a text at rest, such as one that has just begun.
 
         Its own caches are empty until it leaves.
         """
@@ -134,36 +135,34 @@ class Batch:
         """Answer all texts that ask for a forward pass with one."""
         if not asking:
             return
-        trees = [TokenTree.alone(mx.zeros((1,), dtype=mx.int32))] * self._cache.num_slots
+        drafts: list[mx.array | TokenTree] = [self._idle] * self._cache.num_slots
         for seat in asking:
-            trees[seat.slot] = seat.tree
-        size = max(tree.size for tree in trees)
+            assert seat.wanted is not None
+            drafts[seat.slot] = seat.wanted.drafts
+        forest = Forest(drafts)
         with mx.stream(generation_stream):
-            padded = [tree.padded(size) for tree in trees]
             # One proposer drafts for all of them.
-            outputs = self.target.verify_batch(padded, self._cache, asking[0].text.layers)
+            outputs = self.target.verify_batch(forest, self._cache, asking[0].text.layers)
             for seat in asking:
                 if not seat.wants_tree:
                     self._cache.commit(seat.slot, [0])
             for seats in _together(asking):
-                self._answer(seats, outputs, padded)
+                self._answer(seats, outputs, forest)
 
-    def _answer(
-        self, seats: Sequence[_Seat], outputs: TargetOutputs, trees: Sequence[TokenTree]
-    ) -> None:
+    def _answer(self, seats: Sequence[_Seat], outputs: TargetOutputs, forest: Forest) -> None:
         """Judge what several texts get with one set of operations, or leave one to judge."""
         slots = [seat.slot for seat in seats]
         choosers = [one for seat in seats if (one := seat.text.common_chooser) is not None]
         if not choosers:
             (seat,) = seats
-            seat.send(outputs.of(seat.slot).first(seat.tree.size))
+            assert seat.wanted is not None
+            seat.send(outputs.of(seat.slot).first(tree_size(seat.wanted.drafts)))
             return
         if slots != list(range(self.num_slots)):
-            outputs = outputs.of(mx.array(slots))
+            outputs, forest = outputs.of(mx.array(slots)), forest.of(slots)
         if seats[0].wants_tree:
             noises = [seat.wanted.noise for seat in seats if seat.wanted is not None]
-            trees = [trees[slot] for slot in slots]
-            verdicts = judge_trees(choosers, outputs, trees, noises)
+            verdicts = judge_trees(choosers, outputs, forest, noises)
         else:
             positions = [seat.text.cache.length for seat in seats]
             verdicts = judge_roots(choosers, outputs, positions)
@@ -205,13 +204,6 @@ class _Seat:
         return self._steps is not None
 
     @property
-    def tree(self) -> TokenTree:
-        """What it wants, as a tree."""
-        assert self.wanted is not None
-        drafts = self.wanted.drafts
-        return drafts if isinstance(drafts, TokenTree) else TokenTree.alone(drafts)
-
-    @property
     def wants_tree(self) -> bool:
         """Whether it wants more than a root."""
         return self.wanted is not None and isinstance(self.wanted.drafts, TokenTree)
@@ -224,7 +216,7 @@ class _Seat:
         if chooser is None:
             return self.slot
         num_levels = None if noise is None else noise.values.shape[0]
-        return self.wants_tree, num_levels, replace(chooser.params, seed=0)
+        return self.wants_tree, num_levels, chooser.unseeded
 
     def begin(self) -> None:
         """Draft and dispatch, as far as that goes without waiting for the device."""

@@ -9,7 +9,10 @@ node and on the node's position, never on the tree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
@@ -144,6 +147,11 @@ class KeyedChooser:
         self.params = params
         self.vocab_size = vocab_size
 
+    @cached_property
+    def unseeded(self) -> SamplingParams:
+        """The parameters but for the seed: where they are equal, one set of operations chooses."""
+        return replace(self.params, seed=0)
+
     def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
         """See `TokenChooser.noise`."""
         if self.params.temp == 0:
@@ -250,7 +258,8 @@ def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
     Also whether each row has any, bool, shape (N,): one number tells of NaN in all its logits.
     """
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - normaliser, mx.isfinite(normaliser[:, 0])
+    # Of the ways to ask whether it is finite, the one with the fewest operations.
+    return logits - normaliser, mx.abs(normaliser[:, 0]) < math.inf
 
 
 def random_state() -> mx.array:

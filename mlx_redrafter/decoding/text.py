@@ -106,7 +106,7 @@ class Text:
         # The newest forward pass, whether its outcome is read and nothing follows it yet, and
         # whether the proposer was told of it.
         self._flight: InFlight | None = None
-        self._is_read = False
+        self._has_begun = self._is_read = False
         self._is_told = True
 
     def step(self) -> list[Token]:
@@ -123,11 +123,12 @@ class Text:
         """The same for a batch, whose texts share their forward passes."""
         if self._flight is None:
             # Nothing that comes after the first token delays it: to dispatch may mean to wait.
-            try:
-                self._flight = self._prefill()
-            except _Cancelled:
-                self.is_finished = True
+            self.begin()
+            if self.is_finished:
                 return []
+            last = mx.array(self.request.prompt[-1:], dtype=mx.int32)
+            self._flight = yield from self._advance(last, num_nodes=0)
+            yield None
             self._is_read, self._is_told = True, False
             return self._accept(self._flight)
         if self._is_read:
@@ -152,6 +153,28 @@ class Text:
                 self._flight = yield from self._verify(proposal, flight)
         self._is_read = self._flight is flight
         return tokens
+
+    def begin(self) -> None:
+        """Process the prompt but for its last token, the first part of the first step.
+
+        A text that has begun is at rest: its first token may come from a pass shared with others.
+        A text that is cancelled meanwhile is finished.
+        """
+        if self._has_begun:
+            return
+        self._has_begun, request = True, self.request
+        with mx.stream(generation_stream):
+            try:
+                self.target.prefill_but_last(
+                    mx.array(request.prompt, dtype=mx.int32),
+                    self.own_cache,
+                    request.prefill_step_size,
+                    self._on_progress,
+                    self.layers,
+                    self._read_states,
+                )
+            except _Cancelled:
+                self.is_finished = True
 
     def land(self) -> list[Token]:
         """Come to rest, for a move to other caches: read the pass in flight; nothing follows it.
@@ -236,20 +259,6 @@ class Text:
             return None
         return self.policy.choose(self.drafting.outlook())
 
-    def _prefill(self) -> InFlight:
-        request = self.request
-        with mx.stream(generation_stream):
-            prompt = mx.array(request.prompt, dtype=mx.int32)
-            outputs = self.target.prefill(
-                prompt,
-                self.own_cache,
-                request.prefill_step_size,
-                self._on_progress,
-                self.layers,
-                self._read_states,
-            )
-            return self._judge_root(outputs).of_root(self.cache.length, num_nodes=0)
-
     def _read_states(self, states: mx.array) -> None:
         if self.drafting is not None and self.drafting.reader is not None:
             self.drafting.reader.read(states)
@@ -259,16 +268,18 @@ class Text:
             raise _Cancelled
         self.request.on_progress(done, total)
 
-    def _advance(self, root: mx.array, plan: DraftPlan | None = None) -> Processing[InFlight]:
-        """Process the root alone, as plain decoding does."""
+    def _advance(
+        self, root: mx.array, plan: DraftPlan | None = None, num_nodes: int = 1
+    ) -> Processing[InFlight]:
+        """Process a token alone, as plain decoding does: the root, or the end of the prompt."""
         answer = yield Wanted(root)
         assert answer is not None
         if isinstance(answer, TargetOutputs):
             with mx.stream(generation_stream):
-                if self.processors is not None:
+                if self.processors is not None and num_nodes:  # which know the prompt
                     self.processors.extend(root)
                 answer = self._judge_root(answer)
-        return answer.of_root(self.cache.length, num_nodes=1, plan=plan)
+        return answer.of_root(self.cache.length, num_nodes=num_nodes, plan=plan)
 
     def _judge_root(self, outputs: TargetOutputs) -> Verdict:
         if self.processors is not None:

@@ -24,6 +24,7 @@ from mlx_redrafter.decoding.sampling import (
     choose,
     gumbel_noise,
 )
+from mlx_redrafter.forest import Forest
 from mlx_redrafter.host import to_ints
 from mlx_redrafter.target.target import TargetOutputs
 from mlx_redrafter.tree import TokenTree
@@ -34,6 +35,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         outcome: As in `InFlight`, shape (1,) for a root, (2 + 2 L,) for a tree.
+        root: As in `InFlight`.
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
         hidden_state: Target state that predicted the bonus token, shape (H,).
         states: As in `TargetOutputs`.
@@ -43,6 +45,7 @@ class Verdict(NamedTuple):
     """
 
     outcome: mx.array
+    root: mx.array
     log_probs: mx.array
     hidden_state: mx.array
     states: mx.array | None
@@ -59,7 +62,7 @@ class Verdict(NamedTuple):
         """
         return InFlight(
             outcome=self.outcome,
-            root=mx.maximum(self.outcome, 0),
+            root=self.root,
             position=mx.array([length], dtype=mx.int32),
             hidden_state=self.hidden_state,
             log_probs=self.log_probs,
@@ -76,7 +79,7 @@ class Verdict(NamedTuple):
         """The forward pass over a tree after ``length`` committed tokens."""
         return InFlight(
             outcome=self.outcome,
-            root=mx.maximum(self.outcome[:1], 0),
+            root=self.root,
             position=self.outcome[1:2] + (length + 1),
             hidden_state=self.hidden_state,
             log_probs=self.log_probs,
@@ -97,7 +100,7 @@ def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise
     log_probs, outcome = choose(chooser, outputs.logits, depths, noise, 1)
     hidden_state = outputs.hidden_states[0]
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-    return Verdict(outcome, log_probs, hidden_state, outputs.states)
+    return Verdict(outcome, mx.maximum(outcome, 0), log_probs, hidden_state, outputs.states)
 
 
 def judge_tree(
@@ -110,7 +113,8 @@ def judge_tree(
     hidden_state = outputs.hidden_states[path[num_accepted]][0]
     outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-    return Verdict(outcome, log_probs, hidden_state, outputs.states, path)
+    root = mx.maximum(bonus, 0)
+    return Verdict(outcome, root, log_probs, hidden_state, outputs.states, path)
 
 
 def judge_roots(
@@ -120,7 +124,8 @@ def judge_roots(
 
     Args:
         choosers: One per text; they differ in their seeds only.
-        outputs: Outputs for all texts, each array with an axis of G before its others, N = 1.
+        outputs: Outputs for all texts, each array with an axis of G before its others; those of
+            the first nodes count.
         positions: Position of the token chosen, text by text.
     """
     first, noise = choosers[0], None
@@ -128,26 +133,26 @@ def judge_roots(
         seeds = mx.array([one.params.seed for one in choosers], dtype=mx.uint32)
         values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
         noise = GumbelNoise(first.params, values)
-    rows = mx.arange(len(choosers))
-    log_probs, chosen = choose(first, outputs.logits[:, 0], rows, noise, len(choosers))
+    count = len(choosers)
+    log_probs, chosen = choose(first, outputs.logits[:, 0], mx.arange(count), noise, count)
     outcomes = _Outcomes(chosen[:, None])
-    mx.async_eval(outcomes.values, log_probs, outputs.hidden_states, outputs.states)
-    return [
-        Verdict(
-            outcomes.values[text],
-            log_probs[text : text + 1],
-            outputs.hidden_states[text, 0],
-            None if outputs.states is None else outputs.states[text],
-            read=outcomes.reader(text),
-        )
-        for text in range(len(choosers))
-    ]
+    mx.async_eval(chosen, log_probs, outputs.hidden_states, outputs.states)
+    states = [None] * count if outputs.states is None else outputs.states[:, :1]
+    parts = zip(
+        outcomes.values,
+        mx.split(mx.maximum(chosen, 0), count),
+        mx.split(log_probs, count),
+        outputs.hidden_states[:, 0],
+        states,
+        strict=True,
+    )
+    return [Verdict(*part, read=outcomes.reader(text)) for text, part in enumerate(parts)]
 
 
 def judge_trees(
     choosers: Sequence[KeyedChooser],
     outputs: TargetOutputs,
-    trees: Sequence[TokenTree],
+    forest: Forest,
     noises: Sequence[GumbelNoise | None],
 ) -> list[Verdict]:
     """The answers to the trees of several texts, dispatched.
@@ -155,49 +160,42 @@ def judge_trees(
     Args:
         choosers: As in `judge_roots`.
         outputs: Outputs for all texts, each array with an axis of G before its others.
-        trees: One per text, all of N nodes.
+        forest: The trees.
         noises: Noise of the choices after nodes of each depth, of as many depths for all texts, L
             or more; None where there is none.
     """
-    count, size = len(trees), trees[0].size
-    tokens, _, depths, _ = stacked = _stack(trees)
-    values, noise, rows = [one.values for one in noises if one is not None], None, depths
+    count, size, rows = len(forest), forest.size, forest.depths
+    values, noise = [one.values for one in noises if one is not None], None
     if values:
         noise = GumbelNoise(choosers[0].params, mx.concatenate(values))
-        rows = depths + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
+        rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
     num_rows = count * size
     logits = outputs.logits.reshape(num_rows, -1)
     log_probs, chosen = choose(choosers[0], logits, rows.reshape(-1), noise, num_rows)
-    log_probs = log_probs.reshape(count, size, -1)
-    max_depth = max(tree.max_depth for tree in trees)
-    paths, num_accepted, bonus = _accept_all(stacked, chosen.reshape(count, size), max_depth)
+    paths, num_accepted, bonus = _accept_all(forest, chosen.reshape(count, size))
     last = mx.take_along_axis(paths, num_accepted, axis=1)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
-    path_tokens = mx.take_along_axis(tokens, paths, axis=1)
+    path_tokens = mx.take_along_axis(forest.tokens, paths, axis=1)
     outcomes = _Outcomes(mx.concatenate([bonus, num_accepted, paths, path_tokens], axis=1))
     mx.async_eval(outcomes.values, hidden_states, log_probs, outputs.states)
+    states = [None] * count if outputs.states is None else outputs.states
+    parts = zip(
+        outcomes.values,
+        mx.maximum(bonus, 0),
+        mx.split(log_probs, count),
+        hidden_states[:, 0],
+        states,
+        strict=True,
+    )
     return [
-        Verdict(
-            outcomes.values[text],
-            log_probs[text],
-            hidden_states[text, 0],
-            None if outputs.states is None else outputs.states[text],
-            paths[text],
-            outcomes.reader(text),
-        )
-        for text in range(count)
+        Verdict(*part, path, outcomes.reader(text))
+        for text, (part, path) in enumerate(zip(parts, paths, strict=True))
     ]
 
 
-def _stack(trees: Sequence[TokenTree]) -> list[mx.array]:
-    """Tokens, parents, depths and ancestors of trees, each with an axis of G before its others."""
-    arrays = [(tree.tokens, tree.parents, tree.depths, tree.ancestors) for tree in trees]
-    return [mx.stack(list(parts)) for parts in zip(*arrays, strict=True)]
-
-
-def _accept_all(stacked: list[mx.array], chosen: mx.array, max_depth: int) -> Acceptance:
-    """What `accept` makes of each tree of `_stack`, given choices of shape (G, N)."""
-    size = chosen.shape[1]
+def _accept_all(forest: Forest, chosen: mx.array) -> Acceptance:
+    """What `accept` makes of each tree, given choices of shape (G, N)."""
+    size, max_depth = forest.size, max(forest.max_depths)
 
     def accept_one(
         tokens: mx.array,
@@ -210,7 +208,8 @@ def _accept_all(stacked: list[mx.array], chosen: mx.array, max_depth: int) -> Ac
         return accept(tree, choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
-    return Acceptance(*accept_each(*stacked, chosen))
+    arrays = forest.tokens, forest.parents, forest.depths, forest.ancestors
+    return Acceptance(*accept_each(*arrays, chosen))
 
 
 class _Outcomes:

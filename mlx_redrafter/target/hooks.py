@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial, update_wrapper
+from dataclasses import dataclass
+from functools import cache, cached_property, partial, update_wrapper
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple, SupportsIndex, cast
 
@@ -25,7 +26,8 @@ Call = Callable[..., Any]
 Hook = Callable[..., Any]
 
 
-class TreePositions(NamedTuple):
+@dataclass(frozen=True)
+class TreePositions:
     """Positions of the nodes of trees.
 
     Attributes:
@@ -37,6 +39,11 @@ class TreePositions(NamedTuple):
     nodes: mx.array
     first: int
     num_depths: int
+
+    @cached_property
+    def flat(self) -> mx.array:
+        """Positions of the nodes of all trees in order, shape (B N,), the same for all layers."""
+        return self.nodes.reshape(-1)
 
 
 class HookPoint(NamedTuple):
@@ -132,7 +139,7 @@ def rotate_at_tree_positions(call: Call, x: mx.array, offset: Any = 0, **kwargs:
     positions = _positions.get()
     if positions is None:
         return call(x, offset, **kwargs)
-    rotated = call(_nodes_as_batch(x), offset=positions.nodes.reshape(-1), **kwargs)
+    rotated = call(_nodes_as_batch(x), offset=positions.flat, **kwargs)
     return _nodes_as_rows(rotated, x.shape[0])
 
 
@@ -146,7 +153,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     if positions is None:
         return call(x, offset)
     rope = cast(Any, call.__self__)
-    num_texts, nodes = x.shape[0], positions.nodes.reshape(-1)
+    num_texts, nodes = x.shape[0], positions.flat
     x = _nodes_as_batch(x)
     if positions.first + positions.num_depths <= rope.max_position_embeddings:
         # Texts of up to this length share one base.
@@ -189,7 +196,7 @@ def scale_at_tree_positions(
     positions = _positions.get()
     if positions is None:
         return call(num_tokens, offset, *args, **kwargs)
-    scale: mx.array = call(1, positions.nodes.reshape(-1), *args, **kwargs)
+    scale: mx.array = call(1, positions.flat, *args, **kwargs)
     return scale.reshape(positions.nodes.shape[0], 1, -1, 1)
 
 
@@ -271,11 +278,15 @@ def capture_input(call: MethodType, x: mx.array, *args: Any, **kwargs: Any) -> A
 
 def _nodes_as_batch(x: mx.array) -> mx.array:
     """(B, H, N, D) to (B N, H, 1, D)."""
+    if x.shape[2] == 1:
+        return x
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3])
 
 
 def _nodes_as_rows(x: mx.array, num_texts: int) -> mx.array:
     """(B N, H, 1, D) back to (B, H, N, D)."""
+    if x.shape[0] == num_texts:
+        return x
     return x.reshape(num_texts, -1, x.shape[1], x.shape[3]).swapaxes(1, 2)
 
 

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_
 
 from mlx_redrafter.config import Quantisation
 from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.forest import Forest
 from mlx_redrafter.target.caches.batch import BatchCache
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, parts_of
@@ -207,20 +208,42 @@ class Target:
         layers: Sequence[int] = (),
         on_states: StatesCallback = lambda states: None,
     ) -> TargetOutputs:
-        """Process the prompt in chunks, the last token alone as mlx-lm does.
-
-        Logits exist for the last token only. Waits for the device once per chunk.
+        """Process the prompt, the last token alone as mlx-lm does.
 
         Args:
             prompt: Token ids, shape (n,), n at least 1.
             cache: Gets the rows of all n tokens.
+            step_size: As in `prefill_but_last`.
+            on_progress: As in `prefill_but_last`.
+            layers: As in `verify`.
+            on_states: As in `prefill_but_last`.
+
+        Returns:
+            Outputs of the last token, N = 1, not computed yet.
+        """
+        self.prefill_but_last(prompt, cache, step_size, on_progress, layers, on_states)
+        return self.advance(prompt[-1:], cache, layers)
+
+    def prefill_but_last(
+        self,
+        prompt: mx.array,
+        cache: TreeCache,
+        step_size: int,
+        on_progress: ProgressCallback,
+        layers: Sequence[int] = (),
+        on_states: StatesCallback = lambda states: None,
+    ) -> None:
+        """Process the prompt in chunks, all but its last token, without logits.
+
+        Waits for the device once per chunk.
+
+        Args:
+            prompt: Token ids, shape (n,), n at least 1.
+            cache: Gets the rows of n - 1 tokens.
             step_size: Most tokens per chunk.
             on_progress: Called with the tokens processed and n.
             layers: As in `verify`.
             on_states: Called with the states of every chunk, not computed yet, if there are layers.
-
-        Returns:
-            Outputs of the last token, N = 1, not computed yet.
         """
         total, done = prompt.shape[0], 0
         on_progress(0, total)
@@ -239,7 +262,6 @@ class Target:
             done += size
             on_progress(done, total)
             mx.clear_cache()
-        return self.advance(prompt[done:], cache, layers)
 
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
@@ -270,20 +292,21 @@ class Target:
             return self._process(tokens[None], cache.layers, layers).of(0)
 
     def verify_batch(
-        self, trees: Sequence[TokenTree], cache: BatchCache, layers: Sequence[int] = ()
+        self, forest: Forest, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         """Process the trees of several texts at once, as `verify` does one.
 
         Args:
-            trees: One per slot of the cache, all of N nodes.
+            forest: One tree per slot of the cache.
             cache: Gets the nodes' rows; `BatchCache.commit` keeps some of them.
             layers: As in `verify`.
 
         Returns:
             Outputs of every node, each array with an axis of slots before its others.
         """
-        with tree_positions(cache.expect(trees)):
-            return self._process(cache.step.tokens, cache.layers, layers)
+        step = cache.expect(forest)
+        with tree_positions(step.positions):
+            return self._process(step.tokens, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
         """Inputs of layers at all tokens of a new text, of shape (n,), in one pass.

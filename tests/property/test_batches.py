@@ -13,6 +13,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch, load
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.forest import Forest
+from mlx_redrafter.target.target import Target, TargetOutputs
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -160,3 +162,20 @@ def test_a_text_that_raises_among_others_ends_alone() -> None:
     with pytest.raises(OSError, match="disk full"):
         texts.extend(response.text for _, response in zip(bad, good, strict=True))
     assert "".join([*texts, *(response.text for response in good)]) == expected
+
+
+def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine, sizes = Engine(model, tokenizer, None), []
+    verify = Target.verify_batch
+
+    def counted(self: Target, forest: Forest, *rest: Any) -> TargetOutputs:
+        sizes.append(len(forest))
+        return verify(self, forest, *rest)
+
+    monkeypatch.setattr(Target, "verify_batch", counted)
+    stream = engine.stream_batch(_prompts(4), batch_size=4, max_tokens=6)
+    numbers = [number for number, _ in islice(stream, 4)]
+    assert (numbers, sizes) == ([0, 1, 2, 3], [4])
+    assert len(list(stream)) == 4 * 5
+    assert sizes == [4] * 6

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from mlx_redrafter.forest import Forest
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import TreePositions
@@ -44,32 +45,25 @@ class BatchPass:
     """What a forward pass over several trees processes, the same for all layers.
 
     Attributes:
-        trees: The tree of each slot, all of N nodes.
+        forest: The tree of each slot, all of N nodes.
         lengths: Committed tokens of each slot.
         places: Places of the rows that it writes.
         num_nodes: N.
         num_rows: S.
     """
 
-    def __init__(self, trees: Sequence[TokenTree], lengths: Sequence[int], places: Places):
-        self.trees = list(trees)
+    def __init__(self, forest: Forest, lengths: Sequence[int], places: Places):
+        self.forest = forest
         self.lengths = list(lengths)
         self.places = places
-        self.num_nodes = trees[0].size
+        self.num_nodes = forest.size
         self.num_rows = max(lengths) + self.num_nodes
 
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids of all nodes, padding as token 0, int32, shape (B, N)."""
-        tokens = mx.concatenate([tree.tokens for tree in self.trees])
-        return mx.maximum(tokens, 0).reshape(len(self.trees), self.num_nodes)
-
-    @cached_property
-    def depths(self) -> mx.array:
-        """Edges from the root, int32, shape (B, N)."""
-        if self.num_nodes == 1:
-            return mx.zeros((len(self.trees), 1), dtype=mx.int32)
-        return mx.stack([tree.depths for tree in self.trees])
+        tokens = self.forest.tokens
+        return tokens if self.num_nodes == 1 else mx.maximum(tokens, 0)
 
     @cached_property
     def starts(self) -> mx.array:
@@ -77,15 +71,25 @@ class BatchPass:
         return mx.array(self.lengths, dtype=mx.int32)[:, None]
 
     @cached_property
+    def positions(self) -> TreePositions:
+        """Positions of all nodes."""
+        first = min(self.lengths)
+        ends = [n + d for n, d in zip(self.lengths, self.forest.max_depths, strict=True)]
+        nodes = self.starts if self.num_nodes == 1 else self.starts + self.forest.depths
+        return TreePositions(nodes, first, max(ends) - first + 1)
+
+    @cached_property
     def mask(self) -> mx.array:
         """Nodes seeing all committed tokens and their ancestors, bool, shape (B, 1, N, S)."""
+        if self.num_nodes == 1:
+            return (mx.arange(self.num_rows) <= self.starts)[:, None, None]
         return (self._is_committed | self._is_above)[:, None]
 
     def window_mask(self, window: int) -> mx.array:
         """Nodes seeing the last ``window`` tokens of their own text, of the same shape."""
-        depths = self.depths[..., None]
+        depths = self.forest.depths[..., None]
         is_near = self._behind > depths - window
-        above = mx.take_along_axis(self.depths[:, None], self._nodes, axis=2)
+        above = mx.take_along_axis(self.forest.depths[:, None], self._nodes, axis=2)
         is_near_node = self._is_above & (depths - above < window)
         return ((self._is_committed & is_near) | is_near_node)[:, None]
 
@@ -101,7 +105,7 @@ class BatchPass:
     @cached_property
     def _nodes(self) -> mx.array:
         """The node whose row each is, junk where it is none, shape (B, N, S)."""
-        shape = len(self.trees), self.num_nodes, self.num_rows
+        shape = len(self.lengths), self.num_nodes, self.num_rows
         return mx.broadcast_to(mx.clip(self._behind, 0, self.num_nodes - 1), shape)
 
     @cached_property
@@ -109,9 +113,8 @@ class BatchPass:
         """Whether a row is that of a node's ancestor, or its own, shape (B, N, S)."""
         if self.num_nodes == 1:
             return self._behind == 0
-        ancestors = mx.stack([tree.ancestors for tree in self.trees])
         is_node = (self._behind >= 0) & (self._behind < self.num_nodes)
-        return mx.take_along_axis(ancestors, self._nodes, axis=2) & is_node
+        return mx.take_along_axis(self.forest.ancestors, self._nodes, axis=2) & is_node
 
 
 class BatchLayer:
@@ -241,22 +244,15 @@ class BatchCache:
         """Number of slots, B."""
         return len(self.lengths)
 
-    def expect(self, trees: Sequence[TokenTree]) -> TreePositions:
-        """Make the next forward pass one over these trees, one per slot, all of N nodes.
-
-        Returns:
-            The positions of their nodes.
-        """
-        self._num_nodes = trees[0].size
+    def expect(self, forest: Forest) -> BatchPass:
+        """Make the next forward pass one over these trees, one per slot."""
+        self._num_nodes = forest.size
         longest = max(self.lengths) + self._num_nodes
         if longest > self.capacity:
             self.resize(range(self.num_slots), self.num_slots, longest)
-        places = self._places(self._num_nodes)
-        self.step = BatchPass(trees, self.lengths, places)
+        self.step = BatchPass(forest, self.lengths, self._places(self._num_nodes))
         self._moves = [((), 0)] * self.num_slots
-        first = min(self.lengths)
-        last = max(n + t.max_depth for n, t in zip(self.lengths, trees, strict=True))
-        return TreePositions(self.step.starts + self.step.depths, first, last - first + 1)
+        return self.step
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
