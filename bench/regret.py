@@ -14,7 +14,8 @@ from mlx_redrafter.bench.compare import time_shapes
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import AUTO, STOCK, EncodedPrompt, Run, Setting, repetition
-from mlx_redrafter.bench.simulation import Outcome, make_scenario, play
+from mlx_redrafter.bench.scenarios import make_scenario
+from mlx_redrafter.bench.simulation import Outcome, play
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
 from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.config import DraftPlan
@@ -28,7 +29,7 @@ GRID = (
     *(DraftPlan.of(4, length, nodes) for length, nodes in ((5, 16), (8, 16))),
 )
 # Simulated time of learning from one step's drafts.
-LEARNING_SECONDS = 0.8e-3
+LEARNING_SECONDS = 0.3e-3
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,23 @@ class SimulatedRegret:
 
 
 def simulate_regret(
-    scenarios: int, on_progress: OnProgress = lambda done, total: None
+    scenarios: int,
+    first: int = 0,
+    is_shared: bool = False,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> SimulatedRegret:
-    """Let the default decode the texts of simulated scenarios, by number."""
+    """Let the default decode the texts of simulated scenarios.
+
+    Args:
+        scenarios: Number of scenarios.
+        first: Number of the first of them, see `make_scenario`.
+        is_shared: Whether other work disturbs the machines.
+        on_progress: Callback for the scenarios done and their number.
+    """
     outcomes = []
-    for seed in range(scenarios):
-        on_progress(seed, scenarios)
-        outcomes.append(play(make_scenario(seed), _begin))
+    for done in range(scenarios):
+        on_progress(done, scenarios)
+        outcomes.append(play(make_scenario(first + done, is_shared), _begin))
     on_progress(scenarios, scenarios)
     regrets = [outcome.regret for outcome in outcomes]
     plain = [outcome.speed for outcome in outcomes if outcome.best is None]

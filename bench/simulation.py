@@ -9,18 +9,17 @@ Axes: W beam width, L beam length, N nodes of a tree, M drafts of a search.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.bench.chips import CURVES as PUBLISHED
-from mlx_redrafter.bench.chips import VerifyCurve
+from mlx_redrafter.bench.scenarios import FIRST_TEXT, LEVELS, SECOND_TEXT, Scenario
 from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
-from mlx_redrafter.policy.candidates import SIZES
+from mlx_redrafter.policy.candidates import LENGTHS
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import Drafts
 
@@ -31,34 +30,6 @@ Begin = Callable[[StepCosts, Any], DraftPolicy]
 # Continuations of a node that are simulated, and tokens that share the rest of its probability.
 CHILDREN = 6
 TAIL = 200
-# Levels of the longest simulated search, and positions simulated after the end of a text.
-LEVELS = 15
-# Relative spread of the times of equal steps, and how often and how long one waits.
-JITTER, STALL_SHARE, STALL = 0.04, 0.01, 1.5
-MEAN_NOISE = float(np.exp(JITTER**2 / 2)) * (1 + STALL_SHARE * STALL)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A text, a drafter and a machine, all simulated.
-
-    Attributes:
-        name: Short description.
-        ease: Log-odds that the best continuation is right, by position of the text.
-        score_scale: Factor of the drafter's logits; 1 where its probabilities are true.
-        fade: Log-odds lost from one level of a draft to the next.
-        costs: True seconds of steps.
-        timed: Seconds as they were timed beforehand.
-        seed: Seed of everything drawn.
-    """
-
-    name: str
-    ease: Floats
-    score_scale: float
-    fade: float
-    costs: StepCosts
-    timed: StepCosts
-    seed: int
 
 
 class SimulatedText:
@@ -104,13 +75,13 @@ class SimulatedText:
         return logits[:, :-1] - most - np.log(mass.sum(axis=1, keepdims=True))
 
     def _search(self, position: int, width: int) -> Drafts:
-        """All drafts of a search of this width and the greatest length, best first."""
+        """All drafts of the longest search of this width, best first."""
         on, right, off = self._levels(position)
         count = DraftShape(width, 2).level_nodes
         # Node: score, depth, parent's index, token; -1 stands for the root.
         found: list[tuple[float, int, int, int]] = []
         beams, start = [(0.0, -1, True)], position + 1
-        for level in range(LEVELS):
+        for level in range(LENGTHS[-1] - 1):
             options = [
                 (score + (on if is_right else off)[level, child], node, child, is_right)
                 for score, node, is_right in beams
@@ -172,8 +143,8 @@ def run_policy(
 
     The plan of a step is chosen before the step in flight is observed, as in decoding.
     """
-    costs = text.scenario.costs
-    rng = np.random.default_rng((text.scenario.seed, seed))
+    scenario = text.scenario
+    rng = np.random.default_rng((scenario.seed, seed))
     position, seconds, chosen = start, 0.0, policy.choose(None)
     while position < stop:
         num_nodes, num_accepted, is_read = 1, 0, False
@@ -185,9 +156,8 @@ def run_policy(
             is_read = policy.waits  # type: ignore[attr-defined]
             num_nodes = kept.size
             num_accepted = sum(token > 0 for token in kept.read().tokens)
-        took = costs.step(None if chosen is None else chosen.shape, num_nodes, is_read)
-        took *= float(np.exp(rng.normal(0.0, JITTER)))
-        took *= 1 + STALL * (rng.random() < STALL_SHARE)
+        shape = None if chosen is None else chosen.shape
+        took = scenario.seconds(position, shape, num_nodes, is_read) * scenario.noise.draw(rng)
         seconds += took
         following = policy.choose(None)
         emitted = text.tokens(position + 1, position + num_accepted + 2)
@@ -196,56 +166,24 @@ def run_policy(
     return seconds * (stop - start) / (position - start)
 
 
-def run_fixed(text: SimulatedText, plan: DraftPlan, start: int, stop: int) -> float:
-    """Seconds that a fixed plan takes, those of its steps at their mean."""
-    position, seconds, length = start, 0.0, plan.shape.length
-    cost = text.scenario.costs.step(plan.shape, plan.num_nodes, waits=False)
+def run_fixed(text: SimulatedText, plan: DraftPlan | None, start: int, stop: int) -> float:
+    """Seconds that a fixed plan takes, or plain decoding, those of its steps at their mean."""
+    position, seconds, scenario = start, 0.0, text.scenario
+    shape, num_nodes = (None, 1) if plan is None else (plan.shape, plan.num_nodes)
     while position < stop:
-        drafts = text.drafts(position, plan.shape.width)
-        inside = [
-            token
-            for token, depth in zip(drafts.tokens, drafts.depths, strict=True)
-            if depth < length
-        ]
-        position += 1 + sum(token > 0 for token in inside[: plan.num_nodes - 1])
-        seconds += MEAN_NOISE * cost
+        seconds += scenario.noise.mean * scenario.seconds(position, shape, num_nodes, waits=False)
+        if shape is not None:
+            drafts = text.drafts(position, shape.width)
+            inside = [
+                token
+                for token, depth in zip(drafts.tokens, drafts.depths, strict=True)
+                if depth < shape.length
+            ]
+            position += sum(token > 0 for token in inside[: num_nodes - 1])
+        position += 1
     return seconds * (stop - start) / (position - start)
 
 
-def _published(curve: VerifyCurve) -> Callable[[int], float]:
-    """A measured curve, continued beyond its last measurement by its last slope."""
-    (before, low), (last, high) = sorted(curve.ratios.items())[-2:]
-    slope = (high - low) / (last - before)
-
-    def ratio(num_nodes: int) -> float:
-        known = curve.at(num_nodes)
-        return high + slope * (num_nodes - last) if known is None else known
-
-    return ratio
-
-
-# Time of verifying N nodes relative to plain decoding, by kind of machine.
-CURVES: dict[str, Callable[[int], float]] = {
-    "flat": lambda n: 1 + 0.01 * (n - 1),
-    "gentle": lambda n: 1.1 + 0.03 * (n - 1),
-    "linear": lambda n: 1 + 0.12 * (n - 1),
-    "steep": lambda n: 1 + 0.5 * (n - 1),
-    "tiles": lambda n: 1.15 if n <= 8 else 1.3 if n <= 16 else 1.9,
-    "kernel steps": lambda n: 1.2 + 0.03 * n if n <= 8 else 2.4 if n < 16 else 1.5 + 0.02 * n,
-    **{f"{one.bits} bits on {one.chip}": _published(one) for one in PUBLISHED},
-}
-# Log-odds of the best draft by position, of a text of two parts.
-EASES: dict[str, Callable[[np.random.Generator, int], Floats]] = {
-    "even": lambda rng, n: np.full(n, rng.uniform(-2.5, 3.0)),
-    "never right": lambda rng, n: np.full(n, -6.0),
-    "phases": lambda rng, n: np.repeat(rng.uniform(-3.0, 3.0, n), rng.integers(15, 60))[:n],
-    "hard beginning": lambda rng, n: np.where(np.arange(n) % 60 < 25, -4.0, rng.uniform(0, 3)),
-    "drift": lambda rng, n: np.linspace(rng.uniform(-3.0, 3.0), rng.uniform(-3.0, 3.0), n),
-    "restless": lambda rng, n: np.repeat(rng.choice([-4.0, 2.5], n), 6)[:n],
-}
-SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-# Tokens of the first text and of the second, whose speed counts.
-FIRST_TEXT, SECOND_TEXT = 50, 200
 # Such pairs of texts per scenario; the best fixed plan is that of all of them.
 TEXTS = 3
 # Fixed plans that a policy is compared with, beside plain decoding.
@@ -277,52 +215,6 @@ class Outcome(NamedTuple):
         return 1 - self.speed / self.best_speed
 
 
-def make_scenario(seed: int) -> Scenario:
-    """A scenario, every kind of text, drafter and machine in turn."""
-    rng = np.random.default_rng(seed)
-    ease = list(EASES)[seed % len(EASES)]
-    # All machines in turn, each round with other texts.
-    curve = list(CURVES)[(seed + seed // len(CURVES)) % len(CURVES)]
-    scale = SCALES[int(rng.integers(len(SCALES)))]
-    plain = 10 ** rng.uniform(-2.7, -1.0)
-    level = plain * 10 ** rng.uniform(-2.5, -0.7)
-    wait = plain * 10 ** rng.uniform(-2.5, -0.4)
-    widths = {1: 1.0, 2: 1.1, 4: 1.3}
-    costs = StepCosts(
-        plain=plain,
-        verify={size: plain * CURVES[curve](size) for size in range(2, SIZES[-1] + 1)},
-        first=dict.fromkeys(widths, 0.0),
-        level={width: level * factor for width, factor in widths.items()},
-        wait=wait,
-    )
-    return Scenario(
-        name=f"{seed}: {ease}, {curve}, scores x {scale:g}, level {level / plain:.3f}, "
-        f"wait {wait / plain:.3f}",
-        ease=EASES[ease](rng, FIRST_TEXT + SECOND_TEXT + LEVELS + 1),
-        score_scale=scale,
-        fade=rng.uniform(0.0, 0.3),
-        costs=costs,
-        timed=_disturbed(costs, rng),
-        seed=seed,
-    )
-
-
-def _disturbed(costs: StepCosts, rng: np.random.Generator) -> StepCosts:
-    """Costs as a machine with some other work would have timed them."""
-
-    def timed(seconds: float) -> float:
-        stall = 1.5 if rng.random() < STALL_SHARE else 1.0
-        return float(seconds * stall * np.exp(rng.normal(0.0, JITTER)))
-
-    return StepCosts(
-        plain=timed(costs.plain),
-        verify={size: timed(costs.verify[size]) for size in SIZES},
-        first=dict(costs.first),
-        level={width: timed(seconds) for width, seconds in costs.level.items()},
-        wait=timed(costs.wait),
-    )
-
-
 def play(scenario: Scenario, begin: Begin) -> Outcome:
     """Let a policy decode a scenario's two texts, and every fixed plan the second one.
 
@@ -330,15 +222,15 @@ def play(scenario: Scenario, begin: Begin) -> Outcome:
         scenario: The scenario.
         begin: Makes the policy of a text from the times of steps and the policy of the text before.
     """
-    stop, plain = FIRST_TEXT + SECOND_TEXT, MEAN_NOISE * TEXTS * SECOND_TEXT * scenario.costs.plain
-    seconds = 0.0
-    fixed: dict[DraftPlan | None, float] = {None: plain, **dict.fromkeys(FIXED, 0.0)}
+    stop, seconds = FIRST_TEXT + SECOND_TEXT, 0.0
+    fixed: dict[DraftPlan | None, float] = dict.fromkeys((None, *FIXED), 0.0)
     for seed in range(TEXTS):
         text = SimulatedText(replace(scenario, seed=TEXTS * scenario.seed + seed))
         first = begin(scenario.timed, None)
         run_policy(text, first, 0, FIRST_TEXT)
         seconds += run_policy(text, begin(scenario.timed, first), FIRST_TEXT, stop, seed=1)
-        for plan in FIXED:
+        for plan in fixed:
             fixed[plan] += run_fixed(text, plan, FIRST_TEXT, stop)
     best = min(fixed, key=fixed.__getitem__)
+    plain = fixed[None]
     return Outcome(scenario.name, plain / seconds, best, plain / fixed[best])

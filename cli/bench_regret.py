@@ -67,15 +67,20 @@ def regret(
 @takes_records
 def simulate(
     scenarios: Annotated[int, typer.Option(help="Number of scenarios.")] = 300,
+    first: Annotated[int, typer.Option(help="Number of the first; every one is another.")] = 0,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Machines with other work: noise, slow spells, growth.")
+    ] = False,
     out: Out = None,
 ) -> None:
     """Let the default decode simulated texts, drafters and machines, beside fixed plans."""
     check_int("scenarios", scenarios, 1)
+    check_int("first", first, 0)
     from mlx_redrafter.bench.regret import simulate_regret
     from mlx_redrafter.bench.result_file import new_result, write_result
 
     with progress("Scenarios") as on_progress:
-        found = simulate_regret(scenarios, on_progress)
+        found = simulate_regret(scenarios, first, shared, on_progress)
     table = Table("regret", "", title=f"{scenarios} scenarios, against the best fixed plan")
     for name, value in (("median", found.median), ("95%", found.p95), ("worst", found.worst)):
         table.add_row(name, f"{value:.1%}")
@@ -83,4 +88,5 @@ def simulate(
         table.add_row("least speed where nothing pays", f"{found.least_plain:.3f}")
     show(table)
     if out is not None:
-        write_result(out, new_result("simulate", {"scenarios": scenarios}, found=found))
+        configuration = {"scenarios": scenarios, "first": first, "shared": shared}
+        write_result(out, new_result("simulate", configuration, found=found))

@@ -141,6 +141,7 @@ class AdaptivePolicy:
         if max_length is not None:
             self._fits = FITS & (np.array(LENGTHS) <= max_length)[:, None]
             self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
+        self._offered = self._fits.any(axis=-1)
         self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
         self._until_survey, self._until_trial = SURVEY_EVERY // 2, TRIAL_AT_FIRST
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
@@ -159,10 +160,12 @@ class AdaptivePolicy:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
+        is_taught = any(done.seen for done in self._finished)
         start = self._clock()
         if self._learn():
             self._decide()
-            self._learning -= self._clock() - start
+            # What times alone change takes little.
+            self._learning -= is_taught * (self._clock() - start)
         self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
         return self._next.plan
 
@@ -233,10 +236,10 @@ class AdaptivePolicy:
         self._best_fixed = _highest((1 + gains.mean) / self._seconds)
         speed, (w, length, size) = self._best_fixed
         needed = max(1e-6, self._seconds[w, length, size] / self._plain - 1)
-        self._hope = float(np.clip(gains.mean[w, length, size] / needed, LEAST_HOPE, 1.0))
+        self._hope = max(LEAST_HOPE, min(1.0, float(gains.mean[w, length, size] / needed)))
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
-        speeds = np.where(self._fits.any(-1), gains.chosen_tokens / gains.chosen_seconds, 0.0)
+        speeds = gains.chosen_tokens / gains.chosen_seconds * self._offered
         speed, (w, length) = _highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
@@ -288,10 +291,9 @@ class AdaptivePolicy:
         if self._until_survey <= 0:
             longest, shape = self._longest.shape, best.plan.shape
             extra = self._drafting[PLACES[longest]] - self._drafting[PLACES[shape]]
-            extra += self._costs.wait if best.num_nodes is not None else 0.0
             if self._pay(extra):
                 self._until_survey = SURVEY_EVERY
-                return Choice(self._longest)
+                return best._replace(plan=self._longest)
         return best
 
     def _explore_drafts(self) -> Choice:

@@ -25,9 +25,8 @@ PRIOR_MEAN = np.array([0.0, 1.0, 0.0, 0.0])
 PRIOR_SPREAD = np.array([1.5, 0.7, 0.2, 1.0])
 # Observations that count, and steps of Newton's method from the weights before.
 WINDOW, NEWTON_STEPS = 512, 2
-# Newest observations, those of a passage that is easier or harder than the text, and the standard
-# deviation of what they add to all log-odds.
-RECENT, OFFSET_SPREAD = 64, 0.7
+# Observations after which the weights are fitted again, and until when they are after every one.
+FIT_EVERY, FIT_AT_FIRST = 8, 64
 # Bound on log-odds.
 MOST_LOG_ODDS = 20.0
 
@@ -40,16 +39,14 @@ class Calibration:
         self._right: Floats = np.zeros(WINDOW)
         self._count = 0
         self._weights: Floats = PRIOR_MEAN.copy()
-        self._offset = 0.0
-        self._is_fitted = True
+        self._num_new = 0
         if before is not None:
-            self._offset = before._offset
             self._features, self._right = before._features.copy(), before._right.copy()
             self._count, self._weights = before._count, before._weights.copy()
 
     def probabilities(self, features: Floats) -> Floats:
         """Probability that a draft is right if its parent is, shape (n,)."""
-        return _sigmoid(features @ self._weights + self._offset)
+        return _sigmoid(features @ self._weights)
 
     def add(self, features: Floats, found: Sequence[tuple[int, bool]]) -> None:
         """Take in drafts whose parents were right.
@@ -62,31 +59,26 @@ class Calibration:
             place = self._count % WINDOW
             self._features[place], self._right[place] = features[draft], is_right
             self._count += 1
-            self._is_fitted = False
+            self._num_new += 1
 
     def fit(self) -> None:
-        """Fit the weights to what was taken in."""
-        if self._is_fitted:
-            return
-        self._is_fitted = True
+        """Fit the weights to what was taken in, at first whenever there is something new."""
+        if self._num_new >= (1 if self._count < FIT_AT_FIRST else FIT_EVERY):
+            self._num_new = 0
+            for _ in range(NEWTON_STEPS):
+                self._improve()
+
+    def _improve(self) -> None:
+        """A step of Newton's method."""
         known = min(self._count, WINDOW)
         features, right = self._features[:known], self._right[:known]
         precision = PRIOR_SPREAD**-2
-        for _ in range(NEWTON_STEPS):
-            chances = _sigmoid(features @ self._weights)
-            slope = features.T @ (right - chances) - precision * (self._weights - PRIOR_MEAN)
-            curvature = (features.T * (chances * (1 - chances) + 1e-4)) @ features
-            curvature[np.diag_indices(4)] += precision
-            step = np.linalg.solve(curvature, slope)
-            self._weights += step / max(1.0, float(np.abs(step).max()))
-        self._offset = self._find_offset()
-
-    def _find_offset(self) -> float:
-        """How much likelier than usual drafts have been right of late, in log-odds."""
-        newest = np.arange(max(0, self._count - RECENT), self._count) % WINDOW
-        chances = _sigmoid(self._features[newest] @ self._weights)
-        curvature = float(chances @ (1 - chances)) + OFFSET_SPREAD**-2
-        return float(np.sum(self._right[newest] - chances)) / curvature
+        chances = _sigmoid(features @ self._weights)
+        slope = features.T @ (right - chances) - precision * (self._weights - PRIOR_MEAN)
+        curvature = (features.T * (chances * (1 - chances) + 1e-4)) @ features
+        curvature[np.diag_indices(4)] += precision
+        step = np.linalg.solve(curvature, slope)
+        self._weights += step / max(1.0, float(np.abs(step).max()))
 
 
 def draft_features(drafts: Drafts) -> Floats:
@@ -94,15 +86,19 @@ def draft_features(drafts: Drafts) -> Floats:
     scores, parents = np.array(drafts.scores), np.array(drafts.parents)
     depths = np.array(drafts.depths)
     above = np.concatenate([[0.0], scores])[parents]
-    chances = np.clip(np.exp(np.minimum(scores - above, 0.0)), 1e-12, 1 - 1e-12)
-    log_odds = np.clip(np.log(chances / (1 - chances)), -MOST_LOG_ODDS, MOST_LOG_ODDS)
+    chances = np.exp(np.minimum(scores - above, 0.0))
+    chances = np.minimum(np.maximum(chances, 1e-12), 1 - 1e-12)
+    log_odds = np.log(chances / (1 - chances))
+    log_odds = np.minimum(np.maximum(log_odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
     # Siblings come best first: the rank of each among its own.
     order = np.argsort(parents, kind="stable")
     starts = np.searchsorted(parents[order], parents[order])
     ranks = np.empty(len(scores))
     ranks[order] = np.arange(len(scores)) - starts
-    return np.stack([np.ones(len(scores)), log_odds, depths - 1, np.log1p(ranks)], axis=1)
+    features: Floats = np.ones((len(scores), 4))
+    features[:, 1], features[:, 2], features[:, 3] = log_odds, depths - 1, np.log1p(ranks)
+    return features
 
 
 def _sigmoid(x: Floats) -> Floats:
-    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))
+    return 1 / (1 + np.exp(-np.minimum(np.maximum(x, -30.0), 30.0)))

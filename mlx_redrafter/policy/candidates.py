@@ -35,7 +35,10 @@ FITS = np.zeros((len(WIDTHS), len(LENGTHS), len(SIZES)), dtype=np.bool_)
 for _place, _shape in SHAPES.items():
     FITS[_place] = np.array(SIZES) <= _shape.max_nodes
 _DEEPEST = np.array(LENGTHS)[:, None] - 1
-_MOST = np.array(SIZES)[:, None, None] - 1
+_MOST = np.array(SIZES) - 1
+_PLACES = np.ogrid[: len(WIDTHS), : len(LENGTHS), :1]
+# Drafts that a search of each width scores at a level.
+_LEVEL_NODES = [DraftShape(width, 2).level_nodes for width in WIDTHS]
 
 
 def best_first(chances: Floats) -> npt.NDArray[np.int64]:
@@ -55,35 +58,39 @@ def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple
         Sums over the drafts that the proposer finds best, and over those with the best chances,
         each of shape (W', L', S) for the widths and lengths up to the search's.
     """
+    widths = WIDTHS.index(shape.width) + 1
+    shallow = np.array(drafts.depths) <= _DEEPEST[: LENGTHS.index(shape.length) + 1]
+    inside = _insides(drafts, widths)[:, None] & shallow
     order = best_first(chances)
-    depths = np.array(drafts.depths)
-    shallow = depths <= _DEEPEST[: LENGTHS.index(shape.length) + 1]
-    found, chosen = [], []
-    for width in WIDTHS[: WIDTHS.index(shape.width) + 1]:
-        inside = shallow
-        if width < shape.width:
-            inside = shallow & _narrower(drafts, DraftShape(width, shape.length))
-        found.append(_sums_of_first(inside, chances))
-        chosen.append(_sums_of_first(inside[:, order], chances[order]))
-    return np.stack(found), np.stack(chosen)
+    return _sums_of_first(inside, chances), _sums_of_first(inside[:, :, order], chances[order])
 
 
 def _sums_of_first(inside: npt.NDArray[np.bool_], chances: Floats) -> Floats:
-    """Sums of the chances of as many drafts as there are inside, (L', n), by size, (L', S)."""
-    ranks = np.cumsum(inside, axis=1)
-    sums: Floats = ((ranks <= _MOST) & inside) @ chances  # (S, L')
-    return sums.T
+    """Sums of the chances of as many drafts as there are inside, (W', L', n), by size: (.., S)."""
+    count = len(chances)
+    widths, lengths, _ = inside.shape
+    sums = np.zeros((widths, lengths, count + 1))
+    w, length = _PLACES[0][:widths], _PLACES[1][:, :lengths]
+    sums[w, length, inside.cumsum(axis=-1)] = (inside * chances).cumsum(axis=-1)
+    found: Floats = np.maximum.accumulate(sums, axis=-1)[..., np.minimum(_MOST, count)]
+    return found
 
 
-def _narrower(drafts: Drafts, shape: DraftShape) -> npt.NDArray[np.bool_]:
-    """The drafts that a narrower search would have scored as well, shape (n,)."""
-    beams = {0}
-    counts = [0] * (max(drafts.depths, default=0) + 1)
-    inside = np.zeros(len(drafts.depths), dtype=np.bool_)
+def _insides(drafts: Drafts, widths: int) -> npt.NDArray[np.bool_]:
+    """The drafts that a search of each of the first widths would have scored as well, (W', n)."""
+    inside = np.zeros((len(drafts.depths), widths), dtype=np.bool_)
+    inside[:, -1] = True
+    # Of each node the widths, but for the search's own, whose beams it is one of.
+    beams: list[list[int]] = [list(range(widths - 1))]
+    counts = [[0] * widths for _ in range(LENGTHS[-1])]
     for draft, (parent, depth) in enumerate(zip(drafts.parents, drafts.depths, strict=True)):
-        if parent in beams and counts[depth] < shape.level_nodes:
-            counts[depth] += 1
-            inside[draft] = True
-            if counts[depth] <= shape.width:
-                beams.add(draft + 1)
-    return inside
+        mine = []
+        for w in beams[parent]:
+            rank = counts[depth][w]
+            if rank < _LEVEL_NODES[w]:
+                counts[depth][w] = rank + 1
+                inside[draft, w] = True
+                if rank < WIDTHS[w]:
+                    mine.append(w)
+        beams.append(mine)
+    return inside.T

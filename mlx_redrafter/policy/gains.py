@@ -63,14 +63,15 @@ class Gains:
             unverified: Duration of those that then verify none of them, (W, L).
             rate: Tokens per second that time is worth.
         """
-        gains, chosen = self._extrapolation.extend(np.stack([found, chosen]))
+        gains, chosen = self._extrapolation.extend(found, chosen)
         self._count = min(self._count + 1, MEMORY)
         self.mean = self.mean + (gains - self.mean) / self._count
         values = chosen - rate * seconds
-        best = (*_PLACES, values.argmax(axis=-1))
-        is_worth = values[best] > -rate * unverified
-        tokens = np.where(is_worth, 1 + chosen[best], 1.0)
-        took = np.where(is_worth, seconds[best], unverified)
+        best = values.argmax(axis=-1)
+        is_worth = values[(*_PLACES, best)] > -rate * unverified
+        chosen_best, seconds_best = chosen[(*_PLACES, best)], seconds[(*_PLACES, best)]
+        tokens = 1 + is_worth * chosen_best
+        took = np.where(is_worth, seconds_best, unverified)
         self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) / self._count
         self.chosen_seconds = self.chosen_seconds + (took - self.chosen_seconds) / self._count
 
@@ -88,27 +89,38 @@ class Extrapolation:
         self._wider = np.stack([prior[:, 1:], prior[:, :-1]])
         self._longer = np.stack([prior[:, :, 1:], prior[:, :, :-1]])
 
-    def extend(self, found: Floats) -> Floats:
-        """Gains at all places, (K, W, L, S), of which a draft shows the first, (K, W', L', S)."""
-        _, widths, lengths, _ = found.shape
-        self._wider = _add(self._wider, np.stack([found[:, 1:], found[:, :-1]]))
-        self._longer = _add(self._longer, np.stack([found[:, :, 1:], found[:, :, :-1]]))
+    def extend(self, *shown: Floats) -> Floats:
+        """Gains of both kinds at all places, (K, W, L, S), of which a draft shows the first.
+
+        Args:
+            shown: Those within the shape of a search, of each kind, shape (W', L', S).
+        """
+        widths, lengths, _ = shown[0].shape
         gains = np.empty((2, len(WIDTHS), len(LENGTHS), len(SIZES)))
-        gains[:, :widths, :lengths] = found
-        next_, here = self._longer[:, :, :widths, lengths - 1 :]
-        gains[:, :widths, lengths:] = found[:, :, -1:] * np.cumprod(next_ / here, axis=2)
-        next_, here = self._wider[:, :, widths - 1 :]
-        gains[:, widths:] = gains[:, widths - 1 : widths] * np.cumprod(next_ / here, axis=1)
+        gains[0, :widths, :lengths], gains[1, :widths, :lengths] = shown
+        found = gains[:, :widths, :lengths]
+        if widths > 1:
+            self._wider = _add(self._wider, found[:, 1:], found[:, :-1])
+        if lengths > 1:
+            self._longer = _add(self._longer, found[:, :, 1:], found[:, :, :-1])
+        if lengths < len(LENGTHS):
+            next_, here = self._longer[:, :, :widths, lengths - 1 :]
+            gains[:, :widths, lengths:] = found[:, :, -1:] * np.cumprod(next_ / here, axis=2)
+        if widths < len(WIDTHS):
+            next_, here = self._wider[:, :, widths - 1 :]
+            gains[:, widths:] = gains[:, widths - 1 : widths] * np.cumprod(next_ / here, axis=1)
         return gains
 
 
-def _add(sums: Floats, found: Floats) -> Floats:
+def _add(sums: Floats, *found: Floats) -> Floats:
     """Running sums with one more draft, which may show the first places only."""
-    _, _, widths, lengths, _ = found.shape
+    _, widths, lengths, _ = found[0].shape
     sums = sums.copy()
     seen = sums[:, :, :widths, :lengths]
     seen *= 1 - 1 / RATIO_MEMORY
-    seen += found + 1e-6
+    seen += 1e-6
+    seen[0] += found[0]
+    seen[1] += found[1]
     return sums
 
 

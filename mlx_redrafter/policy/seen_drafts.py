@@ -16,6 +16,9 @@ from mlx_redrafter.tree import Drafts, TokenTree
 
 Floats = npt.NDArray[np.float64]
 
+# Drafts of a tree that are looked at, the best ones; a wide search finds many of no worth.
+MOST_SEEN = 64
+
 
 class SeenDrafts:
     """A network's drafts, which the host reads when they are needed."""
@@ -26,8 +29,10 @@ class SeenDrafts:
 
     @cached_property
     def drafts(self) -> Drafts:
-        """The drafts; waits for the device."""
-        return self._tree.read()
+        """The best of the drafts; waits for the device."""
+        scores, depths, parents, tokens = self._tree.read()
+        seen = slice(MOST_SEEN)
+        return Drafts(scores[seen], depths[seen], parents[seen], tokens[seen])
 
     @cached_property
     def features(self) -> Floats:

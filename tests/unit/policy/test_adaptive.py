@@ -11,15 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.bench.regret import simulate_regret
-from mlx_redrafter.bench.simulation import (
-    CURVES,
-    LEVELS,
-    MEAN_NOISE,
-    Scenario,
-    SimulatedText,
-    run_fixed,
-    run_policy,
-)
+from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
+from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy.adaptive import TRIAL, TRIAL_AT_FIRST, TRIAL_EVERY, AdaptivePolicy
@@ -97,7 +90,7 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     second = _decode(_scenario(-8.0), first, TOKENS)
     assert sum(step.num_nodes > 1 for step in second.steps) <= 2 * TRIAL
     assert any(step.plan is not None for step in second.steps), "drafts are looked at now and then"
-    assert sum(step.seconds or 0.0 for step in second.steps) < 1.02 * MEAN_NOISE * TOKENS
+    assert sum(step.seconds or 0.0 for step in second.steps) < 1.02 * QUIET.mean * TOKENS
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
@@ -105,7 +98,7 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
     scenario = _scenario(1.5, score_scale=scale)
     first = _decode(scenario)
     second = _decode(scenario, first, TOKENS)
-    plain = MEAN_NOISE * TOKENS
+    plain = QUIET.mean * TOKENS
     speed = plain / sum(step.seconds or 0.0 for step in second.steps)
     text = SimulatedText(scenario)
     best = max(
@@ -192,9 +185,10 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     first = _decode(wrong)
     assert [step.num_nodes for step in first.steps[:8]].count(24) > 4
     assert first.policy.experience.slowdowns.of(24) > 2
-    assert _seconds(wrong) < 1.1 * _seconds(right)
-    second = _decode(wrong, first, TOKENS)
-    assert [step.num_nodes for step in second.steps[-30:]].count(24) < 15
+    assert _seconds(wrong) < 1.2 * _seconds(right)
+    second, known = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
+    seconds = [sum(step.seconds or 0.0 for step in one.steps) for one in (second, known)]
+    assert seconds[0] < 1.2 * seconds[1]
 
 
 def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
@@ -228,7 +222,17 @@ def test_drafting_that_was_timed_as_free_is_corrected_in_use(
     timed = StepCosts(costs.plain, costs.verify, costs.first, dict.fromkeys(costs.level, 0.0))
     right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
     assert sum(step.plan is not None for step in _decode(wrong).steps[:20]) > 5
-    assert _seconds(wrong) < 1.25 * _seconds(right), "uncorrected, 2 to 5 times as long"
+    assert _seconds(wrong) < 1.35 * _seconds(right), "uncorrected, 2 to 5 times as long"
+
+
+def test_a_slow_learner_still_learns() -> None:
+    """Learning takes half a step's time here; without it, the text before decides for ever."""
+    easy, hard = _scenario(2.0), _scenario(-4.0)
+    clock = itertools.count(0, 0.5).__next__
+    policy = AdaptivePolicy(hard.timed, _decode(easy).policy.experience, clock)
+    watched = Watched(policy)
+    run_policy(SimulatedText(hard), watched, 0, 2 * TOKENS)
+    assert _nodes(watched, 60) < 1.5
 
 
 def _seconds(scenario: Scenario) -> float:

@@ -1,0 +1,205 @@
+"""Scenarios of simulated texts: how easy they are, and what steps take.
+
+Axes: W beam width, L beam length, N nodes of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_redrafter.bench.chips import CURVES as PUBLISHED
+from mlx_redrafter.bench.chips import VerifyCurve
+from mlx_redrafter.config import DraftShape
+from mlx_redrafter.policy.candidates import SIZES
+from mlx_redrafter.policy.step_costs import StepCosts
+
+Floats = npt.NDArray[np.float64]
+
+# Levels drawn at every position, and positions simulated after the end of a text.
+LEVELS = 15
+# Tokens of the first text and of the second, whose speed counts.
+FIRST_TEXT, SECOND_TEXT = 50, 200
+
+
+class Noise(NamedTuple):
+    """What makes equal steps take unequal times.
+
+    Attributes:
+        jitter: Relative spread.
+        stall_share: Share of the steps that wait for other work.
+        stall: Mean time of waiting, relative to the step's.
+        is_heavy: Whether few waiting steps wait for long and most hardly at all.
+    """
+
+    jitter: float = 0.04
+    stall_share: float = 0.01
+    stall: float = 1.5
+    is_heavy: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Mean time relative to that of an undisturbed step."""
+        return float(np.exp(self.jitter**2 / 2)) * (1 + self.stall_share * self.stall)
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """The time of one step, relative to an undisturbed one's."""
+        took = float(np.exp(rng.normal(0.0, self.jitter)))
+        stall = self.stall * (rng.random() < self.stall_share)
+        return took * (1 + stall * (rng.exponential() if self.is_heavy else 1.0))
+
+
+QUIET = Noise()
+# Of a machine that is shared with other work; how much slower it is in spells, at most, and how
+# long a spell and the time until the next one last, in tokens.
+SHARED, MOST_SLOWED, SPELLS = Noise(0.1, 0.08, 1.0, is_heavy=True), 2.0, (20, 80)
+# How much longer a plain step takes at the end of a long text, at most; one that verifies
+# `DEARER` nodes more takes as much longer again.
+MOST_GROWTH, DEARER = 0.3, 16
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A text, a drafter and a machine, all simulated.
+
+    Attributes:
+        name: Short description.
+        ease: Log-odds that the best continuation is right, by position of the text.
+        score_scale: Factor of the drafter's logits; 1 where its probabilities are true.
+        fade: Log-odds lost from one level of a draft to the next.
+        costs: True seconds of steps.
+        timed: Seconds as they were timed beforehand.
+        seed: Seed of everything drawn.
+        noise: Noise of the times of steps.
+        slowed: Factor of all times, by position; None where there are no slow spells.
+        growth: Share of its time that a plain step takes longer than at first, by position; None
+            where length matters nothing.
+    """
+
+    name: str
+    ease: Floats
+    score_scale: float
+    fade: float
+    costs: StepCosts
+    timed: StepCosts
+    seed: int
+    noise: Noise = QUIET
+    slowed: Floats | None = None
+    growth: Floats | None = None
+
+    def seconds(
+        self, position: int, shape: DraftShape | None, num_nodes: int, waits: bool
+    ) -> float:
+        """Time of an undisturbed step after a position; see `StepCosts.step`."""
+        seconds = self.costs.step(shape, num_nodes, waits)
+        if self.growth is not None:
+            share = float(self.growth[position]) * (1 + (num_nodes - 1) / DEARER)
+            seconds += share * self.costs.step(None, num_nodes, waits=False)
+        return seconds if self.slowed is None else seconds * float(self.slowed[position])
+
+
+def _published(curve: VerifyCurve) -> Callable[[int], float]:
+    """A measured curve, continued beyond its last measurement by its last slope."""
+    (before, low), (last, high) = sorted(curve.ratios.items())[-2:]
+    slope = (high - low) / (last - before)
+
+    def ratio(num_nodes: int) -> float:
+        known = curve.at(num_nodes)
+        return high + slope * (num_nodes - last) if known is None else known
+
+    return ratio
+
+
+# Time of verifying N nodes relative to plain decoding, by kind of machine.
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda n: 1 + 0.01 * (n - 1),
+    "gentle": lambda n: 1.1 + 0.03 * (n - 1),
+    "linear": lambda n: 1 + 0.12 * (n - 1),
+    "steep": lambda n: 1 + 0.5 * (n - 1),
+    "tiles": lambda n: 1.15 if n <= 8 else 1.3 if n <= 16 else 1.9,
+    "kernel steps": lambda n: 1.2 + 0.03 * n if n <= 8 else 2.4 if n < 16 else 1.5 + 0.02 * n,
+    **{f"{one.bits} bits on {one.chip}": _published(one) for one in PUBLISHED},
+}
+# Log-odds of the best draft by position, of a text of two parts.
+EASES: dict[str, Callable[[np.random.Generator, int], Floats]] = {
+    "even": lambda rng, n: np.full(n, rng.uniform(-2.5, 3.0)),
+    "never right": lambda rng, n: np.full(n, -6.0),
+    "phases": lambda rng, n: np.repeat(rng.uniform(-3.0, 3.0, n), rng.integers(15, 60))[:n],
+    "hard beginning": lambda rng, n: np.where(np.arange(n) % 60 < 25, -4.0, rng.uniform(0, 3)),
+    "drift": lambda rng, n: np.linspace(rng.uniform(-3.0, 3.0), rng.uniform(-3.0, 3.0), n),
+    "restless": lambda rng, n: np.repeat(rng.choice([-4.0, 2.5], n), 6)[:n],
+}
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+def make_scenario(seed: int, is_shared: bool = False) -> Scenario:
+    """A scenario, every kind of text, drafter and machine in turn.
+
+    Args:
+        seed: Number of the scenario.
+        is_shared: Whether other work disturbs the machine, whose steps are slowed down by the
+            length of the text as well.
+    """
+    rng = np.random.default_rng(seed)
+    ease = list(EASES)[seed % len(EASES)]
+    # All machines in turn, each round with other texts.
+    curve = list(CURVES)[(seed + seed // len(CURVES)) % len(CURVES)]
+    scale = SCALES[int(rng.integers(len(SCALES)))]
+    plain = 10 ** rng.uniform(-2.7, -1.0)
+    level = plain * 10 ** rng.uniform(-2.5, -0.7)
+    wait = plain * 10 ** rng.uniform(-2.5, -0.4)
+    widths = {1: 1.0, 2: 1.1, 4: 1.3}
+    costs = StepCosts(
+        plain=plain,
+        verify={size: plain * CURVES[curve](size) for size in range(2, SIZES[-1] + 1)},
+        first=dict.fromkeys(widths, 0.0),
+        level={width: level * factor for width, factor in widths.items()},
+        wait=wait,
+    )
+    scenario = Scenario(
+        name=f"{seed}: {ease}, {curve}, scores x {scale:g}, level {level / plain:.3f}, "
+        f"wait {wait / plain:.3f}",
+        ease=EASES[ease](rng, FIRST_TEXT + SECOND_TEXT + LEVELS + 1),
+        score_scale=scale,
+        fade=rng.uniform(0.0, 0.3),
+        costs=costs,
+        timed=_disturbed(costs, rng),
+        seed=seed,
+    )
+    return _shared(scenario, rng) if is_shared else scenario
+
+
+def _shared(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """The same on a machine with other work, in spells, and with steps that the text slows down."""
+    count = len(scenario.ease)
+    slowed: list[float] = []
+    while len(slowed) < count:
+        quiet, slow = rng.integers(*SPELLS, 2)
+        slowed += [1.0] * quiet + [float(rng.uniform(1.0, MOST_SLOWED))] * slow
+    return replace(
+        scenario,
+        name=f"{scenario.name}, shared",
+        noise=SHARED,
+        slowed=np.array(slowed[:count]),
+        growth=np.linspace(0.0, rng.uniform(0.0, MOST_GROWTH), count),
+    )
+
+
+def _disturbed(costs: StepCosts, rng: np.random.Generator) -> StepCosts:
+    """Costs as a machine with some other work would have timed them."""
+
+    def timed(seconds: float) -> float:
+        stall = 1.5 if rng.random() < QUIET.stall_share else 1.0
+        return float(seconds * stall * np.exp(rng.normal(0.0, QUIET.jitter)))
+
+    return StepCosts(
+        plain=timed(costs.plain),
+        verify={size: timed(costs.verify[size]) for size in SIZES},
+        first=dict(costs.first),
+        level={width: timed(seconds) for width, seconds in costs.level.items()},
+        wait=timed(costs.wait),
+    )
