@@ -24,7 +24,7 @@ from mlx_redrafter.cli.bench_output import (
 from mlx_redrafter.cli.loading import Pair, Predraft
 from mlx_redrafter.cli.options import Seed, Temp, library_option
 from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import SamplingParams, check_int
+from mlx_redrafter.config import MAX_OUTCOMES, SamplingParams, check_int
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
@@ -110,6 +110,7 @@ def compare(
     target's own.
     """
     SamplingParams(temp, seed=seed)
+    check_int("predraft", predraft, 0, MAX_OUTCOMES)
     plans = [shape.plan("beam"), shape.plan()]
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.compare import compare as measure

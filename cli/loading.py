@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.cli.options import MODEL
+from mlx_redrafter.config import MAX_OUTCOMES, check_int
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,6 +134,9 @@ class WritingPair(AdaptedPair):
         list[str] | None,
         typer.Option("--extra-eos-token", help="Also stop at this token.", rich_help_panel=MODEL),
     ] = None
+
+    def __post_init__(self) -> None:
+        check_int("predraft", self.predraft, 0, MAX_OUTCOMES)
 
     def load(self, **options: Any) -> tuple[nn.Module, TokenizerWrapper, Any]:
         """See `Pair.load`; no weights of a drafter with ``--no-draft``."""

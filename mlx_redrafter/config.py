@@ -11,6 +11,7 @@ from mlx_redrafter.errors import ConfigError
 
 MAX_BEAM_WIDTH = 64
 MAX_BEAM_LENGTH = 16
+MAX_OUTCOMES = 64  # of a forward pass, that drafts are made ahead for
 # Nodes scored per level for each that is expanded, unless the search has but one beam.
 SCORED_PER_BEAM = 4
 # Nodes of the tree where only the width or the length of the search is given.

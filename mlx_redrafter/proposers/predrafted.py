@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan, check_int
+from mlx_redrafter.config import MAX_OUTCOMES, DraftPlan, check_int
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, StateReader
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
@@ -37,8 +37,6 @@ from mlx_redrafter.tree import Drafts, TokenTree, ancestor_mask
 
 # Beside the target on a GPU; where that runs on the CPU, too, a second stream of it.
 _ahead = mx.new_thread_local_stream(mx.cpu)
-
-MAX_OUTCOMES = 64
 
 
 class Branches(Levels, Protocol):

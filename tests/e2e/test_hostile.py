@@ -57,6 +57,7 @@ COMMANDS: dict[str, list[str]] = {
     "bench guard": ["--model", "model", "--drafter", "drafter"],
     "bench regret": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench simulate": [],
+    "bench predraft": ["--verify", "1.5", "--level", "0.1"],
     "bench profile": ["--model", "model", "--drafter", "drafter"],
     "bench training": [],
     "bench predict": ["--model", "model", "--drafter", "drafter"],
