@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -66,8 +67,9 @@ class BatchStream(Iterator[BatchResponse]):
         with wired_limit(self._batch.target.model, [generation_stream]):  # type: ignore[list-item]
             try:
                 while not self._is_cancelled:
-                    if len(self._batch) < self._batch_size and (begun := next(self._texts, None)):
-                        self._begin(*begun)
+                    room = self._batch_size - len(self._batch)
+                    if room and (begun := list(islice(self._texts, room))):
+                        self._begin(begun)
                     elif not len(self._batch):
                         return
                     else:
@@ -76,14 +78,16 @@ class BatchStream(Iterator[BatchResponse]):
                 for text in list(self._live):
                     self._end(text)
 
-    def _begin(self, number: int, text: Text) -> None:
-        """Process the prompt of a text, which the others wait for, but for its last token."""
-        self._live[text] = number, Responder(text, self._tokenizer)
-        text.begin()
-        if text.is_finished:
-            self._end(text)
-        else:
-            self._batch.add(text)
+    def _begin(self, begun: list[tuple[int, Text]]) -> None:
+        """Process the prompts of some texts, which the others wait for, but for their ends."""
+        for number, text in begun:
+            self._live[text] = number, Responder(text, self._tokenizer)
+        self._batch.begin([text for _, text in begun])
+        for _, text in begun:
+            if text.is_finished:
+                self._end(text)
+            else:
+                self._batch.add(text)
 
     def _step(self) -> Iterator[BatchResponse]:
         self._num_steps += 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from mlx_redrafter.decoding.text import Processing, Text, Wanted
 from mlx_redrafter.decoding.verdict import Verdict, judge_roots, judge_trees
 from mlx_redrafter.forest import Forest, tree_size
 from mlx_redrafter.target.caches.batch import SlotCache
+from mlx_redrafter.target.shared_prefill import prefill_together
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
 
@@ -75,6 +77,25 @@ class Batch:
     def num_slots(self) -> int:
         """Slots of a forward pass, B; idle ones take time, too."""
         return self._cache.num_slots
+
+    def begin(self, texts: Sequence[Text]) -> None:
+        """Process the prompts of texts but for their last tokens, see `Text.begin`.
+
+        Those of similar lengths share forward passes.
+        """
+        sharing = [text for text in texts if text.begins_with_others]
+        for group in _of_similar_lengths(sharing):
+            if len(group) > 1:
+                with mx.stream(generation_stream):
+                    prefill_together(
+                        self.target,
+                        [text.request.prompt[:-1] for text in group],
+                        [text.own_cache for text in group],
+                        group[0].request.prefill_step_size,
+                        partial(_are_cancelled, group),
+                    )
+        for text in texts:
+            text.begin()
 
     def add(self, text: Text) -> None:
         """Take in a text at rest, such as one that has just begun.
@@ -174,6 +195,21 @@ class Batch:
         for slot, seat in enumerate(self._seats):
             seat.slot = slot
             seat.text.cache = SlotCache(self._cache, slot)
+
+
+def _are_cancelled(texts: Sequence[Text]) -> bool:
+    return all(text.is_cancelled for text in texts)
+
+
+def _of_similar_lengths(texts: Sequence[Text]) -> list[list[Text]]:
+    """Texts in groups, no prompt in one more than a quarter shorter than the longest."""
+    groups: list[list[Text]] = []
+    for text in sorted(texts, key=lambda text: -len(text.request.prompt)):
+        if groups and 4 * len(text.request.prompt) >= 3 * len(groups[-1][0].request.prompt):
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return groups
 
 
 class _Seat:

@@ -157,16 +157,18 @@ class Text:
     def begin(self) -> None:
         """Process the prompt but for its last token, the first part of the first step.
 
-        A text that has begun is at rest: its first token may come from a pass shared with others.
-        A text that is cancelled meanwhile is finished.
+        What others have processed with theirs, and is in the cache, is left out. A text that has
+        begun is at rest: its first token may come from a pass shared with others. A text that is
+        cancelled meanwhile is finished.
         """
         if self._has_begun:
             return
         self._has_begun, request = True, self.request
+        done = self.own_cache.length + len(request.prompt) - self._end_of_prompt
         with mx.stream(generation_stream):
             try:
                 self.target.prefill_but_last(
-                    mx.array(request.prompt, dtype=mx.int32),
+                    mx.array(request.prompt[done:], dtype=mx.int32),
                     self.own_cache,
                     request.prefill_step_size,
                     self._on_progress,
@@ -217,6 +219,11 @@ class Text:
         """Layers of the target whose states the drafting reads."""
         reader = None if self.drafting is None else self.drafting.reader
         return () if reader is None else reader.layers
+
+    @property
+    def begins_with_others(self) -> bool:
+        """Whether its prompt may be processed with those of others."""
+        return self.own_cache.length == 0 and len(self.request.prompt) > 1 and not self.layers
 
     @property
     def common_chooser(self) -> KeyedChooser | None:

@@ -164,6 +164,47 @@ def test_a_text_that_raises_among_others_ends_alone() -> None:
     assert "".join([*texts, *(response.text for response in good)]) == expected
 
 
+def test_prompts_of_similar_lengths_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine, shapes = Engine(model, tokenizer, None), []
+    rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    expected = [engine.generate(prompt, max_tokens=8) for prompt in prompts]
+    process = type(model).__call__
+
+    def counted(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+        shapes.append(tokens.shape)
+        return process(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    stream = engine.stream_batch(prompts, batch_size=7, max_tokens=8, prefill_step_size=48)
+    texts = [""] * len(prompts)
+    for number, response in stream:
+        texts[number] += response.text
+    assert texts == expected
+    # Chunks of 48 tokens for three texts together; one that is half as long as the others.
+    assert shapes[:5] == [(3, 16), (3, 16), (3, 7), (2, 9), (1, 20)]
+    assert shapes[5] == (8, 1), "the last tokens, in as many slots"
+
+
+def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine, calls = Engine(model, tokenizer, None), 0
+    stream = engine.stream_batch([[5] * 40, [6] * 40], max_tokens=8, prefill_step_size=8)
+    process = type(model).__call__
+
+    def counted(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            stream.cancel()
+        return process(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    assert list(stream) == []
+    assert calls == 3
+
+
 def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     engine, sizes = Engine(model, tokenizer, None), []

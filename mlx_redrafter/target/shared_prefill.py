@@ -1,0 +1,58 @@
+"""The beginnings of several texts in shared forward passes.
+
+Axes: G texts, n tokens of the longest beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target
+
+
+def prefill_together(
+    target: Target,
+    beginnings: Sequence[Sequence[int]],
+    caches: Sequence[TreeCache],
+    step_size: int,
+    is_cancelled: Callable[[], bool],
+) -> None:
+    """Process several beginnings at once, in chunks, without logits.
+
+    Shorter ones are padded on the right: no token before the padding attends to it. Waits for the
+    device once per chunk.
+
+    Args:
+        target: The model, whose layers all attend to all tokens.
+        beginnings: Token ids of each text.
+        caches: Their caches, without rows; each gets those of its text.
+        step_size: Most tokens per chunk, of all texts together.
+        is_cancelled: Whether to leave all caches without rows; asked before every chunk.
+    """
+    longest = max(map(len, beginnings))
+    padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
+    stock = target.stock_cache()
+    size = max(1, step_size // len(beginnings))
+    for start in range(0, longest, size):
+        if is_cancelled():
+            return
+        target.model(padded[:, start : start + size], cache=stock)
+        mx.eval([layer.state for layer in stock if layer.keys is not None])
+        mx.clear_cache()
+    for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
+        for layer, own in zip(stock, cache.stock, strict=True):
+            _take_rows(layer, own, row, len(tokens))
+        cache.grow(len(tokens))
+
+
+def _take_rows(layer: KVCache, own: KVCache, row: int, length: int) -> None:
+    """Let a text's cache of a layer hold its rows; a layer that the model never uses has none."""
+    if layer.keys is None or layer.values is None:
+        return
+    parts = layer.keys, layer.values
+    own.keys, own.values = (mx.contiguous(part[row : row + 1, :, :length]) for part in parts)
+    own.offset = length
