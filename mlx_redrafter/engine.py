@@ -41,7 +41,7 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.joint import JointPolicy
-from mlx_redrafter.policy.profiling import CONTEXT, Known, step_costs
+from mlx_redrafter.policy.profiling import CONTEXT, Known, doubt_times, step_costs
 from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
@@ -286,8 +286,23 @@ class Engine:
         chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
         text = Text(target, cache, chooser, request, drafting, policy, chain)
         if isinstance(policy, AdaptivePolicy):
-            text.on_close = _conclusion(text, policy, self.memory if options.couple else Memory())
+            text.on_close = self._conclusion(text, policy, options.couple)
         return text
+
+    def _conclusion(self, text: Text, policy: AdaptivePolicy, couple: bool) -> Callable[[], None]:
+        """However a text ends, keep what its steps have shown."""
+        memory = self.memory
+
+        def conclude() -> None:
+            text.stats.shapes = policy.shapes()
+            if couple:
+                memory.experience = policy.experience
+            network = None if isinstance(self.proposer, Lookup) else self.proposer
+            if policy.experience.slowdowns.show_long_times:
+                if doubt_times(self.target, network, memory.timed):
+                    policy.experience.forget_times()
+
+        return conclude
 
     def _batch_policy(
         self, batch: Batch, options: GenerationOptions
@@ -358,16 +373,6 @@ def _check_callable(**given: object) -> None:
     for name, value in given.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name} must be a function, got {reprlib.repr(value)}")
-
-
-def _conclusion(text: Text, policy: AdaptivePolicy, memory: Memory) -> Callable[[], None]:
-    """However a text ends, keep what its steps have shown."""
-
-    def conclude() -> None:
-        text.stats.shapes = policy.shapes()
-        memory.experience = policy.experience
-
-    return conclude
 
 
 def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:

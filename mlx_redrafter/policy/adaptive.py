@@ -108,6 +108,11 @@ class Experience:
         self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
         # Of steps whose drafts are not verified, beyond those of plain steps.
         self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
+        self._sizes = sizes
+
+    def forget_times(self) -> None:
+        """Begin anew with slowdowns, which are by times that are to be measured again."""
+        self.slowdowns, self.in_vain = Slowdowns(self._sizes), Slowdowns([1])
 
 
 class AdaptivePolicy:

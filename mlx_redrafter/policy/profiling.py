@@ -17,6 +17,7 @@ from statistics import mean
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_redrafter.config import DraftPlan, DraftShape, Quantisation, SamplingParams
 from mlx_redrafter.decoding.decode import decode
@@ -27,7 +28,7 @@ from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
+from mlx_redrafter.policy.timing_cache import Timed, load_or_measure, measure_again
 from mlx_redrafter.proposers.predrafted import Predrafted
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
@@ -195,12 +196,47 @@ def time_steps(
     return StepTimes(schedule.seconds, any(map(schedule.is_doubtful, schedule.seconds)))
 
 
+def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> bool:
+    """Have times that are too long, as steps in use take less, measured again for the next text.
+
+    Args:
+        target: The model.
+        proposer: As in `step_costs`.
+        known: Times of the model and this network; those that will be measured again are removed.
+
+    Returns:
+        Whether any will be.
+    """
+    if isinstance(proposer, Predrafted):
+        proposer = proposer.proposer
+    asked = [key for key in known if key[0] == (proposer is not None)]
+    doubted = [
+        key
+        for key in asked
+        if measure_again(*_description(target, proposer, *key[1:]), _kinds(proposer))
+    ]
+    for key in doubted:
+        del known[key]
+    return bool(doubted)
+
+
+def _kinds(proposer: Proposer | None) -> dict[str, Kind]:
+    return {str(kind): kind for kind in (TIMED_LOOKUPS if proposer is None else TIMED)}
+
+
+def _description(
+    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
+) -> tuple[object, tuple[nn.Module, ...]]:
+    """What is timed, and the networks."""
+    kinds = tuple(_kinds(proposer).values())
+    modules = () if proposer is None else proposer.modules
+    return (kinds, context, quantisation, *choices(target.model)), (target.model, *modules)
+
+
 def _known_seconds(
     target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
 ) -> Seconds:
-    timed = TIMED_LOOKUPS if proposer is None else TIMED
-    kinds = {str(kind): kind for kind in timed}
-    modules = () if proposer is None else proposer.modules
+    kinds = _kinds(proposer)
 
     def measure() -> Timed:
         logger.info(
@@ -211,8 +247,8 @@ def _known_seconds(
         times = time_steps(target, proposer, context, quantisation)
         return Timed({name: times.seconds[kind] for name, kind in kinds.items()}, times.is_doubtful)
 
-    what = (timed, context, quantisation, *choices(target.model))
-    seconds = load_or_measure(what, (target.model, *modules), kinds, measure)
+    described = _description(target, proposer, context, quantisation)
+    seconds = load_or_measure(*described, kinds, measure)
     return {kind: seconds[name] for name, kind in kinds.items()}
 
 

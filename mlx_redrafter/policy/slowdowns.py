@@ -14,6 +14,8 @@ CHANGE = 0.25
 TIMED, MOST_KNOWN = 2, 24
 # A clock may read twice the same, but no step takes less of its time.
 LEAST_RATIO = 1e-3
+# Steps of a size that show that it takes less than was timed, and at most which share.
+SHOWN, TOO_LONG = 16, 0.75
 # Steps of other sizes after which half of a size's own slowdown is forgotten.
 FORGET_AFTER = 32
 
@@ -54,6 +56,14 @@ class Slowdowns:
     def of(self, num_nodes: int) -> float:
         """The slowdown of one size."""
         return float(self.factors[self._sizes.index(num_nodes)])
+
+    @property
+    def show_long_times(self) -> bool:
+        """Whether a size takes far less than was timed: something disturbed that timing."""
+        return any(
+            self._counts[size] >= min(SHOWN + TIMED, MOST_KNOWN) and self.of(size) < TOO_LONG
+            for size in self._own
+        )
 
     def learn(self, num_nodes: int, ratio: float) -> None:
         """Take in a step that took ``ratio`` times as long as was timed."""

@@ -25,6 +25,9 @@ MOST_SECONDS = 3600.0
 # Measurements of what was disturbed, each in a run of its own; the fastest times of all count.
 MOST_RUNS = 3
 RUNS_LEFT = "runs left"
+# How often use has shown that less time is taken than was measured, and the most times that this
+# counts: parts of steps may seem to take less for ever.
+DOUBTS, MOST_DOUBTS = "doubts", 2
 
 
 class Timed(NamedTuple):
@@ -56,29 +59,65 @@ def load_or_measure(
         keys: Names of the seconds.
         measure: Finds it.
     """
-    path = cache_folder() / f"{_fingerprint(what, modules)}.json"
-    seconds, runs = _read(path, keys)
-    if not runs:
-        return seconds
-    if seconds:
+    path = _path(what, modules)
+    stored = _read(path, keys)
+    if not stored.runs:
+        return stored.seconds
+    before = stored.seconds
+    if before:
         logger.info("other work disturbed the last timing; the fastest times of both count")
     timed = measure()
-    seconds = {key: min(taken, seconds.get(key, taken)) for key, taken in timed.seconds.items()}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(seconds | ({RUNS_LEFT: runs - 1} if timed.is_doubtful else {}))
-        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        logger.warning("what was timed is not kept for the next run: %s", error)
+    seconds = {key: min(taken, before.get(key, taken)) for key, taken in timed.seconds.items()}
+    _write(path, Stored(seconds, stored.runs - 1 if timed.is_doubtful else 0, stored.doubts))
     return seconds
 
 
-def _read(path: Path, keys: Collection[str]) -> tuple[dict[str, float], int]:
-    """The seconds in a file, and how many more runs may measure them; none where it is damaged."""
+def measure_again(what: object, modules: Collection[nn.Module], keys: Collection[str]) -> bool:
+    """Have what took less time in use than was measured measured once more, when it is next asked.
+
+    The arguments are those of `load_or_measure`.
+
+    Returns:
+        Whether it will be; not where this has been asked `MOST_DOUBTS` times before.
+    """
+    path = _path(what, modules)
+    stored = _read(path, keys)
+    if not stored.seconds or stored.doubts == MOST_DOUBTS:
+        return False
+    _write(path, Stored(stored.seconds, max(1, stored.runs), stored.doubts + 1))
+    return True
+
+
+class Stored(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        seconds: Seconds by key, none where the file is damaged.
+        runs: Number of further runs that may measure them.
+        doubts: Number of times that use has shown them to be too long.
+    """
+
+    seconds: dict[str, float]
+    runs: int
+    doubts: int
+
+
+def _write(path: Path, stored: Stored) -> None:
+    counts = {name: n for name, n in ((RUNS_LEFT, stored.runs), (DOUBTS, stored.doubts)) if n}
+    text = json.dumps(stored.seconds | counts)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        logger.warning("what was timed is not kept for the next run: %s", error)
+
+
+def _read(path: Path, keys: Collection[str]) -> Stored:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         runs = range(MOST_RUNS).index(stored.get(RUNS_LEFT, 0))
-        return {key: _check_seconds(stored[key]) for key in keys}, runs
+        doubts = range(MOST_DOUBTS + 1).index(stored.get(DOUBTS, 0))
+        return Stored({key: _check_seconds(stored[key]) for key in keys}, runs, doubts)
     except (
         OSError,
         ValueError,
@@ -88,7 +127,11 @@ def _read(path: Path, keys: Collection[str]) -> tuple[dict[str, float], int]:
         OverflowError,
         RecursionError,
     ):
-        return {}, MOST_RUNS
+        return Stored({}, MOST_RUNS, 0)
+
+
+def _path(what: object, modules: Collection[nn.Module]) -> Path:
+    return cache_folder() / f"{_fingerprint(what, modules)}.json"
 
 
 def cache_folder() -> Path:

@@ -12,18 +12,21 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import Drafter, load
+import mlx_redrafter.engine
+from mlx_redrafter import Drafter, Engine, load
 from mlx_redrafter.config import DraftShape
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.candidates import SIZES
 from mlx_redrafter.policy.profiling import StepTimes
-from mlx_redrafter.policy.timing_cache import MOST_RUNS
+from mlx_redrafter.policy.timing_cache import DOUBTS, MOST_DOUBTS, MOST_RUNS
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
-from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
 
 
 @pytest.fixture(autouse=True)
@@ -271,6 +274,27 @@ def test_another_drafter_or_dtype_is_timed_anew(
 
 
 BAD = {"zero": 0.0, "NaN": math.nan, "-1": -1.0, "Infinity": math.inf}
+
+
+def test_times_that_use_shows_to_be_too_long_are_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was busy all the while it was timed, so that no turn differs from another."""
+    model, runs = tiny_llama(vocab_size=VOCAB_SIZE), []
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
+
+    def busy(*_: object) -> StepTimes:
+        runs.append(len(runs))
+        return StepTimes({kind: 100 * seconds for kind, seconds in _timed().items()})
+
+    monkeypatch.setattr(profiling, "time_steps", busy)
+    monkeypatch.setattr(mlx_redrafter.engine, "step_costs", profiling.step_costs)
+    for _ in range(MOST_DOUBTS + 3):
+        engine.generate([5, 6, 7], max_tokens=60)
+        assert engine.memory.experience is not None
+    assert len(runs) == 1 + MOST_DOUBTS, "not for ever, where the longer times are confirmed"
+    (path,) = folder.iterdir()
+    assert json.loads(path.read_text())[DOUBTS] == MOST_DOUBTS
 
 
 @pytest.mark.parametrize(

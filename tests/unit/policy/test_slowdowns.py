@@ -86,3 +86,16 @@ def test_a_lasting_change_is_believed() -> None:
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.floats(0.0, 1e6, allow_subnormal=False))))
 def test_no_time_makes_a_factor_that_is_none(steps: list[tuple[int, float]]) -> None:
     assert all(0 < factor < float("inf") for factor in _learnt(*steps).values())
+
+
+def test_steps_in_use_show_that_timing_was_disturbed() -> None:
+    def shown(count: int, ratio: float) -> bool:
+        slowdowns = Slowdowns(SIZES)
+        for _ in range(count):
+            slowdowns.learn(TREE, ratio)
+        return slowdowns.show_long_times
+
+    assert shown(40, 0.5)
+    assert not shown(5, 0.5)
+    assert not shown(40, 0.9)
+    assert not shown(40, 3.0)
