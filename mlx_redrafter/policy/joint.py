@@ -24,13 +24,16 @@ TURN = 32
 def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
     """What steps of a batch take, expected from those of one text.
 
-    A pass over B trees of N nodes has as many rows as one over a tree of B N nodes; beyond the
-    largest that was timed, each more row takes what the last ones took. Texts draft one after the
-    other.
+    A pass over B trees of N nodes has as many rows as one over a tree of B N nodes. Beyond the
+    largest that was timed, each more row takes as much as rows on the way there, from wherever they
+    took most: a device that has reached its arithmetic's limit does not come below it again, and
+    the last two sizes alone are noise. Texts draft one after the other.
     """
     sizes = [1, *costs.verify]
     seconds = [costs.plain, *costs.verify.values()]
-    slope = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+    last = sizes[-1], seconds[-1]
+    before = zip(sizes[:-1], seconds[:-1], strict=True)
+    slope = max(0.0, *((last[1] - taken) / (last[0] - size) for size, taken in before))
 
     def verify(num_rows: int) -> float:
         beyond = max(0, num_rows - sizes[-1])
