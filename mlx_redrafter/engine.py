@@ -298,9 +298,11 @@ class Engine:
             if couple:
                 memory.experience = policy.experience
             network = None if isinstance(self.proposer, Lookup) else self.proposer
-            if policy.experience.slowdowns.show_long_times:
-                if doubt_times(self.target, network, memory.timed):
-                    policy.experience.forget_times()
+            is_doubted = policy.experience.slowdowns.show_long_times and doubt_times(
+                self.target, network, memory.timed
+            )
+            if is_doubted and memory.experience is not None:
+                memory.experience.forget_times()
 
         return conclude
 

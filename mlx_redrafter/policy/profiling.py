@@ -142,8 +142,6 @@ def step_costs(
         quantisation: Quantisation of all rows of the text; None for none.
     """
     known = {} if known is None else known
-    if isinstance(proposer, Predrafted):
-        proposer = proposer.proposer  # what drafting ahead takes or saves, steps show themselves
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:
@@ -184,6 +182,8 @@ def time_steps(
         quantisation: Quantisation of the rows of all of them; None for none.
     """
     schedule = _Schedule(TIMED_LOOKUPS)
+    if isinstance(proposer, Predrafted):
+        proposer = proposer.proposer  # what drafting ahead takes or saves, steps show themselves
     if proposer is not None:
         schedule = _Schedule(TIMED, proposer.max_length)
     chooser = _Contrary(SamplingParams(), target.vocab_size)
@@ -207,16 +207,14 @@ def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> bool
     Returns:
         Whether any will be.
     """
-    if isinstance(proposer, Predrafted):
-        proposer = proposer.proposer
-    asked = [key for key in known if key[0] == (proposer is not None)]
     doubted = [
         key
-        for key in asked
-        if measure_again(*_description(target, proposer, *key[1:]), _kinds(proposer))
+        for key in list(known)
+        if key[0] == (proposer is not None)
+        and measure_again(*_description(target, proposer, *key[1:]), _kinds(proposer))
     ]
     for key in doubted:
-        del known[key]
+        known.pop(key, None)  # another thread's text may have ended, too
     return bool(doubted)
 
 

@@ -78,14 +78,14 @@ def measure_again(what: object, modules: Collection[nn.Module], keys: Collection
     The arguments are those of `load_or_measure`.
 
     Returns:
-        Whether it will be; not where this has been asked `MOST_DOUBTS` times before.
+        Whether it will be; not where this has been asked `MOST_DOUBTS` times before, or where the
+        file cannot be written.
     """
     path = _path(what, modules)
     stored = _read(path, keys)
     if not stored.seconds or stored.doubts == MOST_DOUBTS:
         return False
-    _write(path, Stored(stored.seconds, max(1, stored.runs), stored.doubts + 1))
-    return True
+    return _write(path, Stored(stored.seconds, max(1, stored.runs), stored.doubts + 1))
 
 
 class Stored(NamedTuple):
@@ -102,7 +102,8 @@ class Stored(NamedTuple):
     doubts: int
 
 
-def _write(path: Path, stored: Stored) -> None:
+def _write(path: Path, stored: Stored) -> bool:
+    """Whether the file is written; a warning says so if not."""
     counts = {name: n for name, n in ((RUNS_LEFT, stored.runs), (DOUBTS, stored.doubts)) if n}
     text = json.dumps(stored.seconds | counts)
     try:
@@ -110,6 +111,8 @@ def _write(path: Path, stored: Stored) -> None:
         write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         logger.warning("what was timed is not kept for the next run: %s", error)
+        return False
+    return True
 
 
 def _read(path: Path, keys: Collection[str]) -> Stored:

@@ -297,6 +297,25 @@ def test_times_that_use_shows_to_be_too_long_are_measured_again(
     assert json.loads(path.read_text())[DOUBTS] == MOST_DOUBTS
 
 
+def test_a_text_without_coupling_leaves_no_slowdowns_of_times_that_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama(vocab_size=VOCAB_SIZE)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
+    busy = {kind: 100 * seconds for kind, seconds in _timed().items()}
+    monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(busy))
+    monkeypatch.setattr(mlx_redrafter.engine, "step_costs", profiling.step_costs)
+    engine.generate([5, 6, 7], max_tokens=12)  # too few steps for a doubt
+    assert engine.memory.timed
+    experience = engine.memory.experience
+    assert experience is not None
+    assert experience.slowdowns.of(1) < 1
+    engine.generate([5, 6, 7], max_tokens=60, couple=False)
+    assert not engine.memory.timed
+    assert engine.memory.experience is experience
+    assert experience.slowdowns.of(1) == 1
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"plain": "fast"}', "zero", "NaN", "-1", "Infinity"]
 )
