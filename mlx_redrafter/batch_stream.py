@@ -10,10 +10,10 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.decode import CLEAR_CACHE_EVERY
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.responses import GenerationResponse, Responder
+from mlx_redrafter.shared_passes import SharedPasses
 
 
 class BatchResponse(NamedTuple):
@@ -32,16 +32,20 @@ class BatchStream(Iterator[BatchResponse]):
     """The responses of several texts, as they come, for one thread to read.
 
     Args:
-        batch: A batch without texts.
+        passes: What decodes them.
         texts: The texts, none of which has begun.
         tokenizer: Their tokenizer.
         batch_size: Most texts at once.
     """
 
     def __init__(
-        self, batch: Batch, texts: Iterator[Text], tokenizer: TokenizerWrapper, batch_size: int
+        self,
+        passes: SharedPasses,
+        texts: Iterator[Text],
+        tokenizer: TokenizerWrapper,
+        batch_size: int,
     ):
-        self._batch = batch
+        self._passes = passes
         self._texts = enumerate(texts)
         self._tokenizer = tokenizer
         self._batch_size = batch_size
@@ -64,13 +68,13 @@ class BatchStream(Iterator[BatchResponse]):
         self._responses.close()
 
     def _respond(self) -> Generator[BatchResponse, None, None]:
-        with wired_limit(self._batch.target.model, [generation_stream]):  # type: ignore[list-item]
+        with wired_limit(self._passes.model, [generation_stream]):  # type: ignore[list-item]
             try:
                 while not self._is_cancelled:
-                    room = self._batch_size - len(self._batch)
+                    room = self._batch_size - len(self._live)
                     if room and (begun := list(islice(self._texts, room))):
                         self._begin(begun)
-                    elif not len(self._batch):
+                    elif not self._live:
                         return
                     else:
                         yield from self._step()
@@ -82,18 +86,16 @@ class BatchStream(Iterator[BatchResponse]):
         """Process the prompts of some texts, which the others wait for, but for their ends."""
         for number, text in begun:
             self._live[text] = number, Responder(text, self._tokenizer)
-        self._batch.begin([text for _, text in begun])
+        self._passes.begin([text for _, text in begun])
         for _, text in begun:
             if text.is_finished:
                 self._end(text)
-            else:
-                self._batch.add(text)
 
     def _step(self) -> Iterator[BatchResponse]:
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
-        for text, tokens, error in self._batch.step():
+        for text, tokens, error in self._passes.step_all():
             if error is not None:
                 raise error
             number, responder = self._live[text]
@@ -105,4 +107,5 @@ class BatchStream(Iterator[BatchResponse]):
 
     def _end(self, text: Text) -> None:
         del self._live[text]
+        self._passes.leave(text)
         text.close(text.stats.num_tokens)

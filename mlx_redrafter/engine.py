@@ -64,11 +64,13 @@ class Memory:
     Attributes:
         lookup: Lookup whose rates all texts share.
         experience: Experience of the last adaptively drafted text, with which the next begins.
+        batches: The same of batches, by number of slots.
         timed: Step times measured or read so far.
     """
 
     lookup: Lookup = field(default_factory=Lookup)
     experience: Experience | None = None
+    batches: dict[int, Experience] = field(default_factory=dict)
     timed: Known = field(default_factory=dict)
 
 
@@ -187,10 +189,9 @@ class Engine:
         for name, value in {"grammar": grammar, "kv_bits": chosen.quantisation}.items():
             if value is not None:
                 raise ConfigError(f"{name} has no batches; leave it out, or stream each text")
-        batch, requests = Batch(self.target), [self._request(one, chosen) for one in prompts]
-        new_policy = self._batch_policy(batch, chosen)
-        texts = (self._open(request, chosen, policy=new_policy()) for request in requests)
-        stream = BatchStream(batch, texts, self.tokenizer, batch_size)
+        requests = [self._request(one, chosen) for one in prompts]
+        texts = (self._open(request, chosen) for request in requests)
+        stream = BatchStream(self._share(chosen), texts, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
 
@@ -202,9 +203,7 @@ class Engine:
         Raises:
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
-        batch = Batch(self.target)
-        new_policy = cache(lambda: self._batch_policy(batch, self._options({})))
-        return SharedPasses(batch, lambda: new_policy()())
+        return self._share(self._options({}))
 
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
         """A complete text; the options are those of `stream`."""
@@ -295,7 +294,7 @@ class Engine:
 
         def conclude() -> None:
             text.stats.shapes = policy.shapes()
-            if couple:
+            if couple and policy.is_used:
                 memory.experience = policy.experience
             network = None if isinstance(self.proposer, Lookup) else self.proposer
             is_doubted = policy.experience.slowdowns.show_long_times and doubt_times(
@@ -306,20 +305,29 @@ class Engine:
 
         return conclude
 
-    def _batch_policy(
-        self, batch: Batch, options: GenerationOptions
-    ) -> Callable[[], DraftPolicy | None]:
-        """Who says how much each text of a batch drafts; a lookup drafts by a fixed plan only."""
-        plan, proposer = options.plan, self.proposer
-        if proposer is None:
-            return lambda: None
-        if plan is not None:
-            return lambda: FixedPolicy(plan)
+    def _share(self, options: GenerationOptions) -> SharedPasses:
+        batch = Batch(self.target)
+        joint = cache(lambda: self._joint_policy(batch, options))
+
+        def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
+            """What steps of one text take says nothing there of how much is drafted."""
+            if isinstance(policy, AdaptivePolicy):
+                return joint().of_text()
+            return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
+
+        return SharedPasses(batch, in_batch)
+
+    def _joint_policy(self, batch: Batch, options: GenerationOptions) -> JointPolicy:
+        """Who says how much the texts of a batch draft; a lookup drafts by a fixed plan only."""
+        proposer = self.proposer
+        assert proposer is not None
         network = None if isinstance(proposer, Lookup) else proposer
         costs = step_costs(self.target, network, CONTEXT, self.memory.timed)
-        before = self.memory.experience if options.couple else None
-        joint = JointPolicy(costs, lambda: batch.num_slots, before, proposer.max_length)
-        return joint.of_text
+        # Acceptance of uncoupled drafts is not that of coupled ones.
+        memory = self.memory if options.couple else Memory()
+        return JointPolicy(
+            costs, lambda: batch.num_slots, memory.batches, memory.experience, proposer.max_length
+        )
 
     def _plan(
         self,

@@ -1,4 +1,4 @@
-"""Texts that are read in turns, and share their forward passes while there are several of them.
+"""Texts of one thread, which share their forward passes while there are several of them.
 
 A text decodes alone until another one has begun, too; then both are at rest for a moment and move
 into a batch, and the last one that is left moves out of it. A text moves with its keys and values,
@@ -7,33 +7,45 @@ and is the same wherever it is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+import mlx.nn as nn
 
 from mlx_redrafter.decoding.batch import Batch, Progress
 from mlx_redrafter.decoding.protocols import DraftPolicy
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.policy.adaptive import AdaptivePolicy
 
 
 class SharedPasses:
-    """Decodes the texts of one thread, each when it is asked for.
+    """Decodes the texts of one thread, each when it is asked for, or all of them.
 
     Args:
         batch: A batch without texts.
-        new_policy: Function that makes the policy of a text in the batch, for texts that draft as
-            much as is worth it.
+        policy_in_batch: Function from the policy of a text to the one that it has in the batch.
     """
 
-    def __init__(self, batch: Batch, new_policy: Callable[[], DraftPolicy | None]):
+    def __init__(
+        self, batch: Batch, policy_in_batch: Callable[[DraftPolicy | None], DraftPolicy | None]
+    ):
         self._batch = batch
-        self._new_policy = new_policy
+        self._policy_in_batch = policy_in_batch
         # Texts that have begun, and their policies outside the batch.
         self._policies: dict[Text, DraftPolicy | None] = {}
         # What passes have brought texts that have not asked for it yet; those rest meanwhile.
         self._news: dict[Text, Progress] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose texts they are."""
+        return self._batch.target.model
+
+    def begin(self, texts: Sequence[Text]) -> None:
+        """Process the prompts of texts but for their last tokens, see `Batch.begin`."""
+        self._batch.begin(texts)
+        self._policies.update((text, text.policy) for text in texts if not text.is_finished)
 
     def step(self, text: Text) -> list[Token]:
         """The tokens of a text's next step, which may be those of other texts as well.
@@ -42,9 +54,9 @@ class SharedPasses:
             NonFiniteError: The logits after the text so far are NaN.
         """
         if text not in self._policies:
-            tokens = text.step()
-            self._policies[text] = text.policy
-            return tokens
+            self.begin([text])
+            if text.is_finished:
+                return []
         is_alone = len(self._policies) == 1
         if text in self._batch:
             rests = text not in self._news and self._batch.is_between_steps(text)
@@ -58,6 +70,23 @@ class SharedPasses:
         if progress.error is not None:
             raise progress.error
         return progress.tokens
+
+    def step_all(self) -> list[Progress]:
+        """What the next forward pass brings; texts that are asked for one by one are left out.
+
+        Raises:
+            NonFiniteError: The logits after a text so far are NaN.
+        """
+        texts = list(self._policies)
+        if len(texts) == 1:
+            return [Progress(texts[0], self.step(texts[0]))]
+        joining = [text for text in texts if text not in self._batch]
+        joined = [Progress(text, self._join(text)) for text in joining]
+        if any(progress.tokens for progress in joined):
+            return joined
+        self._step_all()
+        news, self._news = list(self._news.values()), {}
+        return news
 
     def has_news(self, text: Text) -> bool:
         """Whether the tokens of its next step are there already."""
@@ -74,8 +103,7 @@ class SharedPasses:
         tokens = text.land()
         if not text.is_finished:
             self._batch.add(text)
-            if isinstance(text.policy, AdaptivePolicy):
-                text.policy = self._new_policy()
+            text.policy = self._policy_in_batch(text.policy)
         return tokens
 
     def _part(self, text: Text) -> list[Token]:

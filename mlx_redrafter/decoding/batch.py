@@ -29,6 +29,10 @@ from mlx_redrafter.target.shared_prefill import prefill_together
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.tree import TokenTree
 
+# Steps that leave half of the slots idle, until those are given up: a text that comes meanwhile
+# moves nobody else's rows.
+PATIENCE = 4
+
 
 class Progress(NamedTuple):
     """What a step of a batch has brought one of its texts.
@@ -47,7 +51,8 @@ class Progress(NamedTuple):
 class Batch:
     """Texts that have begun, each in a slot of its own.
 
-    Slots come in powers of two, and grow and shrink with the number of texts.
+    Slots come in powers of two, and grow and shrink with the number of texts, the latter after some
+    steps, as arrivals may need them.
 
     Args:
         target: The model whose texts they are.
@@ -61,6 +66,8 @@ class Batch:
         self._cache = target.new_batch_cache()
         self._seats: list[_Seat] = []
         self._idle = mx.zeros((1,), dtype=mx.int32)
+        # Steps in a row that left half of the slots idle.
+        self._num_spare = 0
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -126,7 +133,11 @@ class Batch:
         self._process([seat for seat in seats if seat.wanted is not None])
         for seat in seats:
             seat.proceed()
-        return [self._take(seat) for seat in seats if seat.has_news]
+        news = [self._take(seat) for seat in seats if seat.has_news]
+        self._num_spare = self._num_spare + 1 if 2 * len(self._seats) <= self.num_slots else 0
+        if self._num_spare > PATIENCE:
+            self._shrink()
+        return news
 
     def is_between_steps(self, text: Text) -> bool:
         """Whether a text has ended the step that it began."""
@@ -140,8 +151,8 @@ class Batch:
         is_wanted = text.request.leave_as_stock or not is_over
         with mx.stream(generation_stream):
             text.cache = self._cache.leave(seat.slot, seat.stock if is_wanted else None)
-            if 4 * len(self._seats) <= self._cache.num_slots:
-                self._shrink()
+        if not self._seats:
+            self._shrink()
 
     def _seat_of(self, text: Text) -> _Seat:
         return next(seat for seat in self._seats if seat.text is text)
@@ -191,7 +202,12 @@ class Batch:
             seat.send(verdict)
 
     def _shrink(self) -> None:
-        self._cache.shrink([seat.slot for seat in self._seats], self._cache.num_slots // 2)
+        """Keep as many slots as there are texts, rounded up to a power of two."""
+        count = len(self._seats)
+        with mx.stream(generation_stream):
+            num_slots = 1 << (count - 1).bit_length() if count else 0
+            self._cache.shrink([seat.slot for seat in self._seats], num_slots)
+        self._num_spare = 0
         for slot, seat in enumerate(self._seats):
             seat.slot = slot
             seat.text.cache = SlotCache(self._cache, slot)

@@ -108,11 +108,18 @@ class Experience:
         self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
         # Of steps whose drafts are not verified, beyond those of plain steps.
         self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
+        # Steps until what is not in use is timed: texts may be short.
+        self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
         self._sizes = sizes
 
-    def forget_times(self) -> None:
-        """Begin anew with slowdowns, which are by times that are to be measured again."""
-        self.slowdowns, self.in_vain = Slowdowns(self._sizes), Slowdowns([1])
+    def forget_times(self, are_calculated: bool = False) -> None:
+        """Begin anew with slowdowns, as steps are to be timed again.
+
+        Args:
+            are_calculated: As in `Slowdowns`.
+        """
+        self.slowdowns = Slowdowns(self._sizes, are_calculated=are_calculated)
+        self.in_vain = Slowdowns([1])
 
 
 class AdaptivePolicy:
@@ -148,7 +155,7 @@ class AdaptivePolicy:
             self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
         self._offered = self._fits.any(axis=-1)
         self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
-        self._until_survey, self._until_trial = SURVEY_EVERY // 2, TRIAL_AT_FIRST
+        self._until_survey = SURVEY_EVERY // 2
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
         self._last: DraftPlan | None = None
         self._next = Choice(None)
@@ -200,6 +207,11 @@ class AdaptivePolicy:
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
         counts[0] += 1
         counts[1] += len(step.tokens)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any step was by it."""
+        return bool(self._counts)
 
     def shapes(self) -> list[ShapeStats]:
         """See `DecodingStats.shapes`; drafts in the order of their shapes."""
@@ -284,14 +296,14 @@ class AdaptivePolicy:
         """The best choice, or now and then one that shows more."""
         if not self._costs.level:
             return best
-        self._until_trial -= 1
+        self.experience.until_trial -= 1
         self._until_survey -= 1
-        if self._until_trial <= -TRIAL:
+        if self.experience.until_trial <= -TRIAL:
             lead = 1.0 if best.plan is None else (self._rate * self._plain - 1) / (CLOSE - 1)
-            self._until_trial = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
+            self.experience.until_trial = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
         if best.plan is None:
             return self._explore_drafts()
-        if self._until_trial <= 0 and self._rate * self._plain < CLOSE:
+        if self.experience.until_trial <= 0 and self._rate * self._plain < CLOSE:
             return Choice(None)
         if self._until_survey <= 0:
             longest, shape = self._longest.shape, best.plan.shape
@@ -304,11 +316,11 @@ class AdaptivePolicy:
     def _explore_drafts(self) -> Choice:
         """Plain decoding, or now and then drafts that are looked at, or verified in a trial."""
         speed, (w, length, size) = self._best_fixed
-        if self._until_trial <= 0 and speed * self._plain * CLOSE > 1:
+        if self.experience.until_trial <= 0 and speed * self._plain * CLOSE > 1:
             seconds = self._seconds[w, length, size]
             loss = TRIAL * seconds * max(0.0, 1 - speed * self._plain)
-            if self._until_trial == 0 and not self._pay(loss):
-                self._until_trial = 1  # nothing else is paid for until then
+            if self.experience.until_trial == 0 and not self._pay(loss):
+                self.experience.until_trial = 1  # nothing else is paid for until then
                 return Choice(None)
             return Choice(PLANS[w, length], SIZES[size])
         if self._until_survey > 0 or not self._pay(self._drafting[w, length]):

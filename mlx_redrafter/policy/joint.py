@@ -7,7 +7,7 @@ over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import TokenTree
 
-# Steps until another text teaches.
-TURN = 32
+# Steps until another text teaches, and plain steps at first of a number of slots that has no times
+# of its own: how much of what drafts take slows all steps down shows in those without.
+TURN, PLAIN_AT_FIRST = 32, 4
 
 
 def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
@@ -54,7 +55,8 @@ class JointPolicy:
     Args:
         costs: Seconds of steps of one text.
         num_slots: Function that returns the number of slots of the batch.
-        before: Experience of texts before.
+        batches: Experience by number of slots, which is kept up.
+        before: Experience of a text or batch before, for numbers of slots without their own.
         max_length: As in `AdaptivePolicy`.
     """
 
@@ -62,11 +64,13 @@ class JointPolicy:
         self,
         costs: StepCosts,
         num_slots: Callable[[], int],
+        batches: MutableMapping[int, Experience],
         before: Experience | None = None,
         max_length: int | None = None,
     ):
         self._costs = costs
         self._num_slots = num_slots
+        self._batches = batches
         self._max_length = max_length
         self._begin(before)
         self._plan: DraftPlan | None = None
@@ -97,7 +101,13 @@ class JointPolicy:
         """Decide by the costs of as many slots as there are."""
         self._size = self._num_slots()
         costs = batch_costs(self._costs, max(1, self._size))
-        self._policy = AdaptivePolicy(costs, before, max_length=self._max_length)
+        begin = self._batches.get(self._size)
+        self._num_untimed = PLAIN_AT_FIRST if begin is None else 0
+        if begin is None:
+            begin = Experience([1, *costs.verify], before)
+            begin.forget_times(are_calculated=True)
+        self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
+        self._batches[self._size] = self._policy.experience
         self._teacher: TextPolicy | None = None
 
     def _decide(self, text: TextPolicy) -> None:
@@ -107,6 +117,8 @@ class JointPolicy:
             self._teacher = text
             self._policy.forget_drafts()
         self._plan = self._policy.choose(None)
+        if self._num_untimed:
+            self._num_untimed, self._plan = self._num_untimed - 1, None
         self.num_steps += 1
 
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 # beforehand, and it is never better known than after `MOST_KNOWN`.
 CHANGE = 0.25
 TIMED, MOST_KNOWN = 2, 24
+# The same where times were calculated, which may be wrong by far, and all in the same way.
+CHANGE_IF_CALCULATED, CALCULATED = 0.02, 0.25
 # A clock may read twice the same, but no step takes less of its time.
 LEAST_RATIO = 1e-3
 # Steps of a size that show that it takes less than was timed, and at most which share.
@@ -21,29 +23,42 @@ FORGET_AFTER = 32
 
 
 class Slowdowns:
-    """Ratio of present step times to those timed beforehand, by number of nodes.
+    """Ratio of present step times to those known beforehand, by number of nodes.
 
     Two things are told apart, by a Kalman filter on their logarithms. A hot chip, other work or a
     longer context slow all steps down, from one passage to the next. What a size takes beyond that
     is the machine's, or an error of its timing: the better it is known, the less of a surprise is
     put down to it. That of the sizes in use is interpolated, by nodes, for the others. At both
     ends, sizes never used are assumed to be slowed down by no more than was timed, and as little as
-    any that was used: this optimism makes the policy try them, which measures them.
+    any that was used: this optimism makes the policy try them, which measures them. Where times
+    were not measured but calculated, those of trees err alike: sizes never used are slowed down as
+    the nearest that was.
 
     Args:
         sizes: Numbers of nodes, ascending, 1 for plain decoding.
         before: Slowdowns of the text before, of the same sizes. Half of what slows all down is
             believed, as the rest may be that text's length.
+        are_calculated: Whether the times beforehand were calculated.
 
     Attributes:
         factors: Slowdown by size, in the order of ``sizes``.
     """
 
-    def __init__(self, sizes: Sequence[int], before: Slowdowns | None = None):
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        before: Slowdowns | None = None,
+        are_calculated: bool = False,
+    ):
         self._sizes = list(sizes)
+        self._are_calculated: bool = (
+            before._are_calculated if before is not None else are_calculated
+        )
         self._common = 1.0
         self._own: dict[int, float] = {}
-        self._counts = dict.fromkeys(self._sizes, TIMED)
+        self._timed = CALCULATED if self._are_calculated else TIMED
+        self._change = CHANGE_IF_CALCULATED if self._are_calculated else CHANGE
+        self._counts: dict[int, float] = dict.fromkeys(self._sizes, self._timed)
         self._unused: dict[int, int] = {}
         # Ratio of the newest step of each size.
         self._newest: dict[int, float] = {}
@@ -76,18 +91,26 @@ class Slowdowns:
         self._newest[num_nodes] = ratio
         ratio = max(LEAST_RATIO, sorted((ratio, before, known))[1])
         count = self._counts[num_nodes]
-        own, surprise, spread = known / self._common, ratio / known, 1 + CHANGE + 1 / count
-        self._common *= surprise ** (CHANGE / spread)
+        own, surprise, spread = known / self._common, ratio / known, 1 + self._change + 1 / count
+        self._common *= surprise ** (self._change / spread)
         self._own[num_nodes] = own * surprise ** (1 / count / spread)
         self._counts[num_nodes] = min(count + 1, MOST_KNOWN)
         self.factors = self._interpolate()
 
     def _interpolate(self) -> npt.NDArray[np.float64]:
-        least = self._least
-        ends = {self._sizes[0]: least, self._sizes[-1]: least}
-        used, slowdowns = zip(*sorted((ends | self._own).items()), strict=True)
+        used, slowdowns = zip(*sorted((self._ends | self._own).items()), strict=True)
         factors: npt.NDArray[np.float64] = self._common * np.interp(self._sizes, used, slowdowns)
         return factors
+
+    @property
+    def _ends(self) -> dict[int, float]:
+        """Slowdowns of the first and last sizes unless they were used, beyond the common one."""
+        plain, last = self._sizes[0], self._sizes[-1]
+        trees = sorted(self._own.keys() - {plain})
+        if self._are_calculated and trees:
+            smallest = {self._sizes[1]: self._own[trees[0]]}
+            return {plain: self._least, last: self._own[trees[-1]], **smallest}
+        return {plain: self._least, last: self._least}
 
     @property
     def _least(self) -> float:
@@ -99,5 +122,5 @@ class Slowdowns:
         for size in [size for size, steps in self._unused.items() if steps > FORGET_AFTER]:
             self._own[size] = (self._least + self._own[size]) / 2
             self._unused[size] = 0
-            self._counts[size] = TIMED
+            self._counts[size] = self._timed
             self._newest.pop(size, None)

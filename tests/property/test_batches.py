@@ -187,6 +187,53 @@ def test_prompts_of_similar_lengths_share_passes(monkeypatch: pytest.MonkeyPatch
     assert shapes[5] == (8, 1), "the last tokens, in as many slots"
 
 
+def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine, sizes = Engine(model, tokenizer, None), []
+    rng = random.Random(4)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(8)]
+    expected = [engine.generate(prompt, max_tokens=30) for prompt in prompts]
+    process = type(model).__call__
+
+    def counted(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+        sizes.append(tokens.shape[0])
+        return process(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    shared = engine.share()
+    ends = [30, 4, 5, 6, 12, 7, 8, 9]
+    streams = [
+        engine.stream(prompt, max_tokens=end, shared=shared)
+        for prompt, end in zip(prompts, ends, strict=True)
+    ]
+    texts = [""] * len(prompts)
+    live = dict(enumerate(streams))
+    while live:
+        for number, stream in list(live.items()):
+            if (response := next(stream, None)) is None:
+                del live[number]
+            else:
+                texts[number] += response.text
+    assert texts[0] == expected[0]
+    assert all(whole.startswith(text) for whole, text in zip(expected, texts, strict=True))
+    passes = [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before]
+    assert passes[-3:] == [8, 2, 1]
+
+
+def test_a_text_that_is_never_alone_leaves_the_experience_of_one_that_was() -> None:
+    model, tokenizer, drafter = load()
+    engine = Engine(model, tokenizer, drafter)
+    list(engine.stream_batch(["Once upon a time"], max_tokens=20))
+    experience = engine.memory.experience
+    assert experience is not None
+    assert not engine.memory.batches
+    list(engine.stream_batch(["Once upon a time"] * 2, max_tokens=20))
+    assert engine.memory.experience is experience
+    assert 2 in engine.memory.batches
+
+
 def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     engine, calls = Engine(model, tokenizer, None), 0

@@ -28,6 +28,15 @@ def test_what_slows_two_sizes_down_slows_all_until_they_show_otherwise() -> None
     assert found == pytest.approx(dict.fromkeys(SIZES, 1.5), rel=0.06)
 
 
+def test_calculated_times_of_trees_err_alike_and_say_little_of_plain_steps() -> None:
+    slowdowns = Slowdowns(SIZES, are_calculated=True)
+    for num_nodes, ratio in [(PLAIN, 1.0)] * 4 + [(TREE, 2.5)] * 12:
+        slowdowns.learn(num_nodes, ratio)
+    found = dict(zip(SIZES, Slowdowns(SIZES, slowdowns).factors, strict=True))
+    assert found[PLAIN] == pytest.approx(1.0, abs=0.1)
+    assert found[CHAIN] == found[LARGE] == pytest.approx(2.5, rel=0.15)
+
+
 def test_a_spell_of_other_work_comes_and_goes_for_all_sizes() -> None:
     known = [(CHAIN, 1.0), (TREE, 1.0)] * 20
     slow = _learnt(*known, *[(TREE, 2.0)] * 12)

@@ -1,0 +1,89 @@
+"""How much a batch drafts: what its steps take, and what earlier batches have shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_redrafter.bench.scenarios import LEVELS, Scenario
+from mlx_redrafter.bench.simulation import SimulatedText, run_policy
+from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.policy.adaptive import Experience
+from mlx_redrafter.policy.candidates import SIZES
+from mlx_redrafter.policy.joint import JointPolicy, batch_costs
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.tree import TokenTree
+
+SLOTS, TOKENS = 4, 60
+COSTS = StepCosts(
+    plain=1.0,
+    verify={size: 1 + 0.02 * size for size in SIZES},
+    first=dict.fromkeys((1, 2, 4), 0.0),
+    level=dict.fromkeys((1, 2, 4), 0.01),
+    wait=0.02,
+)
+
+
+class Watched:
+    """The policy of the only text of a batch that has one, and its steps."""
+
+    def __init__(self, joint: JointPolicy):
+        self.joint, self.text = joint, joint.of_text()
+        self.waits = False
+        self.steps: list[Step] = []
+
+    def choose(self, outlook: Any) -> DraftPlan | None:
+        return self.text.choose(outlook)
+
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        return self.text.keep(plan, tree)
+
+    def observe(self, step: Step) -> None:
+        self.steps.append(step)
+        self.text.observe(step)
+
+
+def _batch(batches: dict[int, Experience], num_slots: int = SLOTS, factor: float = 2.5) -> int:
+    """Steps with drafts of a text in a batch whose verifies take so many times what is expected."""
+    timed = batch_costs(COSTS, num_slots)
+    slower = {size: factor * seconds for size, seconds in timed.verify.items()}
+    costs = StepCosts(timed.plain, slower, timed.first, timed.level, timed.wait)
+    known = {"score_scale": 1.0, "fade": 0.1, "timed": timed, "seed": 3}
+    ease = np.full(4 * TOKENS + LEVELS, 0.5)
+    text = SimulatedText(Scenario(name="", ease=ease, costs=costs, **known))
+    watched = Watched(JointPolicy(COSTS, lambda: num_slots, batches))
+    run_policy(text, watched, 0, TOKENS)
+    return sum(step.num_nodes > 1 for step in watched.steps)
+
+
+def test_the_next_batch_knows_what_steps_of_this_one_take() -> None:
+    batches: dict[int, Experience] = {}
+    first = _batch(batches)
+    later = [_batch(batches) for _ in range(3)]
+    assert first > 4, "expected to be worth it"
+    assert later[-1] < first / 4
+    assert batches[SLOTS].slowdowns.of(1) < 1.15, "what slows trees down is not the machine"
+
+
+def test_another_number_of_texts_has_times_of_its_own() -> None:
+    batches: dict[int, Experience] = {}
+    _batch(batches)
+    assert _batch(batches, SLOTS // 2, factor=1.0) > TOKENS // 10
+    assert sorted(batches) == [SLOTS // 2, SLOTS]
+    assert batches[SLOTS].slowdowns.factors.max() > 1.5
+    assert batches[SLOTS // 2].slowdowns.factors.max() == pytest.approx(1.0, abs=0.01)
+
+
+def test_texts_before_have_shown_what_drafts_are_worth_but_not_what_they_take() -> None:
+    before = Experience([1, *SIZES])
+    before.slowdowns.learn(8, 9.0)
+    before.slowdowns.learn(8, 9.0)
+    before.gains.mean = 0 * before.gains.mean
+    batches: dict[int, Experience] = {}
+    JointPolicy(COSTS, lambda: SLOTS, batches, before)
+    assert batches[SLOTS].slowdowns.factors.max() == 1.0
+    assert batches[SLOTS].gains.mean.max() == 0.0
+    assert before.slowdowns.factors.max() > 2, "as it was"
