@@ -32,7 +32,7 @@ class BatchStream(Iterator[BatchResponse]):
     """The responses of several texts, as they come, for one thread to read.
 
     Args:
-        passes: What decodes them.
+        passes: Decoder of the texts.
         texts: The texts, none of which has begun.
         tokenizer: Their tokenizer.
         batch_size: Most texts at once.

@@ -15,7 +15,6 @@ import reprlib
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -37,11 +36,12 @@ from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser,
 from mlx_redrafter.decoding.text import Text
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.grammar import Grammar
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.memory import Memory
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.joint import JointPolicy
-from mlx_redrafter.policy.profiling import CONTEXT, Known, doubt_times, step_costs
+from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
@@ -55,23 +55,6 @@ from mlx_redrafter.target.target import Target
 _claims = Claims()
 
 AnyDrafter = Drafter | ContextNetwork | Proposer | Literal["lookup"] | None
-
-
-@dataclass
-class Memory:
-    """What the texts of a target and a proposer have shown.
-
-    Attributes:
-        lookup: Lookup whose rates all texts share.
-        experience: Experience of the last adaptively drafted text, with which the next begins.
-        batches: The same of batches, by number of slots.
-        timed: Step times measured or read so far.
-    """
-
-    lookup: Lookup = field(default_factory=Lookup)
-    experience: Experience | None = None
-    batches: dict[int, Experience] = field(default_factory=dict)
-    timed: Known = field(default_factory=dict)
 
 
 class Engine:

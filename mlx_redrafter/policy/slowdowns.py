@@ -86,8 +86,9 @@ class Slowdowns:
             self._forget_unused()
         self._unused[num_nodes] = 0
         known = self.of(num_nodes)
-        # The median: a single step may have waited, two in a row have not.
-        before = self._newest.get(num_nodes, known)
+        # The median: a single step may have waited, two in a row have not. The first of a size whose
+        # time was never measured is all there is.
+        before = self._newest.get(num_nodes, ratio if self._are_calculated else known)
         self._newest[num_nodes] = ratio
         ratio = max(LEAST_RATIO, sorted((ratio, before, known))[1])
         count = self._counts[num_nodes]
