@@ -14,8 +14,8 @@ from mlx_redrafter.decoding.processors import LogitsProcessor
 from mlx_redrafter.decoding.records import ProgressCallback
 from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.engine import AnyDrafter, Engine
-from mlx_redrafter.memory import Memory
 from mlx_redrafter.grammar import Grammar
+from mlx_redrafter.memory import Memory
 from mlx_redrafter.responses import ResponseStream
 
 

@@ -33,6 +33,7 @@ ORDER = [
     "policy",
     "chat",
     "shared_passes",
+    "memory",
     "responses",
     "batch_stream",
     "claims",

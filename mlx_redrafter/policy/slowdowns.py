@@ -86,8 +86,8 @@ class Slowdowns:
             self._forget_unused()
         self._unused[num_nodes] = 0
         known = self.of(num_nodes)
-        # The median: a single step may have waited, two in a row have not. The first of a size whose
-        # time was never measured is all there is.
+        # The median: a single step may have waited, two in a row have not. The first one of a size
+        # that was never timed is all there is.
         before = self._newest.get(num_nodes, ratio if self._are_calculated else known)
         self._newest[num_nodes] = ratio
         ratio = max(LEAST_RATIO, sorted((ratio, before, known))[1])
