@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
-from mlx_redrafter.policy.calibration import Calibration
+from mlx_redrafter.policy.awaited_drafts import AwaitedDrafts
 from mlx_redrafter.policy.candidates import (
     FITS,
     LENGTHS,
@@ -33,10 +33,8 @@ from mlx_redrafter.policy.candidates import (
     best_first,
     expected_drafts,
 )
-from mlx_redrafter.policy.gains import Gains
-from mlx_redrafter.policy.hindsight import Hindsight
+from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
-from mlx_redrafter.policy.slowdowns import Slowdowns
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import TokenTree
 
@@ -50,8 +48,8 @@ EXPLORE_AT_FIRST = 0.3
 # one whose drafts are only looked at to the next: plain ones in a row are timed.
 SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
 # Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
-# as long as thought: how many, after how many at first, and between, fewer where both seem alike.
-TRIAL, TRIAL_AT_FIRST, TRIAL_SOONEST, TRIAL_EVERY = 4, 32, 16, 128
+# as long as thought: how many, and after how many, fewer where both seem alike.
+TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
 # How much slower they may seem for a trial.
 CLOSE = 1.5
 # What a verify takes at least of its timed seconds, whatever its drafts are thought to take.
@@ -78,48 +76,32 @@ class Choice(NamedTuple):
     num_nodes: int | None = None
 
 
-class Finished(NamedTuple):
-    """A step to learn from.
+class Taken(NamedTuple):
+    """A step whose time is learnt from.
 
     Attributes:
         step: The step.
-        seen: Drafts of a network, if there were any and there is time to learn from them.
         is_inner: Whether it stood between two of its kind, with drafts or without.
         waits: Whether the drafts were looked at before they were verified.
     """
 
     step: Step
-    seen: SeenDrafts | None
     is_inner: bool
     waits: bool
 
 
-class Experience:
-    """What the steps of a text have shown, which the next text goes on with.
+class Outcome(NamedTuple):
+    """Drafts of a text that are learnt from, and its tokens.
 
-    Args:
-        sizes: Numbers of nodes of steps, ascending, 1 for plain decoding.
-        before: Experience of the text before.
+    Attributes:
+        seen: Drafts of a network, if there were any and there is time to learn from them.
+        tokens: Tokens of the step.
+        awaited: Earlier drafts of the text.
     """
 
-    def __init__(self, sizes: Sequence[int], before: Experience | None = None):
-        self.calibration: Calibration = Calibration(None if before is None else before.calibration)
-        self.gains: Gains = Gains(None if before is None else before.gains)
-        self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
-        # Of steps whose drafts are not verified, beyond those of plain steps.
-        self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
-        # Steps until what is not in use is timed: texts may be short.
-        self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
-        self._sizes = sizes
-
-    def forget_times(self, are_calculated: bool = False) -> None:
-        """Begin anew with slowdowns, as steps are to be timed again.
-
-        Args:
-            are_calculated: As in `Slowdowns`.
-        """
-        self.slowdowns = Slowdowns(self._sizes, are_calculated=are_calculated)
-        self.in_vain = Slowdowns([1])
+    seen: SeenDrafts | None
+    tokens: Sequence[int]
+    awaited: AwaitedDrafts
 
 
 class AdaptivePolicy:
@@ -160,9 +142,10 @@ class AdaptivePolicy:
         self._last: DraftPlan | None = None
         self._next = Choice(None)
         self._seen: SeenDrafts | None = None
-        # Steps to learn from, and drafts that more text may prove right or wrong.
-        self._finished: list[Finished] = []
-        self._pending: list[tuple[SeenDrafts, Hindsight]] = []
+        # What is to be learnt from.
+        self._taken: list[Taken] = []
+        self._outcomes: list[Outcome] = []
+        self._awaited = AwaitedDrafts()
         # Seconds left for learning; some at first, when there is most to learn.
         self._learning = LEARNING_AT_FIRST
         self._clock = clock
@@ -172,7 +155,7 @@ class AdaptivePolicy:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        is_taught = any(done.seen for done in self._finished)
+        is_taught = any(outcome.seen for outcome in self._outcomes)
         start = self._clock()
         if self._learn():
             self._decide()
@@ -187,11 +170,22 @@ class AdaptivePolicy:
         if plan.from_text:
             return tree.subtree(self._worth(np.exp(tree.read().scores)))
         self._seen = SeenDrafts(plan, tree)
-        return self._select(self._seen, tree)
+        return self.select(self._seen, tree)
 
-    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """The same for drafts that nothing is learnt from, those of another text."""
-        return self._select(SeenDrafts(plan, tree), tree)
+    def select(self, seen: SeenDrafts, tree: TokenTree) -> TokenTree:
+        """The nodes of drafts that are worth verifying, those of another text with the same plan.
+
+        Args:
+            seen: The drafts.
+            tree: Tree of them.
+        """
+        wanted = self._next.num_nodes
+        if wanted is None:
+            return tree.subtree(self._worth(seen.chances(self.experience.calibration)))
+        most = min(wanted, tree.size)
+        if most == 1:
+            return tree.first(1)
+        return tree.first(max(size for size in self._costs.verify if size <= most))
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
@@ -201,12 +195,24 @@ class AdaptivePolicy:
         is_inner = len({plan is None for plan in neighbours}) == 1
         self._last = step.plan
         self._learning += LEARNING_SHARE * (step.seconds or self._plain)
-        seen = self._seen if self._learning >= 0 else None
-        self._finished.append(Finished(step, seen, is_inner, self.waits))
+        self._taken.append(Taken(step, is_inner, self.waits))
+        self.follow(self._awaited, self._seen, step.tokens)
         self._seen = None
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
         counts[0] += 1
         counts[1] += len(step.tokens)
+
+    def follow(
+        self, awaited: AwaitedDrafts, seen: SeenDrafts | None, tokens: Sequence[int]
+    ) -> None:
+        """Learn from a step of any text with the same plan, but for its time.
+
+        Args:
+            awaited: Earlier drafts of the text.
+            seen: Drafts of the step; None without any.
+            tokens: Tokens of the step.
+        """
+        self._outcomes.append(Outcome(seen if self._learning >= 0 else None, tokens, awaited))
 
     @property
     def is_used(self) -> bool:
@@ -225,19 +231,6 @@ class AdaptivePolicy:
                 kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
-
-    def forget_drafts(self) -> None:
-        """The next step is another text's: what follows it says nothing of drafts so far."""
-        self._pending.clear()
-
-    def _select(self, seen: SeenDrafts, tree: TokenTree) -> TokenTree:
-        wanted = self._next.num_nodes
-        if wanted is None:
-            return tree.subtree(self._worth(seen.chances(self.experience.calibration)))
-        most = min(wanted, tree.size)
-        if most == 1:
-            return tree.first(1)
-        return tree.first(max(size for size in self._costs.verify if size <= most))
 
     def _decide(self) -> None:
         """Find the choice with the most expected tokens per second, and what exploring rests on."""
@@ -275,14 +268,14 @@ class AdaptivePolicy:
             self._verify[SIZES.index(size)] = max(self._plain, costs.verify[size] * factor)
         self._seconds = np.where(self._fits, self._verify + self._drafting[..., None], np.inf)
 
-    def _time(self, done: Finished) -> None:
+    def _time(self, taken: Taken) -> None:
         """Learn from a step's time how slow steps are at present."""
-        step = done.step
+        step = taken.step
         self._credit += EXPLORE * self._hope * (step.seconds or self._plain)
-        if step.seconds is None or not done.is_inner:
+        if step.seconds is None or not taken.is_inner:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
-        wait = self._costs.wait if done.waits and shape is not None else 0.0
+        wait = self._costs.wait if taken.waits and shape is not None else 0.0
         if (step.num_nodes == 1) == (step.plan is None):
             drafting = 0.0 if shape is None else self._drafting[PLACES[shape]]
             timed = self._costs.step(None, step.num_nodes, waits=False)
@@ -361,29 +354,26 @@ class AdaptivePolicy:
 
     def _learn(self) -> bool:
         """Take in the steps since the last time, and say whether that may change the choice."""
-        finished, self._finished = self._finished, []
+        taken, self._taken = self._taken, []
+        outcomes, self._outcomes = self._outcomes, []
         calibration = self.experience.calibration
-        for done in finished:
-            self._time(done)
-            if done.seen is not None:
-                self._pending.append((done.seen, Hindsight(done.seen.drafts)))
-            for drafts, hindsight in self._pending:
-                found = hindsight.follow(done.step.tokens)
-                calibration.add(drafts.features, found)
-            self._pending = [one for one in self._pending if not one[1].is_over]
-        self._until_best -= len(finished)
-        if not any(done.seen for done in finished) and self._until_best > 0:
+        for one in taken:
+            self._time(one)
+        for seen, tokens, awaited in outcomes:
+            if seen is not None:
+                awaited.add(seen)
+            awaited.teach(calibration, tokens)
+        self._until_best -= len(taken)
+        drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
+        if not drafts and self._until_best > 0:
             return False
         self._until_best = LOOK_AGAIN
         calibration.fit()
         unverified = self._drafting + self._plain + self._costs.wait
-        for done in finished:
-            if (seen := done.seen) is not None:
-                best, chosen = expected_drafts(
-                    seen.drafts, seen.chances(calibration), seen.plan.shape
-                )
-                seconds = self._seconds + self._costs.wait
-                self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
+        for seen in drafts:
+            best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
+            seconds = self._seconds + self._costs.wait
+            self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
         return True
 
 

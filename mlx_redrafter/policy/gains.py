@@ -14,9 +14,12 @@ from mlx_redrafter.policy.candidates import LENGTHS, SIZES, WIDTHS
 
 Floats = npt.NDArray[np.float64]
 
-# Window of the running mean, in drafts, and weight of the mean of the text before.
+# Window of the running means, in drafts, and weight of those of the text before. For several texts,
+# which differ, the window of gains is that many times as long, up to `MOST_TEXTS`; that of what is
+# chosen, which depends on prices, is not.
 MEMORY = 14
 CARRIED_OVER = 8
+MOST_TEXTS = 4
 # Window of the sums whose ratios extrapolate, in drafts that show both sides.
 RATIO_MEMORY = 8
 # Before the first draft, with hope: share of the drafts of a chain that are accepted of those whose
@@ -31,6 +34,7 @@ class Gains:
 
     Args:
         before: Gains of the text before.
+        num_texts: Number of texts whose drafts are taken in; as before by default.
 
     Attributes:
         mean: Shape (W, L, S).
@@ -38,17 +42,21 @@ class Gains:
         chosen_seconds: Mean seconds of those steps, (W, L).
     """
 
-    def __init__(self, before: Gains | None = None):
+    def __init__(self, before: Gains | None = None, num_texts: int | None = None):
+        self._num_texts: int = before._num_texts if before is not None else 1
+        if num_texts is not None:
+            self._num_texts = min(num_texts, MOST_TEXTS)
         self.mean: Floats = _prior()
         self.chosen_tokens: Floats = np.zeros(self.mean.shape[:2])
         self.chosen_seconds: Floats = np.ones(self.mean.shape[:2])
-        self._count = 0
+        self._count = self._chosen_count = 0
         self._extrapolation = Extrapolation()
         if before is not None:
             # Arrays are replaced, never written to.
             self.mean = before.mean
             self.chosen_tokens, self.chosen_seconds = before.chosen_tokens, before.chosen_seconds
-            self._count = min(before._count, CARRIED_OVER)
+            self._count = min(before._count, CARRIED_OVER * self._num_texts)
+            self._chosen_count = min(before._chosen_count, CARRIED_OVER)
             self._extrapolation = copy(before._extrapolation)
 
     def learn(
@@ -64,7 +72,8 @@ class Gains:
             rate: Tokens per second that time is worth.
         """
         gains, chosen = self._extrapolation.extend(found, chosen)
-        self._count = min(self._count + 1, MEMORY)
+        self._count = min(self._count + 1, MEMORY * self._num_texts)
+        self._chosen_count = min(self._chosen_count + 1, MEMORY)
         self.mean = self.mean + (gains - self.mean) / self._count
         values = chosen - rate * seconds
         best = values.argmax(axis=-1)
@@ -72,8 +81,10 @@ class Gains:
         chosen_best, seconds_best = chosen[(*_PLACES, best)], seconds[(*_PLACES, best)]
         tokens = 1 + is_worth * chosen_best
         took = np.where(is_worth, seconds_best, unverified)
-        self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) / self._count
-        self.chosen_seconds = self.chosen_seconds + (took - self.chosen_seconds) / self._count
+        self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) / self._chosen_count
+        self.chosen_seconds = (
+            self.chosen_seconds + (took - self.chosen_seconds) / self._chosen_count
+        )
 
 
 class Extrapolation:

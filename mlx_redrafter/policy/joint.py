@@ -1,8 +1,8 @@
 """How much the texts of a batch draft: one decision for all of them at every step.
 
 A forward pass has one size for all texts, so what counts is how many tokens all of them get
-together. The texts take turns in teaching an `AdaptivePolicy` what drafts are worth: its means are
-over all of them.
+together. One `AdaptivePolicy` decides, which learns from the drafts of all texts: its means are
+over them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import numpy as np
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.awaited_drafts import AwaitedDrafts
+from mlx_redrafter.policy.experience import Experience
+from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import TokenTree
 
-# Steps until another text teaches, and plain steps at first of a number of slots that has no times
-# of its own: how much of what drafts take slows all steps down shows in those without.
-TURN, PLAIN_AT_FIRST = 32, 4
+# Plain steps at first of a number of slots that has no times of its own: how much of what drafts
+# take slows all steps down shows in those without.
+PLAIN_AT_FIRST = 4
 
 
 def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
@@ -89,13 +92,18 @@ class JointPolicy:
 
     def keep(self, text: TextPolicy, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """The nodes of a text's drafts that are worth verifying."""
-        is_teacher = text is self._teacher
-        return self._policy.keep(plan, tree) if is_teacher else self._policy.select(plan, tree)
+        if text is self._timed:
+            return self._policy.keep(plan, tree)
+        text.seen = SeenDrafts(plan, tree)
+        return self._policy.select(text.seen, tree)
 
     def observe(self, text: TextPolicy, step: Step) -> None:
-        """Learn from a step of the text that teaches."""
-        if text is self._teacher:
+        """Learn from a step of a text; of one of them what it takes, too."""
+        if text is self._timed:
             self._policy.observe(step)
+        else:
+            self._policy.follow(text.awaited, text.seen, step.tokens)
+            text.seen = None
 
     def _begin(self, before: Experience | None) -> None:
         """Decide by the costs of as many slots as there are."""
@@ -105,17 +113,15 @@ class JointPolicy:
         self._num_untimed = PLAIN_AT_FIRST if begin is None else 0
         if begin is None:
             begin = Experience([1, *costs.verify], before)
-            begin.forget_times(are_calculated=True)
+            begin.begin_batch(self._size)
         self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
         self._batches[self._size] = self._policy.experience
-        self._teacher: TextPolicy | None = None
+        self._timed: TextPolicy | None = None
 
     def _decide(self, text: TextPolicy) -> None:
         if self._size != self._num_slots():
             self._begin(self._policy.experience)
-        if self._teacher is None or self.num_steps % TURN == 0:
-            self._teacher = text
-            self._policy.forget_drafts()
+        self._timed = text
         self._plan = self._policy.choose(None)
         if self._num_untimed:
             self._num_untimed, self._plan = self._num_untimed - 1, None
@@ -123,11 +129,19 @@ class JointPolicy:
 
 
 class TextPolicy:
-    """A `DraftPolicy` of one text, which does what is decided for all."""
+    """A `DraftPolicy` of one text, which does what is decided for all.
+
+    Attributes:
+        num_steps: Decisions so far that the text has followed.
+        seen: Drafts of its step, where another text's time is learnt from.
+        awaited: Drafts that more of the text may prove right or wrong.
+    """
 
     def __init__(self, joint: JointPolicy):
         self._joint = joint
         self.num_steps = joint.num_steps
+        self.seen: SeenDrafts | None = None
+        self.awaited = AwaitedDrafts()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""

@@ -15,8 +15,9 @@ from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy.adaptive import TRIAL, TRIAL_AT_FIRST, TRIAL_EVERY, AdaptivePolicy
+from mlx_redrafter.policy.adaptive import TRIAL, TRIAL_EVERY, AdaptivePolicy
 from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
+from mlx_redrafter.policy.experience import TRIAL_AT_FIRST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import Drafts, TokenTree

@@ -1,0 +1,41 @@
+"""What the steps of texts have shown, for those to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_redrafter.policy.calibration import Calibration
+from mlx_redrafter.policy.gains import Gains
+from mlx_redrafter.policy.slowdowns import Slowdowns
+
+# Steps until the first trial, see `AdaptivePolicy`.
+TRIAL_AT_FIRST = 32
+
+
+class Experience:
+    """What the steps of a text have shown, which the next text goes on with.
+
+    Args:
+        sizes: Numbers of nodes of steps, ascending, 1 for plain decoding.
+        before: Experience of the text before.
+    """
+
+    def __init__(self, sizes: Sequence[int], before: Experience | None = None):
+        self.calibration: Calibration = Calibration(None if before is None else before.calibration)
+        self.gains: Gains = Gains(None if before is None else before.gains)
+        self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
+        # Of steps whose drafts are not verified, beyond those of plain steps.
+        self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
+        # Steps until what is not in use is timed: texts may be short.
+        self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
+        self._sizes = sizes
+
+    def forget_times(self) -> None:
+        """Begin anew with slowdowns, as steps are to be timed again."""
+        self.slowdowns, self.in_vain = Slowdowns(self._sizes), Slowdowns([1])
+
+    def begin_batch(self, num_texts: int) -> None:
+        """Go on as the experience of so many texts together, whose times are calculated."""
+        self.forget_times()
+        self.slowdowns = Slowdowns(self._sizes, are_calculated=True)
+        self.gains = Gains(self.gains, num_texts)
