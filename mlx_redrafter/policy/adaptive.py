@@ -166,20 +166,21 @@ class AdaptivePolicy:
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
-        self.waits = not plan.from_text and self._next.num_nodes is None
         if plan.from_text:
+            self.waits = False
             return tree.subtree(self._worth(np.exp(tree.read().scores)))
         self._seen = SeenDrafts(plan, tree)
         return self.select(self._seen, tree)
 
     def select(self, seen: SeenDrafts, tree: TokenTree) -> TokenTree:
-        """The nodes of drafts that are worth verifying, those of another text with the same plan.
+        """The nodes of a network's drafts that are worth verifying, of any text with the same plan.
 
         Args:
             seen: The drafts.
             tree: Tree of them.
         """
         wanted = self._next.num_nodes
+        self.waits = wanted is None
         if wanted is None:
             return tree.subtree(self._worth(seen.chances(self.experience.calibration)))
         most = min(wanted, tree.size)

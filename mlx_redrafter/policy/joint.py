@@ -92,8 +92,6 @@ class JointPolicy:
 
     def keep(self, text: TextPolicy, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """The nodes of a text's drafts that are worth verifying."""
-        if text is self._timed:
-            return self._policy.keep(plan, tree)
         text.seen = SeenDrafts(plan, tree)
         return self._policy.select(text.seen, tree)
 
@@ -101,9 +99,8 @@ class JointPolicy:
         """Learn from a step of a text; of one of them what it takes, too."""
         if text is self._timed:
             self._policy.observe(step)
-        else:
-            self._policy.follow(text.awaited, text.seen, step.tokens)
-            text.seen = None
+        self._policy.follow(text.awaited, text.seen, step.tokens)
+        text.seen = None
 
     def _begin(self, before: Experience | None) -> None:
         """Decide by the costs of as many slots as there are."""
@@ -113,7 +110,7 @@ class JointPolicy:
         self._num_untimed = PLAIN_AT_FIRST if begin is None else 0
         if begin is None:
             begin = Experience([1, *costs.verify], before)
-            begin.begin_batch(self._size)
+            begin.begin_batch(max(1, self._size))
         self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
         self._batches[self._size] = self._policy.experience
         self._timed: TextPolicy | None = None
@@ -133,7 +130,7 @@ class TextPolicy:
 
     Attributes:
         num_steps: Decisions so far that the text has followed.
-        seen: Drafts of its step, where another text's time is learnt from.
+        seen: Drafts of its step; None without any.
         awaited: Drafts that more of the text may prove right or wrong.
     """
 
