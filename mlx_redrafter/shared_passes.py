@@ -54,9 +54,10 @@ class SharedPasses:
             NonFiniteError: The logits after the text so far are NaN.
         """
         if text not in self._policies:
-            self.begin([text])
-            if text.is_finished:
-                return []
+            # Alone: whoever is told how far its prompt is may go on with other texts meanwhile.
+            tokens = text.step()
+            self._policies[text] = text.policy
+            return tokens
         is_alone = len(self._policies) == 1
         if text in self._batch:
             rests = text not in self._news and self._batch.is_between_steps(text)
