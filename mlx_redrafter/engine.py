@@ -217,6 +217,11 @@ class Engine:
         for stream in list(self._streams):
             stream.cancel()
 
+    @property
+    def _network(self) -> Proposer | None:
+        """The proposer, unless its drafts come out of the text."""
+        return None if isinstance(self.proposer, Lookup) else self.proposer
+
     def _options(self, options: dict[str, Any]) -> GenerationOptions:
         if self._is_closed:
             raise ConfigError("the engine is closed; make a new one")
@@ -246,7 +251,6 @@ class Engine:
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         prompt_cache: Any = None,
-        policy: DraftPolicy | None = None,
         masks: GrammarMasks | None = None,
     ) -> Text:
         target, ids, own = self.target, request.prompt, []
@@ -260,9 +264,9 @@ class Engine:
         chooser: TokenChooser = (
             KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
         )
-        drafting = None
+        drafting, policy = None, None
         if self.proposer is not None:
-            proposer, policy = self._plan(options, history, cache.length + len(ids), policy)
+            proposer, policy = self._plan(options, history, cache.length + len(ids))
             drafting = proposer.open(target, ids, options.couple, own)
         is_free = not logits_processors and masks is None
         chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
@@ -279,9 +283,8 @@ class Engine:
             text.stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = policy.experience
-            network = None if isinstance(self.proposer, Lookup) else self.proposer
             is_doubted = policy.experience.slowdowns.show_long_times and doubt_times(
-                self.target, network, memory.timed
+                self.target, self._network, memory.timed
             )
             if is_doubted and memory.experience is not None:
                 memory.experience.forget_times()
@@ -304,8 +307,7 @@ class Engine:
         """Who says how much the texts of a batch draft; a lookup drafts by a fixed plan only."""
         proposer = self.proposer
         assert proposer is not None
-        network = None if isinstance(proposer, Lookup) else proposer
-        costs = step_costs(self.target, network, CONTEXT, self.memory.timed)
+        costs = step_costs(self.target, self._network, CONTEXT, self.memory.timed)
         # Acceptance of uncoupled drafts is not that of coupled ones.
         memory = self.memory if options.couple else Memory()
         return JointPolicy(
@@ -317,7 +319,6 @@ class Engine:
         options: GenerationOptions,
         history: Sequence[Sequence[int]],
         length: int,
-        policy: DraftPolicy | None,
     ) -> tuple[Proposer, DraftPolicy]:
         """Who proposes for a text that begins with ``length`` tokens, and who says how much."""
         proposer, plan, timed = self.proposer, options.plan, self.memory.timed
@@ -327,12 +328,10 @@ class Engine:
             proposer = proposer.after(history)
         # Where the plan is not fixed, a tree has as many nodes as there are.
         _check_plan(plan or DraftPlan(WIDEST.shape, SHORTEST.num_nodes), proposer)
-        if policy is not None:
-            return proposer, policy
         if plan is not None:
             costs = step_costs(self.target, None, CONTEXT, timed, quantisation)
             return proposer, FixedPolicy(plan, costs)
-        network = None if isinstance(proposer, Lookup) else proposer
+        network = self._network
         costs = step_costs(self.target, network, length, timed, quantisation)
         if network is not None:
             proposer = LookupFirst(self.memory.lookup.after(history), network)

@@ -73,7 +73,7 @@ class SharedPasses:
         return progress.tokens
 
     def step_all(self) -> list[Progress]:
-        """What the next forward pass brings; texts that are asked for one by one are left out.
+        """What the next forward pass brings all texts that have begun, or the next step a lone one.
 
         Raises:
             NonFiniteError: The logits after a text so far are NaN.

@@ -26,6 +26,19 @@ def _prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
 
 
+def _watch_passes(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[tuple[int, ...]]:
+    """Shapes of the tokens of a model's forward passes from now on."""
+    shapes: list[tuple[int, ...]] = []
+    process = type(model).__call__
+
+    def watched(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+        shapes.append(tokens.shape)
+        return process(self, tokens, *rest, **options)
+
+    monkeypatch.setattr(type(model), "__call__", watched)
+    return shapes
+
+
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("shape", [{}, {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -166,17 +179,11 @@ def test_a_text_that_raises_among_others_ends_alone() -> None:
 
 def test_prompts_of_similar_lengths_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
-    engine, shapes = Engine(model, tokenizer, None), []
+    engine = Engine(model, tokenizer, None)
     rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
     expected = [engine.generate(prompt, max_tokens=8) for prompt in prompts]
-    process = type(model).__call__
-
-    def counted(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
-        shapes.append(tokens.shape)
-        return process(self, tokens, *rest, **options)
-
-    monkeypatch.setattr(type(model), "__call__", counted)
+    shapes = _watch_passes(monkeypatch, model)
     stream = engine.stream_batch(prompts, batch_size=7, max_tokens=8, prefill_step_size=48)
     texts = [""] * len(prompts)
     for number, response in stream:
@@ -191,17 +198,11 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
-    engine, sizes = Engine(model, tokenizer, None), []
+    engine = Engine(model, tokenizer, None)
     rng = random.Random(4)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(8)]
     expected = [engine.generate(prompt, max_tokens=30) for prompt in prompts]
-    process = type(model).__call__
-
-    def counted(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
-        sizes.append(tokens.shape[0])
-        return process(self, tokens, *rest, **options)
-
-    monkeypatch.setattr(type(model), "__call__", counted)
+    shapes = _watch_passes(monkeypatch, model)
     shared = engine.share()
     ends = [30, 4, 5, 6, 12, 7, 8, 9]
     streams = [
@@ -218,6 +219,7 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
                 texts[number] += response.text
     assert texts[0] == expected[0]
     assert all(whole.startswith(text) for whole, text in zip(expected, texts, strict=True))
+    sizes = [shape[0] for shape in shapes]
     passes = [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before]
     assert passes[-3:] == [8, 2, 1]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from mlx_redrafter.bench.scenarios import LEVELS, Scenario
 from mlx_redrafter.bench.simulation import SimulatedText, run_policy
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy.candidates import SIZES
 from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.joint import JointPolicy, TextPolicy, batch_costs
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.tree import TokenTree
 
 SLOTS, TOKENS = 4, 60
 COSTS = StepCosts(
@@ -27,23 +23,18 @@ COSTS = StepCosts(
 )
 
 
-class Watched:
+class Watched(TextPolicy):
     """The policy of one text of a batch, and its steps."""
 
-    def __init__(self, text: TextPolicy):
-        self.text = text
-        self.waits = False
+    waits = False
+
+    def __init__(self, joint: JointPolicy):
+        super().__init__(joint)
         self.steps: list[Step] = []
-
-    def choose(self, outlook: Any) -> DraftPlan | None:
-        return self.text.choose(outlook)
-
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self.text.keep(plan, tree)
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
-        self.text.observe(step)
+        super().observe(step)
 
 
 def _batch(batches: dict[int, Experience], num_slots: int = SLOTS, factor: float = 2.5) -> int:
@@ -54,7 +45,7 @@ def _batch(batches: dict[int, Experience], num_slots: int = SLOTS, factor: float
     known = {"score_scale": 1.0, "fade": 0.1, "timed": timed, "seed": 3}
     ease = np.full(4 * TOKENS + LEVELS, 0.5)
     text = SimulatedText(Scenario(name="", ease=ease, costs=costs, **known))
-    watched = Watched(JointPolicy(COSTS, lambda: num_slots, batches).of_text())
+    watched = Watched(JointPolicy(COSTS, lambda: num_slots, batches))
     run_policy(text, watched, 0, TOKENS)
     return sum(step.num_nodes > 1 for step in watched.steps)
 
