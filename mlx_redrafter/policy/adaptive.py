@@ -290,6 +290,9 @@ class AdaptivePolicy:
         """The best choice, or now and then one that shows more."""
         if not self._costs.level:
             return best
+        if self.experience.plain_due:
+            self.experience.plain_due -= 1
+            return Choice(None)
         self.experience.until_trial -= 1
         self._until_survey -= 1
         if self.experience.until_trial <= -TRIAL:

@@ -10,6 +10,9 @@ from mlx_redrafter.policy.slowdowns import Slowdowns
 
 # Steps until the first trial, see `AdaptivePolicy`.
 TRIAL_AT_FIRST = 32
+# Plain steps at first where times are calculated: how much of what drafts take slows all steps down
+# shows in those without.
+PLAIN_AT_FIRST = 4
 
 
 class Experience:
@@ -28,6 +31,8 @@ class Experience:
         self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
         # Steps until what is not in use is timed: texts may be short.
         self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
+        # Plain steps that are due, whatever seems best.
+        self.plain_due: int = 0 if before is None else before.plain_due
         self._sizes = sizes
 
     def forget_times(self) -> None:
@@ -39,3 +44,4 @@ class Experience:
         self.forget_times()
         self.slowdowns = Slowdowns(self._sizes, are_calculated=True)
         self.gains = Gains(self.gains, num_texts)
+        self.plain_due = PLAIN_AT_FIRST

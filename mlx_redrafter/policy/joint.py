@@ -20,10 +20,6 @@ from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import TokenTree
 
-# Plain steps at first of a number of slots that has no times of its own: how much of what drafts
-# take slows all steps down shows in those without.
-PLAIN_AT_FIRST = 4
-
 
 def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
     """What steps of a batch take, expected from those of one text.
@@ -107,7 +103,6 @@ class JointPolicy:
         self._size = self._num_slots()
         costs = batch_costs(self._costs, max(1, self._size))
         begin = self._batches.get(self._size)
-        self._num_untimed = PLAIN_AT_FIRST if begin is None else 0
         if begin is None:
             begin = Experience([1, *costs.verify], before)
             begin.begin_batch(max(1, self._size))
@@ -120,8 +115,6 @@ class JointPolicy:
             self._begin(self._policy.experience)
         self._timed = text
         self._plan = self._policy.choose(None)
-        if self._num_untimed:
-            self._num_untimed, self._plan = self._num_untimed - 1, None
         self.num_steps += 1
 
 

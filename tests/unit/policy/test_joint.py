@@ -59,6 +59,18 @@ def test_the_next_batch_knows_what_steps_of_this_one_take() -> None:
     assert batches[SLOTS].slowdowns.of(1) < 1.15, "what slows trees down is not the machine"
 
 
+def test_plain_steps_at_first_show_what_those_take() -> None:
+    timed, batches = batch_costs(COSTS, SLOTS), dict[int, Experience]()
+    costs = StepCosts(1.5 * timed.plain, timed.verify, timed.first, timed.level, timed.wait)
+    known = {"score_scale": 1.0, "fade": 0.1, "timed": timed, "seed": 3}
+    ease = np.full(4 * TOKENS + LEVELS, 0.5)
+    text = SimulatedText(Scenario(name="", ease=ease, costs=costs, **known))
+    watched = Watched(JointPolicy(COSTS, lambda: SLOTS, batches))
+    run_policy(text, watched, 0, 8)
+    assert [step.plan for step in watched.steps[:4]] == [None] * 4
+    assert batches[SLOTS].slowdowns.of(1) > 1.3
+
+
 def test_another_number_of_texts_has_times_of_its_own() -> None:
     batches: dict[int, Experience] = {}
     _batch(batches)
