@@ -39,6 +39,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import FINAL
 
 # Standard deviation of arbitrary weights; any finite one would do.
 NOISE = 0.02
@@ -175,7 +176,11 @@ def widened_drafter(
         value = np.array(tensor.astype(mx.float32))
         if name.startswith("rnn_"):
             rows, columns, size = hidden, hidden, (hidden_size, hidden_size)
-        elif name.startswith("fc."):
+        elif name.startswith("fusion."):
+            # The mean square of states that end in zeros is smaller.
+            grown = np.sqrt(hidden_size / old.hidden_size)
+            is_input = np.array(old.captured_layers) != FINAL
+            value = value / np.repeat(np.where(is_input, grown, 1.0), old.hidden_size)
             rows, columns = hidden, np.concatenate(states)
             size = (hidden_size, len(states) * hidden_size)
         elif name.startswith("input_proj"):

@@ -133,7 +133,7 @@ def start_drafter(
     layers = drafter.config.captured_layers
     if layers is not None:  # at first the last hidden state alone
         parts = [(layer == FINAL) * mx.eye(drafter.config.hidden_size) for layer in layers]
-        drafter.fc.weight = mx.concatenate(parts, axis=1)
+        drafter.fusion.weight = mx.concatenate(parts, axis=1)
 
 
 def _start_from_head(drafter: Drafter, head: NDArray[np.float32]) -> None:

@@ -175,8 +175,8 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
     student = _student(target, head)
     network = student.with_weights({}).network  # decoding hooks it
     if isinstance(student, RecurrentStudent):  # at first it reads the last hidden state alone
-        network.fc.weight += 0.3 * mx.random.normal(network.fc.weight.shape)
-        student.network.fc.weight = network.fc.weight
+        network.fusion.weight += 0.3 * mx.random.normal(network.fusion.weight.shape)
+        student.network.fusion.weight = network.fusion.weight
     drafter = MedusaProposer(network) if head == "medusa" else network
     tokenizer = wrapped_tokenizer(VOCAB, set())
     sequences, tokens, steps = [], 0, 0

@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.target.target import FINAL
 
 Layer = Callable[[mx.array], mx.array]
 # Function from token ids to a row of H numbers for each.
@@ -24,6 +25,8 @@ Embed = Callable[[mx.array], mx.array]
 
 # Value of the logits that Apple's `warp_logits` masks.
 MASKED_LOGIT = -50000.0
+# Added to the mean square of the inputs of layers.
+STATE_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Drafter(DraftNetwork):
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.captured_layers is not None:
-            self.fc = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
+            self.fusion = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)
         if config.rnn:
@@ -88,6 +91,9 @@ class Drafter(DraftNetwork):
     def fuse(self, states: mx.array) -> mx.array:
         """What stands for the target's last hidden state: a projection of states of several layers.
 
+        Inputs of layers, which are many times as large as the last hidden state and unlike each
+        other, are brought to a mean square of 1 first.
+
         Args:
             states: The inputs of the C layers of ``config.captured_layers`` beside each other,
                 shape (n, C * H), or the last hidden states, shape (n, H), where it names none.
@@ -95,9 +101,15 @@ class Drafter(DraftNetwork):
         Returns:
             Shape (n, H).
         """
-        if self.config.captured_layers is None:
+        layers = self.config.captured_layers
+        if layers is None:
             return states
-        return self.fc(states.astype(self.dtype))
+        parts = mx.split(states.astype(self.dtype), len(layers), axis=-1)
+        parts = [
+            part if layer == FINAL else mx.fast.rms_norm(part, None, STATE_EPS)
+            for layer, part in zip(layers, parts, strict=True)
+        ]
+        return self.fusion(mx.concatenate(parts, axis=-1))
 
     def project_input(self, embedding: mx.array) -> mx.array:
         """The term that a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
