@@ -141,7 +141,9 @@ def run_policy(
 ) -> float:
     """Seconds that a policy takes from one position of a text to another.
 
-    The plan of a step is chosen before the step in flight is observed, as in decoding.
+    The plan of a step is chosen before the step in flight is observed, as in decoding. The policy
+    sees every step's time as it was; counted are those of its steps at their mean, as in
+    `run_fixed`: luck is not the policy's.
     """
     scenario = text.scenario
     rng = np.random.default_rng((scenario.seed, seed))
@@ -157,8 +159,9 @@ def run_policy(
             num_nodes = kept.size
             num_accepted = sum(token > 0 for token in kept.read().tokens)
         shape = None if chosen is None else chosen.shape
-        took = scenario.seconds(position, shape, num_nodes, is_read) * scenario.noise.draw(rng)
-        seconds += took
+        undisturbed = scenario.seconds(position, shape, num_nodes, is_read)
+        took = undisturbed * scenario.noise.draw(rng)
+        seconds += undisturbed * scenario.noise.mean
         following = policy.choose(None)
         emitted = text.tokens(position + 1, position + num_accepted + 2)
         policy.observe(Step(chosen, num_nodes, emitted, took))
