@@ -21,7 +21,10 @@ from mlx_redrafter.checkpoint import write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 FOLDER = Path(__file__).parent / "results"
-PAGES = (FOLDER.parent / "README.md", FOLDER / "README.md", FOLDER / "batches.md")
+PAGES = (
+    FOLDER.parent / "README.md",
+    *(FOLDER / name for name in ("README.md", "batches.md", "heads.md")),
+)
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A result by its path in the folder of results, without suffix.

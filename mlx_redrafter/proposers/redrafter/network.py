@@ -104,10 +104,10 @@ class Drafter(DraftNetwork):
         layers = self.config.captured_layers
         if layers is None:
             return states
-        parts = mx.split(states.astype(self.dtype), len(layers), axis=-1)
+        given = mx.split(states.astype(self.dtype), len(layers), axis=-1)
         parts = [
             part if layer == FINAL else mx.fast.rms_norm(part, None, STATE_EPS)
-            for layer, part in zip(layers, parts, strict=True)
+            for layer, part in zip(layers, given, strict=True)
         ]
         return self.fusion(mx.concatenate(parts, axis=-1))
 
