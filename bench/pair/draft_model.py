@@ -43,9 +43,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     config = shape(json.loads((a.target / "config.json").read_text()), a.hidden, a.layers)
+    identity = json.loads((a.cache / MANIFEST).read_text())
+    del identity["format"]
     model = new_model(config, a.seed)
-    train(model, a.cache, a.lr, a.seed)
+    train(model, TeacherCache(a.cache, identity), a.lr, a.seed)
     write(model, config, a.target, a.out)
+    # As `redrafter-mlx train` writes it: what `bench heads` calls the drafter.
+    run = {"head": "draft model", "tokens": identity["max_tokens"]}
+    (a.out / "run.json").write_text(json.dumps(run))
 
 
 def shape(target: dict[str, object], hidden: int, layers: int) -> dict[str, object]:
@@ -82,11 +87,9 @@ def new_model(config: dict[str, object], seed: int) -> Model:
     return model
 
 
-def train(model: Model, cache_folder: Path, peak: float, seed: int) -> None:
-    identity = json.loads((cache_folder / MANIFEST).read_text())
-    del identity["format"]
+def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
     options = BatchOptions("soft", 2, BATCH_TOKENS, seed, STRETCH)
-    order = BatchOrder(TeacherCache(cache_folder, identity), "train", options)
+    order = BatchOrder(cache, "train", options)
     total = order.steps_per_epoch
     rising = max(1, round(WARMUP * total))
     rate = optim.join_schedules(
