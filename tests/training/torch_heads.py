@@ -98,10 +98,13 @@ def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def recurrent(weights: Weights, frozen: Frozen, num_layers: int) -> Head:
-    """The recurrent drafter that reads several layers."""
+    """The recurrent drafter that reads several layers and, last, what the target's norm gives."""
 
     def logits(states: Tensor, following: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
-        hidden = project(weights, "fc", states[-1])
+        *inputs, last = states[-1].reshape(-1, frozen.embedding.shape[1])
+        one = torch.ones_like(last)
+        inputs = [rms_norm(each, one, 1e-6) for each in inputs]
+        hidden = project(weights, "fusion", torch.cat([*inputs, last]))
         state = torch.zeros_like(hidden)
         found = []
         for token in (following[-1], *drafts):
