@@ -20,13 +20,15 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 
+from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.options import LossOptions
+from mlx_redrafter.training.options import LossOptions, TrainingOptions
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
+from mlx_redrafter.training.trainer import make_schedule
 
+# Consecutive tokens that attend to each other, whatever texts they are of, and tokens per step.
 STRETCH, BATCH_TOKENS = 512, 2048
-WARMUP, FINAL_RATE = 0.05, 0.01
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -45,12 +47,13 @@ def main() -> None:
     config = shape(json.loads((a.target / "config.json").read_text()), a.hidden, a.layers)
     identity = json.loads((a.cache / MANIFEST).read_text())
     del identity["format"]
+    a.out.mkdir(parents=True)  # before the long work, which an old folder would lose
     model = new_model(config, a.seed)
     train(model, TeacherCache(a.cache, identity), a.lr, a.seed)
     write(model, config, a.target, a.out)
     # As `redrafter-mlx train` writes it: what `bench heads` calls the drafter.
     run = {"head": "draft model", "tokens": identity["max_tokens"]}
-    (a.out / "run.json").write_text(json.dumps(run))
+    (a.out / RUN_FILE).write_text(json.dumps(run))
 
 
 def shape(target: dict[str, object], hidden: int, layers: int) -> dict[str, object]:
@@ -91,14 +94,7 @@ def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
     options = BatchOptions("soft", 2, BATCH_TOKENS, seed, STRETCH)
     order = BatchOrder(cache, "train", options)
     total = order.steps_per_epoch
-    rising = max(1, round(WARMUP * total))
-    rate = optim.join_schedules(
-        [
-            optim.linear_schedule(peak / rising, peak, rising),
-            optim.cosine_decay(peak, total - rising, FINAL_RATE * peak),
-        ],
-        [rising],
-    )
+    rate = make_schedule(peak, TrainingOptions.warmup, total)
     adam = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
 
     def loss(part: Batch, counts: mx.array) -> mx.array:
@@ -129,7 +125,6 @@ def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
 
 def write(model: Model, config: dict[str, object], target: Path, out: Path) -> None:
     """The folder of a model, in float16, with the target's tokenizer."""
-    out.mkdir(parents=True)
     for name in TOKENIZER_FILES:
         if (target / name).exists():
             shutil.copy(target / name, out / name)

@@ -74,7 +74,7 @@ class Optimiser:
         self.network.freeze(keys=["token_ids"], strict=False)
         peak = options.learning_rate or student.learning_rate
         self.adam = optim.AdamW(
-            learning_rate=_make_schedule(peak, options.warmup, total_steps),
+            learning_rate=make_schedule(peak, options.warmup, total_steps),
             betas=[0.9, 0.95],
             weight_decay=0.0,
             bias_correction=True,
@@ -336,7 +336,7 @@ def _select_prefix(prefix: str, arrays: Arrays) -> Arrays:
     return {name[len(prefix) :]: v for name, v in arrays.items() if name.startswith(prefix)}
 
 
-def _make_schedule(peak: float, warmup: float, total_steps: int) -> Callable[[mx.array], mx.array]:
+def make_schedule(peak: float, warmup: float, total_steps: int) -> Callable[[mx.array], mx.array]:
     """Make the schedule: linear warm-up, then cosine to a hundredth of the peak."""
     rising = max(1, round(warmup * total_steps))
     falling = max(1, total_steps - rising)
