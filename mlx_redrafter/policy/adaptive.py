@@ -149,8 +149,6 @@ class AdaptivePolicy:
         # Seconds left for learning; some at first, when there is most to learn.
         self._learning = LEARNING_AT_FIRST
         self._clock = clock
-        # Steps until their times are looked at again.
-        self._until_best = 0
         self._decide()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
@@ -358,6 +356,8 @@ class AdaptivePolicy:
 
     def _learn(self) -> bool:
         """Take in the steps since the last time, and say whether that may change the choice."""
+        if len(self._taken) < LOOK_AGAIN and not any(o.seen for o in self._outcomes):
+            return False
         taken, self._taken = self._taken, []
         outcomes, self._outcomes = self._outcomes, []
         calibration = self.experience.calibration
@@ -367,12 +367,8 @@ class AdaptivePolicy:
             if seen is not None:
                 awaited.add(seen)
             awaited.teach(calibration, tokens)
-        self._until_best -= len(taken)
-        drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
-        if not drafts and self._until_best > 0:
-            return False
-        self._until_best = LOOK_AGAIN
         calibration.fit()
+        drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
         unverified = self._drafting + self._plain + self._costs.wait
         for seen in drafts:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)

@@ -58,11 +58,21 @@ def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple
         Sums over the drafts that the proposer finds best, and over those with the best chances,
         each of shape (W', L', S) for the widths and lengths up to the search's.
     """
+    if shape.width == 1:
+        found = _sums_of_chain(chances)[:, : LENGTHS.index(shape.length) + 1]
+        return found, found
     widths = WIDTHS.index(shape.width) + 1
     shallow = np.array(drafts.depths) <= _DEEPEST[: LENGTHS.index(shape.length) + 1]
     inside = _insides(drafts, widths)[:, None] & shallow
     order = best_first(chances)
     return _sums_of_first(inside, chances), _sums_of_first(inside[:, :, order], chances[order])
+
+
+def _sums_of_chain(chances: Floats) -> Floats:
+    """The same sums for a chain, whose drafts have one order and one per level, (1, L, S)."""
+    sums = np.concatenate([[0.0], np.cumsum(chances)])
+    found: Floats = sums[np.minimum(np.minimum(_DEEPEST, _MOST), len(chances))][None]
+    return found
 
 
 def _sums_of_first(inside: npt.NDArray[np.bool_], chances: Floats) -> Floats:

@@ -39,9 +39,6 @@ class Slowdowns:
         before: Slowdowns of the text before, of the same sizes. Half of what slows all down is
             believed, as the rest may be that text's length.
         are_calculated: Whether the times beforehand were calculated.
-
-    Attributes:
-        factors: Slowdown by size, in the order of ``sizes``.
     """
 
     def __init__(
@@ -66,10 +63,20 @@ class Slowdowns:
             self._common = (1 + before._common) / 2
             self._own, self._counts = dict(before._own), dict(before._counts)
             self._unused = dict.fromkeys(before._unused, 0)
-        self.factors: npt.NDArray[np.float64] = self._interpolate()
+        # Interpolated when they are asked for: most steps are of sizes in use.
+        self._factors: npt.NDArray[np.float64] | None = None
+
+    @property
+    def factors(self) -> npt.NDArray[np.float64]:
+        """Slowdown by size, in the order of the sizes."""
+        if self._factors is None:
+            self._factors = self._interpolate()
+        return self._factors
 
     def of(self, num_nodes: int) -> float:
         """The slowdown of one size."""
+        if num_nodes in self._own:
+            return self._common * self._own[num_nodes]
         return float(self.factors[self._sizes.index(num_nodes)])
 
     @property
@@ -96,7 +103,7 @@ class Slowdowns:
         self._common *= surprise ** (self._change / spread)
         self._own[num_nodes] = own * surprise ** (1 / count / spread)
         self._counts[num_nodes] = min(count + 1, MOST_KNOWN)
-        self.factors = self._interpolate()
+        self._factors = None
 
     def _interpolate(self) -> npt.NDArray[np.float64]:
         used, slowdowns = zip(*sorted((self._ends | self._own).items()), strict=True)
