@@ -280,10 +280,11 @@ class Engine:
         memory = self.memory
 
         def conclude() -> None:
+            experience = policy.conclude()
             text.stats.shapes = policy.shapes()
             if couple and policy.is_used:
-                memory.experience = policy.experience
-            is_doubted = policy.experience.slowdowns.show_long_times and doubt_times(
+                memory.experience = experience
+            is_doubted = experience.slowdowns.show_long_times and doubt_times(
                 self.target, self._network, memory.timed
             )
             if is_doubted and memory.experience is not None:

@@ -42,8 +42,11 @@ Floats = npt.NDArray[np.float64]
 
 # Share of the time for exploring: drafts that are only looked at, wider ones, trials; the least
 # part of it that is used where drafts seem hopeless, and the credit at first, in plain steps.
-EXPLORE, LEAST_HOPE = 0.02, 0.6
+EXPLORE, LEAST_HOPE = 0.018, 0.6
 EXPLORE_AT_FIRST = 0.3
+# Share of that for looking where nothing is drafted. The rest is for trials, which take so much
+# that looking must not wait until there is enough for one.
+LOOKING = 0.5
 # Steps with drafts between two that show what longer and wider searches would give, and steps from
 # one whose drafts are only looked at to the next: plain ones in a row are timed.
 SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
@@ -57,10 +60,10 @@ LEAST_VERIFYING = 0.5
 # Share of the time for learning from drafts, and seconds for it at first: where steps take little,
 # not every draft is learnt from.
 LEARNING_SHARE, LEARNING_AT_FIRST = 0.02, 8e-3
-# Steps that teach nothing but their times until those may change the choice.
+# Steps that teach nothing but their times until those are learnt from: that takes the host's time.
 LOOK_AGAIN = 8
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
-MARGIN = 0.02
+MARGIN = 0.03
 _SIZES = np.array(SIZES)
 
 
@@ -137,6 +140,7 @@ class AdaptivePolicy:
             self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
         self._offered = self._fits.any(axis=-1)
         self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
+        self._trial_credit = 0.0
         self._until_survey = SURVEY_EVERY // 2
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
         self._last: DraftPlan | None = None
@@ -154,8 +158,9 @@ class AdaptivePolicy:
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
         is_taught = any(outcome.seen for outcome in self._outcomes)
-        start = self._clock()
-        if self._learn():
+        if is_taught or len(self._taken) >= LOOK_AGAIN:
+            start = self._clock()
+            self._learn()
             self._decide()
             # What times alone change takes little.
             self._learning -= is_taught * (self._clock() - start)
@@ -190,6 +195,11 @@ class AdaptivePolicy:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
         # A plain step is dispatched before the outcome of the one before is read, which may wait
         # for both: the first of some plain steps takes twice its time, and the last one none.
+        is_trial = step.plan is not None and step.num_nodes > 1 and self._best.plan is None
+        if is_trial and not step.plan.from_text:
+            # What it lost, nothing where its drafts were as good as plain steps.
+            place = (*PLACES[step.plan.shape], SIZES.index(step.num_nodes))
+            self._trial_credit -= self._seconds[place] - len(step.tokens) * self._plain
         neighbours = self._last, step.plan, self._next.plan
         is_inner = len({plan is None for plan in neighbours}) == 1
         self._last = step.plan
@@ -212,6 +222,11 @@ class AdaptivePolicy:
             tokens: Tokens of the step.
         """
         self._outcomes.append(Outcome(seen if self._learning >= 0 else None, tokens, awaited))
+
+    def conclude(self) -> Experience:
+        """The experience of this text, which ends, with the times of its last steps."""
+        self._learn_times()
+        return self.experience
 
     @property
     def is_used(self) -> bool:
@@ -270,7 +285,10 @@ class AdaptivePolicy:
     def _time(self, taken: Taken) -> None:
         """Learn from a step's time how slow steps are at present."""
         step = taken.step
-        self._credit += EXPLORE * self._hope * (step.seconds or self._plain)
+        inflow = EXPLORE * self._hope * (step.seconds or self._plain)
+        looking = LOOKING if self._best.plan is None else 1.0
+        self._credit += looking * inflow
+        self._trial_credit += (1 - looking) * inflow
         if step.seconds is None or not taken.is_inner:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
@@ -314,10 +332,9 @@ class AdaptivePolicy:
         if self.experience.until_trial <= 0 and speed * self._plain * CLOSE > 1:
             seconds = self._seconds[w, length, size]
             loss = TRIAL * seconds * max(0.0, 1 - speed * self._plain)
-            if self.experience.until_trial == 0 and not self._pay(loss):
-                self.experience.until_trial = 1  # nothing else is paid for until then
-                return Choice(None)
-            return Choice(PLANS[w, length], SIZES[size])
+            if self.experience.until_trial < 0 or self._trial_credit >= loss:
+                return Choice(PLANS[w, length], SIZES[size])
+            self.experience.until_trial = 1
         if self._until_survey > 0 or not self._pay(self._drafting[w, length]):
             return Choice(None)
         if self._until_survey <= 1 - LOOKS:
@@ -354,15 +371,17 @@ class AdaptivePolicy:
         num_nodes = SIZES[best] if values[best] > -self._rate * self._plain else 1
         return [int(draft) for draft in order[: num_nodes - 1]]
 
-    def _learn(self) -> bool:
-        """Take in the steps since the last time, and say whether that may change the choice."""
-        if len(self._taken) < LOOK_AGAIN and not any(o.seen for o in self._outcomes):
-            return False
+    def _learn_times(self) -> None:
+        """Learn from the times of the steps since the last time; waits for nothing."""
         taken, self._taken = self._taken, []
-        outcomes, self._outcomes = self._outcomes, []
-        calibration = self.experience.calibration
         for one in taken:
             self._time(one)
+
+    def _learn(self) -> None:
+        """Take in the steps since the last time."""
+        self._learn_times()
+        outcomes, self._outcomes = self._outcomes, []
+        calibration = self.experience.calibration
         for seen, tokens, awaited in outcomes:
             if seen is not None:
                 awaited.add(seen)
@@ -374,7 +393,6 @@ class AdaptivePolicy:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
             seconds = self._seconds + self._costs.wait
             self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
-        return True
 
 
 def _highest(values: Floats) -> tuple[float, tuple[int, ...]]:

@@ -144,7 +144,7 @@ def test_plain_steps_are_timed_now_and_then_where_drafts_gain_little() -> None:
 
 
 def test_drafts_that_nearly_pay_get_a_trial_of_their_times() -> None:
-    scenario = _scenario(-1.6, _costs("steep"))
+    scenario = _scenario(-0.8, _costs("steep"))
     second = _decode(scenario, _decode(scenario), TOKENS)
     places = [i for i, step in enumerate(second.steps) if step.num_nodes > 1]
     assert TRIAL <= len(places) <= 2 * TRIAL
