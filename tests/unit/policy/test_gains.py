@@ -61,6 +61,18 @@ def test_drafts_chosen_by_their_chances_are_worth_more() -> None:
     assert chosen[1, 2, :3].tolist() == pytest.approx([0.5, 0.9, 1.1])
 
 
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
+def test_a_chain_gets_the_chances_of_its_first_drafts(shares: list[float]) -> None:
+    count = len(shares)
+    chances = np.cumprod(shares)
+    drafts = Drafts([0.0] * count, list(range(1, count + 1)), list(range(count)), [7] * count)
+    found, chosen = expected_drafts(drafts, chances, SHAPES[0, count - 1])
+    sums = [0.0, *accumulate(chances.tolist())]
+    for length in range(count):
+        wanted = [sums[min(length + 1, size - 1)] for size in SIZES]
+        assert found[0, length].tolist() == chosen[0, length].tolist() == pytest.approx(wanted)
+
+
 SECONDS, UNVERIFIED = np.ones(FITS.shape), np.ones(FITS.shape[:2])
 
 
