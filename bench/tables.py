@@ -23,7 +23,7 @@ from mlx_redrafter.errors import CheckpointError
 FOLDER = Path(__file__).parent / "results"
 PAGES = (
     FOLDER.parent / "README.md",
-    *(FOLDER / name for name in ("README.md", "batches.md", "heads.md")),
+    *(FOLDER / name for name in ("README.md", "batches.md", "default.md", "heads.md")),
 )
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -33,6 +33,7 @@ from mlx_redrafter.policy.candidates import (
     best_first,
     expected_drafts,
 )
+from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
 from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
@@ -40,13 +41,8 @@ from mlx_redrafter.tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
 
-# Share of the time for exploring: drafts that are only looked at, wider ones, trials; the least
-# part of it that is used where drafts seem hopeless, and the credit at first, in plain steps.
-EXPLORE, LEAST_HOPE = 0.018, 0.6
-EXPLORE_AT_FIRST = 0.3
-# Share of that for looking where nothing is drafted. The rest is for trials, which take so much
-# that looking must not wait until there is enough for one.
-LOOKING = 0.5
+# Least part of the time for exploring that is used where drafts seem hopeless.
+LEAST_HOPE = 0.6
 # Steps with drafts between two that show what longer and wider searches would give, and steps from
 # one whose drafts are only looked at to the next: plain ones in a row are timed.
 SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
@@ -139,8 +135,7 @@ class AdaptivePolicy:
             self._fits = FITS & (np.array(LENGTHS) <= max_length)[:, None]
             self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
         self._offered = self._fits.any(axis=-1)
-        self._credit = 0.0 if before else EXPLORE_AT_FIRST * costs.plain
-        self._trial_credit = 0.0
+        self._credits = Credits(0.0 if before else EXPLORE_AT_FIRST * costs.plain)
         self._until_survey = SURVEY_EVERY // 2
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
         self._last: DraftPlan | None = None
@@ -195,11 +190,6 @@ class AdaptivePolicy:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
         # A plain step is dispatched before the outcome of the one before is read, which may wait
         # for both: the first of some plain steps takes twice its time, and the last one none.
-        is_trial = step.plan is not None and step.num_nodes > 1 and self._best.plan is None
-        if is_trial and not step.plan.from_text:
-            # What it lost, nothing where its drafts were as good as plain steps.
-            place = (*PLACES[step.plan.shape], SIZES.index(step.num_nodes))
-            self._trial_credit -= self._seconds[place] - len(step.tokens) * self._plain
         neighbours = self._last, step.plan, self._next.plan
         is_inner = len({plan is None for plan in neighbours}) == 1
         self._last = step.plan
@@ -285,10 +275,7 @@ class AdaptivePolicy:
     def _time(self, taken: Taken) -> None:
         """Learn from a step's time how slow steps are at present."""
         step = taken.step
-        inflow = EXPLORE * self._hope * (step.seconds or self._plain)
-        looking = LOOKING if self._best.plan is None else 1.0
-        self._credit += looking * inflow
-        self._trial_credit += (1 - looking) * inflow
+        self._account(step)
         if step.seconds is None or not taken.is_inner:
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
@@ -301,6 +288,14 @@ class AdaptivePolicy:
         elif shape is not None:
             drafting = self._timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
             self.experience.in_vain.learn(1, step.seconds / (self._plain + drafting + wait))
+
+    def _account(self, step: Step) -> None:
+        """Credit exploring with its share of a step's time, and charge a trial what it lost."""
+        is_drafting, plan = self._best.plan is not None, step.plan
+        self._credits.earn(self._hope * (step.seconds or self._plain), is_drafting)
+        if plan is not None and not (is_drafting or plan.from_text or step.num_nodes == 1):
+            seconds = self._seconds[(*PLACES[plan.shape], SIZES.index(step.num_nodes))]
+            self._credits.trials -= seconds - len(step.tokens) * self._plain
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""
@@ -321,7 +316,7 @@ class AdaptivePolicy:
         if self._until_survey <= 0:
             longest, shape = self._longest.shape, best.plan.shape
             extra = self._drafting[PLACES[longest]] - self._drafting[PLACES[shape]]
-            if self._pay(extra):
+            if self._credits.pay(extra):
                 self._until_survey = SURVEY_EVERY
                 return best._replace(plan=self._longest)
         return best
@@ -332,21 +327,14 @@ class AdaptivePolicy:
         if self.experience.until_trial <= 0 and speed * self._plain * CLOSE > 1:
             seconds = self._seconds[w, length, size]
             loss = TRIAL * seconds * max(0.0, 1 - speed * self._plain)
-            if self.experience.until_trial < 0 or self._trial_credit >= loss:
+            if self.experience.until_trial < 0 or self._credits.trials >= loss:
                 return Choice(PLANS[w, length], SIZES[size])
             self.experience.until_trial = 1
-        if self._until_survey > 0 or not self._pay(self._drafting[w, length]):
+        if self._until_survey > 0 or not self._credits.pay(self._drafting[w, length]):
             return Choice(None)
         if self._until_survey <= 1 - LOOKS:
             self._until_survey = LOOK_EVERY
         return Choice(PLANS[w, length], num_nodes=1)
-
-    def _pay(self, seconds: float) -> bool:
-        """Take seconds from those for exploring, if there are so many."""
-        if self._credit < seconds:
-            return False
-        self._credit -= seconds
-        return True
 
     def _looks_up(self, outlook: Sequence[float] | None) -> bool:
         """Whether drafts out of the text, of these probabilities, promise the most speed."""

@@ -1,0 +1,39 @@
+"""Seconds that may go into finding out what other plans would give, a share of all time."""
+
+from __future__ import annotations
+
+# Share of the time, and seconds at first, in plain steps.
+EXPLORE, EXPLORE_AT_FIRST = 0.018, 0.3
+# Share of that for looking at drafts where none are verified. The rest is for trials, which take so
+# much that looking must not wait until there is enough for one.
+LOOKING = 0.5
+
+
+class Credits:
+    """Seconds to explore with.
+
+    Args:
+        looking: Seconds at first.
+
+    Attributes:
+        looking: Seconds for drafts that are only looked at, or wider than those in use.
+        trials: Seconds for verifying drafts where plain decoding seems faster.
+    """
+
+    def __init__(self, looking: float):
+        self.looking = looking
+        self.trials = 0.0
+
+    def earn(self, seconds: float, is_drafting: bool) -> None:
+        """Add the share of a step's time, all for looking where drafts are in use."""
+        share = EXPLORE * seconds
+        looking = 1.0 if is_drafting else LOOKING
+        self.looking += looking * share
+        self.trials += (1 - looking) * share
+
+    def pay(self, seconds: float) -> bool:
+        """Take seconds from those for looking, if there are so many."""
+        if self.looking < seconds:
+            return False
+        self.looking -= seconds
+        return True
