@@ -35,7 +35,7 @@ class Spread(NamedTuple):
         """The mean, and the range where there is one."""
         if self.low == self.high:
             return f"{self.mean:{form}}"
-        return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})"
+        return f"{self.mean:{form}} ({self.low:{form}}-{self.high:{form}})"
 
 
 class Group(NamedTuple):

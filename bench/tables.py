@@ -179,15 +179,15 @@ def _heads(results: Results) -> Lines:
     for name, result in _of_kind(results, "heads"):
         folders.setdefault(name.rpartition("/")[0], []).append(result)
     for folder, found in folders.items():
-        codes = ", ".join(dict.fromkeys(map(_code, found)))
         for one in pool(found):
             group = one.group
-            tokens = "" if group.trained_tokens is None else f"{group.trained_tokens:,}"
+            tokens = "" if group.trained_tokens is None else f"{group.trained_tokens / 1e6:g}M"
+            drafting = "" if one.drafting is None else f"{one.drafting.mean:.2f}"
             spreads = (one.chain_tokens, one.chain_speed, one.default_tokens, one.default_speed)
             yield (
-                folder, codes, group.model, group.kind, tokens, f"{group.temp:g}",
+                folder, group.model, group.kind, tokens, f"{group.temp:g}",
                 str(one.num_seeds), f"{one.bytes / 1e6:.1f}",
-                *("" if spread is None else spread.text() for spread in (one.drafting, *spreads)),
+                drafting, *("" if spread is None else spread.text() for spread in spreads),
                 "yes" if all(_quiet(result) == "yes" for result in found) else "no",
             )  # fmt: skip
 
@@ -259,7 +259,7 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
          "chain", "tree", "peak, MB", "quiet"), _caches,
     ),
     "heads": (
-        ("folder", "code", "model", "drafter", "trained on", "T", "seeds", "MB", "drafting",
+        ("folder", "model", "drafter", "trained on", "T", "seeds", "MB", "drafting",
          "chain: tokens/step", "speed", "default: tokens/step", "speed", "quiet"), _heads,
     ),
     "throughput": (

@@ -136,7 +136,7 @@ def test_drafters_that_differ_in_their_seed_are_pooled():
     assert (longer.group.trained_tokens, longer.num_seeds) == (2000, 1)
     assert (other.group.kind, other.num_seeds) == ("x", 2)
     assert Spread.of([None]) is None
-    assert Spread(1.234, 1.0, 1.5).text() == "1.23 (1.00 to 1.50)"
+    assert Spread(1.234, 1.0, 1.5).text() == "1.23 (1.00-1.50)"
 
 
 def test_the_table_of_several_results():
