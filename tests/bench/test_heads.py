@@ -142,13 +142,13 @@ def test_drafters_that_differ_in_their_seed_are_pooled():
 def test_the_table_of_several_results():
     filled = fill("<!-- table: heads -->\n<!-- end -->", RESULTS)
     cells = [line.strip("| ").split(" | ") for line in filled.splitlines()[3:-1]]
-    assert [line[3:7] for line in cells] == [
-        ["eagle", "1,000", "0", "3"], ["eagle", "2,000", "0", "1"], ["x", "", "0", "2"],
+    assert [line[2:6] for line in cells] == [
+        ["eagle", "0.001M", "0", "3"], ["eagle", "0.002M", "0", "1"], ["x", "", "0", "2"],
     ]  # fmt: skip
-    assert cells[0][:3] == ["here", "0123456", "m"]
-    assert cells[0][8:] == [
-        "0.60", "1.70 (1.50 to 1.90)", "1.60 (1.40 to 1.80)", "2.70 (2.50 to 2.90)",
-        "1.70 (1.50 to 1.90)", "yes",
+    assert cells[0][:2] == ["here", "m"]
+    assert cells[0][7:] == [
+        "0.60", "1.70 (1.50-1.90)", "1.60 (1.40-1.80)", "2.70 (2.50-2.90)",
+        "1.70 (1.50-1.90)", "yes",
     ]  # fmt: skip
 
 
