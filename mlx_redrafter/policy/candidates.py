@@ -36,6 +36,8 @@ for _place, _shape in SHAPES.items():
     FITS[_place] = np.array(SIZES) <= _shape.max_nodes
 _DEEPEST = np.array(LENGTHS)[:, None] - 1
 _MOST = np.array(SIZES) - 1
+# Drafts of a chain, by its length and the number of nodes, shape (L, S).
+CHAIN = np.minimum(_DEEPEST, _MOST)
 _PLACES = np.ogrid[: len(WIDTHS), : len(LENGTHS), :1]
 # Drafts that a search of each width scores at a level.
 _LEVEL_NODES = [DraftShape(width, 2).level_nodes for width in WIDTHS]
@@ -71,7 +73,7 @@ def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple
 def _sums_of_chain(chances: Floats) -> Floats:
     """The same sums for a chain, whose drafts have one order and one per level, (1, L, S)."""
     sums = np.concatenate([[0.0], np.cumsum(chances)])
-    found: Floats = sums[np.minimum(np.minimum(_DEEPEST, _MOST), len(chances))][None]
+    found: Floats = sums[np.minimum(CHAIN, len(chances))][None]
     return found
 
 

@@ -10,7 +10,7 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.policy.candidates import LENGTHS, SIZES, WIDTHS
+from mlx_redrafter.policy.candidates import CHAIN, LENGTHS, SIZES, WIDTHS
 
 Floats = npt.NDArray[np.float64]
 
@@ -136,6 +136,5 @@ def _add(sums: Floats, *found: Floats) -> Floats:
 
 
 def _prior() -> Floats:
-    levels = np.minimum(np.array(LENGTHS)[:, None], np.array(SIZES)) - 1
-    chain = PRIOR_SHARE * (1 - PRIOR_SHARE**levels) / (1 - PRIOR_SHARE)
+    chain = PRIOR_SHARE * (1 - PRIOR_SHARE**CHAIN) / (1 - PRIOR_SHARE)
     return PRIOR_WIDER[: len(WIDTHS), None, None] * chain

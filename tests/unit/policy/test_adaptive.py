@@ -15,7 +15,7 @@ from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy.adaptive import TRIAL, TRIAL_EVERY, AdaptivePolicy
+from mlx_redrafter.policy.adaptive import LOOK_EVERY, TRIAL, TRIAL_EVERY, AdaptivePolicy
 from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
 from mlx_redrafter.policy.experience import TRIAL_AT_FIRST
 from mlx_redrafter.policy.fixed import FixedPolicy
@@ -150,6 +150,13 @@ def test_drafts_that_nearly_pay_get_a_trial_of_their_times() -> None:
     assert TRIAL <= len(places) <= 2 * TRIAL
     assert places[TRIAL - 1] == places[0] + TRIAL - 1, "one after another"
     assert places[0] >= TRIAL_AT_FIRST - 1
+
+
+def test_drafts_are_looked_at_while_there_is_too_little_for_a_trial() -> None:
+    scenario = _scenario(-1.6, _costs("steep"))
+    second = _decode(scenario, _decode(scenario), TOKENS)
+    looks = [i for i, step in enumerate(second.steps) if step.plan is not None]
+    assert np.diff([*looks, len(second.steps)]).max() < 3 * LOOK_EVERY
 
 
 def _tree(*chances: float) -> Any:
