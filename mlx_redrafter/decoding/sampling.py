@@ -47,6 +47,10 @@ class TokenChooser(Protocol):
         """
         ...
 
+    def noise_of_root(self, position: int) -> GumbelNoise | None:
+        """The same for a root alone, of a position that the host knows."""
+        ...
+
     def sample(
         self,
         log_probs: mx.array,
@@ -94,7 +98,8 @@ class GumbelNoise:
 
     def sample(self, log_probs: mx.array, depths: mx.array) -> mx.array:
         """The token after each node: log_probs (N, V), depths (N,), to ids of shape (N,)."""
-        return mx.argmax(self._tempered(log_probs) + self.values[depths], axis=-1)
+        rows = self.values if self.values.shape[0] == 1 else self.values[depths]
+        return mx.argmax(self._tempered(log_probs) + rows, axis=-1)
 
     def rank(
         self,
@@ -161,6 +166,15 @@ class KeyedChooser:
         values = gumbel_noise(self.params.seed, positions, self.vocab_size)
         return GumbelNoise(self.params, values)
 
+    def noise_of_root(self, position: int) -> GumbelNoise | None:
+        """See `TokenChooser.noise_of_root`."""
+        if self.params.temp == 0:
+            return None
+        # What `gumbel_noise` gives for one position, in a third of its operations.
+        key = mx.array([self.params.seed, position + 1], dtype=mx.uint32)
+        values = mx.random.gumbel((1, _noise_width(self.vocab_size)), key=key)
+        return GumbelNoise(self.params, values[:, : self.vocab_size])
+
     def sample(
         self,
         log_probs: mx.array,
@@ -181,11 +195,15 @@ def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> 
     Returns:
         float32, shape (n, V). A row depends on (seed, its position) alone.
     """
-    width = -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
+    width = _noise_width(vocab_size)
     positions = positions.astype(mx.uint32)
     keys = mx.stack([mx.full(positions.shape, seed, dtype=mx.uint32), positions], axis=1)
     draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
     return draw(keys)[:, :vocab_size]
+
+
+def _noise_width(vocab_size: int) -> int:
+    return -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
 
 
 class StockChooser:
@@ -202,6 +220,10 @@ class StockChooser:
 
     def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
         """None: a sampler draws as it chooses."""
+        return None
+
+    def noise_of_root(self, position: int) -> GumbelNoise | None:
+        """None, too."""
         return None
 
     def sample(

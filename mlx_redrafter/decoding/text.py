@@ -292,8 +292,8 @@ class Text:
         if self.processors is not None:
             outputs = outputs._replace(logits=self.processors.process(outputs.logits))
         # The token just processed, the last of the committed ones, is the root of this choice.
-        position = mx.array([self.cache.length - 1], dtype=mx.int32)
-        return judge_root(self.chooser, outputs, self.chooser.noise(position, 1))
+        noise = self.chooser.noise_of_root(self.cache.length - 1)
+        return judge_root(self.chooser, outputs, noise)
 
     def _draft(self, plan: DraftPlan | None, flight: InFlight) -> Proposal | None:
         """Dispatch the drafts of what may follow a pass, or let the proposer take note of it."""

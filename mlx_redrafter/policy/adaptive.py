@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -340,9 +341,12 @@ class AdaptivePolicy:
         """Whether drafts out of the text, of these probabilities, promise the most speed."""
         if not outlook:
             return False
-        gains = np.concatenate([[1.0], 1 + np.cumsum(outlook)])
-        tokens = gains[np.minimum(_SIZES, len(gains)) - 1]
-        return bool(np.max(tokens / (self._verify + self._costs.wait)) > self._rate)
+        tokens = list(accumulate(outlook, initial=1.0))
+        needed = (self._rate * (self._verify + self._costs.wait)).tolist()
+        return any(
+            tokens[min(size, len(tokens)) - 1] > least
+            for size, least in zip(SIZES, needed, strict=True)
+        )
 
     def _worth(self, chances: Floats) -> list[int]:
         """The drafts with the most tokens beyond what their time gives otherwise, the best first.
