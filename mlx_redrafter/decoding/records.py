@@ -78,7 +78,8 @@ class InFlight:
 
     Attributes:
         outcome: Bonus token or `NOT_A_NUMBER`, and for a tree, number of accepted drafts, node
-            indices and tokens of the path, int32, shape (1,) or (2 + 2 L,).
+            indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). Of one token alone, a
+            token in any case.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         position: Position of that root, int32, shape (1,).
         hidden_state: Target state that predicted it, shape (H,).
@@ -91,8 +92,8 @@ class InFlight:
         known: Drafts verified, where the host knows them without waiting; else None.
         states: States of the nodes that a `StateReader` asks for, shape (N, S); None where none
             does.
-        read: Function that reads the outcome beside those of other texts; None where it is read
-            alone.
+        read: Function that reads the outcome, with `NOT_A_NUMBER`; None where it is read as it
+            stands.
     """
 
     outcome: mx.array

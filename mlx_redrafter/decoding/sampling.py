@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -256,32 +256,47 @@ class StockChooser:
         return self.sampler(log_probs).reshape(1)
 
 
+class Choices(NamedTuple):
+    """The target's tokens after N nodes.
+
+    Attributes:
+        log_probs: Natural log-probabilities, shape (N, V).
+        tokens: Token ids, int32, shape (N,); any token where the logits are NaN.
+        normalisers: See `normalise`, shape (N,).
+    """
+
+    log_probs: mx.array
+    tokens: mx.array
+    normalisers: mx.array
+
+    @property
+    def checked(self) -> mx.array:
+        """The tokens, `NOT_A_NUMBER` where the logits are NaN: no draft is accepted there."""
+        # Of the ways to ask whether they are finite, the one with the fewest operations.
+        return mx.where(mx.abs(self.normalisers) < math.inf, self.tokens, NOT_A_NUMBER)
+
+
 def choose(
     chooser: TokenChooser,
     logits: mx.array,
     depths: mx.array,
     noise: GumbelNoise | None,
     num_levels: int,
-) -> tuple[mx.array, mx.array]:
-    """The target's token after each node; the arguments are those of `TokenChooser.sample`.
-
-    Returns:
-        Natural log-probabilities, shape (N, V), and token ids, int32, shape (N,), `NOT_A_NUMBER`
-        where there are none, so that no draft is accepted there.
-    """
-    log_probs, is_finite = normalise(logits)
-    chosen = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return log_probs, mx.where(is_finite, chosen, NOT_A_NUMBER)
+) -> Choices:
+    """The target's token after each node; the arguments are those of `TokenChooser.sample`."""
+    log_probs, normalisers = normalise(logits)
+    tokens = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
+    return Choices(log_probs, tokens, normalisers)
 
 
 def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
 
-    Also whether each row has any, bool, shape (N,): one number tells of NaN in all its logits.
+    Also the logarithms of the sums that they are normalised by, shape (N,): finite unless any of
+    the logits is NaN.
     """
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    # Of the ways to ask whether it is finite, the one with the fewest operations.
-    return logits - normaliser, mx.abs(normaliser[:, 0]) < math.inf
+    return logits - normaliser, normaliser[:, 0]
 
 
 def random_state() -> mx.array:

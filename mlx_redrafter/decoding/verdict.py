@@ -8,6 +8,7 @@ text has alone, so that the answers are those of each text alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import mlx.core as mx
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.accept import Acceptance, accept
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import NOT_A_NUMBER, InFlight
 from mlx_redrafter.decoding.sampling import (
     GumbelNoise,
     KeyedChooser,
@@ -25,7 +26,7 @@ from mlx_redrafter.decoding.sampling import (
     gumbel_noise,
 )
 from mlx_redrafter.forest import Forest
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.host import to_floats, to_ints
 from mlx_redrafter.target.target import TargetOutputs
 from mlx_redrafter.tree import TokenTree
 
@@ -40,8 +41,7 @@ class Verdict(NamedTuple):
         hidden_state: Target state that predicted the bonus token, shape (H,).
         states: As in `TargetOutputs`.
         path: As in `InFlight`; None for a root.
-        read: Function that reads the outcome beside those of other texts; None where it stands
-            alone.
+        read: Function that reads the outcome; None where it is read as it stands.
     """
 
     outcome: mx.array
@@ -95,12 +95,19 @@ class Verdict(NamedTuple):
 
 
 def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise | None) -> Verdict:
-    """The answer to a root, N = 1, dispatched."""
+    """The answer to a root, N = 1, dispatched.
+
+    Small models notice every operation between two tokens: the host looks for NaN instead.
+    """
     depths = mx.zeros((1,), dtype=mx.int32)
-    log_probs, outcome = choose(chooser, outputs.logits, depths, noise, 1)
+    log_probs, token, normaliser = choose(chooser, outputs.logits, depths, noise, 1)
+    mx.async_eval(token, normaliser, outputs.hidden_states, log_probs, outputs.states)
+
+    def read() -> list[int]:
+        return to_ints(token) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
+
     hidden_state = outputs.hidden_states[0]
-    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-    return Verdict(outcome, mx.maximum(outcome, 0), log_probs, hidden_state, outputs.states)
+    return Verdict(token, token, log_probs, hidden_state, outputs.states, read=read)
 
 
 def judge_tree(
@@ -108,8 +115,9 @@ def judge_tree(
 ) -> Verdict:
     """The answer to a tree, dispatched."""
     num_levels = tree.max_depth + 1
-    log_probs, chosen = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
-    path, num_accepted, bonus = accept(tree, chosen)
+    choices = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
+    log_probs = choices.log_probs
+    path, num_accepted, bonus = accept(tree, choices.checked)
     hidden_state = outputs.hidden_states[path[num_accepted]][0]
     outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
@@ -134,7 +142,8 @@ def judge_roots(
         values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
         noise = GumbelNoise(first.params, values)
     count = len(choosers)
-    log_probs, chosen = choose(first, outputs.logits[:, 0], mx.arange(count), noise, count)
+    choices = choose(first, outputs.logits[:, 0], mx.arange(count), noise, count)
+    log_probs, chosen = choices.log_probs, choices.checked
     outcomes = _Outcomes(chosen[:, None])
     mx.async_eval(chosen, log_probs, outputs.hidden_states, outputs.states)
     states = [None] * count if outputs.states is None else outputs.states[:, :1]
@@ -171,8 +180,9 @@ def judge_trees(
         rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
     num_rows = count * size
     logits = outputs.logits.reshape(num_rows, -1)
-    log_probs, chosen = choose(choosers[0], logits, rows.reshape(-1), noise, num_rows)
-    paths, num_accepted, bonus = _accept_all(forest, chosen.reshape(count, size))
+    choices = choose(choosers[0], logits, rows.reshape(-1), noise, num_rows)
+    log_probs = choices.log_probs
+    paths, num_accepted, bonus = _accept_all(forest, choices.checked.reshape(count, size))
     last = mx.take_along_axis(paths, num_accepted, axis=1)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
     path_tokens = mx.take_along_axis(forest.tokens, paths, axis=1)

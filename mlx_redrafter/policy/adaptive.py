@@ -36,6 +36,7 @@ from mlx_redrafter.policy.candidates import (
 )
 from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
 from mlx_redrafter.policy.experience import Experience
+from mlx_redrafter.policy.lessons import Outcome, Taken
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import TokenTree
@@ -47,6 +48,8 @@ LEAST_HOPE = 0.6
 # Steps with drafts between two that show what longer and wider searches would give, and steps from
 # one whose drafts are only looked at to the next: plain ones in a row are timed.
 SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
+# How many times what it should take a step with such drafts takes for it to be no noise.
+DEAR = 1.25
 # Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
 # as long as thought: how many, and after how many, fewer where both seem alike.
 TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
@@ -74,34 +77,6 @@ class Choice(NamedTuple):
 
     plan: DraftPlan | None
     num_nodes: int | None = None
-
-
-class Taken(NamedTuple):
-    """A step whose time is learnt from.
-
-    Attributes:
-        step: The step.
-        is_inner: Whether it stood between two of its kind, with drafts or without.
-        waits: Whether the drafts were looked at before they were verified.
-    """
-
-    step: Step
-    is_inner: bool
-    waits: bool
-
-
-class Outcome(NamedTuple):
-    """Drafts of a text that are learnt from, and its tokens.
-
-    Attributes:
-        seen: Drafts of a network, if there were any and there is time to learn from them.
-        tokens: Tokens of the step.
-        awaited: Earlier drafts of the text.
-    """
-
-    seen: SeenDrafts | None
-    tokens: Sequence[int]
-    awaited: AwaitedDrafts
 
 
 class AdaptivePolicy:
@@ -277,9 +252,13 @@ class AdaptivePolicy:
         """Learn from a step's time how slow steps are at present."""
         step = taken.step
         self._account(step)
-        if step.seconds is None or not taken.is_inner:
+        if step.seconds is None or self._is_slow_lookup(step):
             return
         shape = None if step.plan is None or step.plan.from_text else step.plan.shape
+        if shape is not None and step.num_nodes == 1 and self._best.plan is None:
+            self.experience.looks.learn(1, step.seconds / self._looking(PLACES[shape]))
+        if not taken.is_inner:
+            return
         wait = self._costs.wait if taken.waits and shape is not None else 0.0
         if (step.num_nodes == 1) == (step.plan is None):
             drafting = 0.0 if shape is None else self._drafting[PLACES[shape]]
@@ -289,6 +268,15 @@ class AdaptivePolicy:
         elif shape is not None:
             drafting = self._timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
             self.experience.in_vain.learn(1, step.seconds / (self._plain + drafting + wait))
+
+    def _is_slow_lookup(self, step: Step) -> bool:
+        """Whether drafts out of the text took longer than a network's; learns how much longer."""
+        if not (step.plan and step.plan.from_text and step.num_nodes > 1 and self._costs.level):
+            return False
+        seconds = self._verify[SIZES.index(step.num_nodes)] + self._costs.wait
+        ratio = (step.seconds or 0.0) / seconds
+        self.experience.lookups.learn(1, max(1.0, ratio))
+        return bool(ratio > 1)
 
     def _account(self, step: Step) -> None:
         """Credit exploring with its share of a step's time, and charge a trial what it lost."""
@@ -331,18 +319,25 @@ class AdaptivePolicy:
             if self.experience.until_trial < 0 or self._credits.trials >= loss:
                 return Choice(PLANS[w, length], SIZES[size])
             self.experience.until_trial = 1
-        if self._until_survey > 0 or not self._credits.pay(self._drafting[w, length]):
+        dear = self.experience.looks.of(1)
+        looking = self._looking((w, length)) * (dear if dear > DEAR else 1.0)
+        if self._until_survey > 0 or not self._credits.pay(looking - self._plain):
             return Choice(None)
         if self._until_survey <= 1 - LOOKS:
             self._until_survey = LOOK_EVERY
         return Choice(PLANS[w, length], num_nodes=1)
+
+    def _looking(self, place: tuple[int, int]) -> float:
+        """Seconds that a step takes whose drafts are only looked at, but for `Experience.looks`."""
+        return float(self._plain + self._drafting[place])
 
     def _looks_up(self, outlook: Sequence[float] | None) -> bool:
         """Whether drafts out of the text, of these probabilities, promise the most speed."""
         if not outlook:
             return False
         tokens = list(accumulate(outlook, initial=1.0))
-        needed = (self._rate * (self._verify + self._costs.wait)).tolist()
+        seconds = (self._verify + self._costs.wait) * self.experience.lookups.of(1)
+        needed = (self._rate * seconds).tolist()
         return any(
             tokens[min(size, len(tokens)) - 1] > least
             for size, least in zip(SIZES, needed, strict=True)

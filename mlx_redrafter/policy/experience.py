@@ -29,6 +29,11 @@ class Experience:
         self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
         # Of steps whose drafts are not verified, beyond those of plain steps.
         self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
+        # The same where they stand between plain ones: the host is not ahead of the device there.
+        self.looks: Slowdowns = Slowdowns([1], None if before is None else before.looks)
+        # Of steps with drafts out of the text, beyond those of a network's with as many nodes: nor
+        # is it there, as it drafts what the outcome tells.
+        self.lookups: Slowdowns = Slowdowns([1], None if before is None else before.lookups)
         # Steps until what is not in use is timed: texts may be short.
         self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
         # Plain steps that are due, whatever seems best.
@@ -37,7 +42,8 @@ class Experience:
 
     def forget_times(self) -> None:
         """Begin anew with slowdowns, as steps are to be timed again."""
-        self.slowdowns, self.in_vain = Slowdowns(self._sizes), Slowdowns([1])
+        self.slowdowns = Slowdowns(self._sizes)
+        self.in_vain, self.looks, self.lookups = (Slowdowns([1]) for _ in range(3))
 
     def begin_batch(self, num_texts: int) -> None:
         """Go on as the experience of so many texts together, whose times are calculated."""

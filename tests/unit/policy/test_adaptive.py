@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,13 @@ from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy.adaptive import LOOK_EVERY, TRIAL, TRIAL_EVERY, AdaptivePolicy
+from mlx_redrafter.policy.adaptive import (
+    LOOK_AGAIN,
+    LOOK_EVERY,
+    TRIAL,
+    TRIAL_EVERY,
+    AdaptivePolicy,
+)
 from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
 from mlx_redrafter.policy.experience import TRIAL_AT_FIRST
 from mlx_redrafter.policy.fixed import FixedPolicy
@@ -159,6 +166,25 @@ def test_drafts_are_looked_at_while_there_is_too_little_for_a_trial() -> None:
     assert np.diff([*looks, len(second.steps)]).max() < 3 * LOOK_EVERY
 
 
+class SlowLooks(Watched):
+    """The same on a machine where drafts that are only looked at take two plain steps more."""
+
+    def observe(self, step: Step) -> None:
+        slow = step.plan is not None and step.num_nodes == 1 and step.seconds is not None
+        super().observe(replace(step, seconds=step.seconds + 2.0) if slow else step)
+
+
+def test_drafts_are_looked_at_less_often_where_that_takes_longer_than_thought() -> None:
+    scenario = _scenario(-8.0)
+    before = _decode(scenario).policy.experience
+    policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
+    watched = SlowLooks(policy)
+    run_policy(SimulatedText(scenario), watched, TOKENS, 5 * TOKENS)
+    looks = [step for step in watched.steps if step.plan is not None and step.num_nodes == 1]
+    assert looks
+    assert 2.0 * len(looks) < 0.02 * sum(step.seconds or 1.0 for step in watched.steps)
+
+
 def _tree(*chances: float) -> Any:
     """A chain of drafts, each of this probability."""
     scores = np.cumsum(np.log(chances)).tolist()
@@ -181,6 +207,23 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
     assert policy.keep(plan, _tree(0.9, 0.9, 0.9, 0.01, 0.5)).size == 4
     assert policy.keep(plan, _tree(0.01)).size == 1
     assert not policy.waits
+
+
+def test_drafts_out_of_the_text_are_left_out_where_they_take_longer_than_a_network_s() -> None:
+    before = _decode(_scenario(-8.0)).policy.experience
+    policy = AdaptivePolicy(_costs(), before, itertools.count(0, 0).__next__)
+    outlook = [0.7, 0.5]
+    assert policy.choose(outlook) == LOOKUP
+    for _ in range(2 * LOOK_AGAIN):
+        policy.observe(Step(LOOKUP, 3, [1], 2.5))
+        policy.observe(Step(None, 1, [1], 1.0))
+        chosen = policy.choose(outlook)
+    assert chosen != LOOKUP
+    assert policy.choose([0.9] * 6) == LOOKUP
+    for _ in range(2 * LOOK_AGAIN):
+        policy.observe(Step(LOOKUP, 3, [1], 1.0))
+        chosen = policy.choose(outlook)
+    assert chosen == LOOKUP, "and come back"
 
 
 def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
