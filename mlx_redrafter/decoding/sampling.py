@@ -293,7 +293,7 @@ def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
 
     Also the logarithms of the sums that they are normalised by, shape (N,): finite unless any of
-    the logits is NaN.
+    the logits is NaN or infinite, or none is left.
     """
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - normaliser, normaliser[:, 0]
