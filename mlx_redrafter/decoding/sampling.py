@@ -170,10 +170,8 @@ class KeyedChooser:
         """See `TokenChooser.noise_of_root`."""
         if self.params.temp == 0:
             return None
-        # What `gumbel_noise` gives for one position, in a third of its operations.
-        key = mx.array([self.params.seed, position + 1], dtype=mx.uint32)
-        values = mx.random.gumbel((1, _noise_width(self.vocab_size)), key=key)
-        return GumbelNoise(self.params, values[:, : self.vocab_size])
+        values = gumbel_noise_at(self.params.seed, position + 1, self.vocab_size)
+        return GumbelNoise(self.params, values)
 
     def sample(
         self,
@@ -200,6 +198,16 @@ def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> 
     keys = mx.stack([mx.full(positions.shape, seed, dtype=mx.uint32), positions], axis=1)
     draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
     return draw(keys)[:, :vocab_size]
+
+
+def gumbel_noise_at(seed: int, position: int, vocab_size: int) -> mx.array:
+    """The row of `gumbel_noise` of one position that the host knows, in a third of its operations.
+
+    Returns:
+        float32, shape (1, V).
+    """
+    key = mx.array([seed, position], dtype=mx.uint32)
+    return mx.random.gumbel((1, _noise_width(vocab_size)), key=key)[:, :vocab_size]
 
 
 def _noise_width(vocab_size: int) -> int:

@@ -252,9 +252,15 @@ class AdaptivePolicy:
         """Learn from a step's time how slow steps are at present."""
         step = taken.step
         self._account(step)
-        if step.seconds is None or self._is_slow_lookup(step):
+        if step.seconds is None:
             return
-        shape = None if step.plan is None or step.plan.from_text else step.plan.shape
+        is_lookup = step.plan is not None and step.plan.from_text
+        if is_lookup and step.num_nodes > 1 and self._costs.level:
+            expected = self._verify[SIZES.index(step.num_nodes)] + self._costs.wait
+            self.experience.lookups.learn(1, max(1.0, step.seconds / expected))
+            if step.seconds > expected:  # which says nothing of a network's trees
+                return
+        shape = None if step.plan is None or is_lookup else step.plan.shape
         if shape is not None and step.num_nodes == 1 and self._best.plan is None:
             self.experience.looks.learn(1, step.seconds / self._looking(PLACES[shape]))
         if not taken.is_inner:
@@ -268,15 +274,6 @@ class AdaptivePolicy:
         elif shape is not None:
             drafting = self._timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
             self.experience.in_vain.learn(1, step.seconds / (self._plain + drafting + wait))
-
-    def _is_slow_lookup(self, step: Step) -> bool:
-        """Whether drafts out of the text took longer than a network's; learns how much longer."""
-        if not (step.plan and step.plan.from_text and step.num_nodes > 1 and self._costs.level):
-            return False
-        seconds = self._verify[SIZES.index(step.num_nodes)] + self._costs.wait
-        ratio = (step.seconds or 0.0) / seconds
-        self.experience.lookups.learn(1, max(1.0, ratio))
-        return bool(ratio > 1)
 
     def _account(self, step: Step) -> None:
         """Credit exploring with its share of a step's time, and charge a trial what it lost."""
