@@ -103,6 +103,9 @@ class AdaptivePolicy:
         self.experience = Experience([1, *costs.verify], before)
         self.waits = False
         self._costs = costs
+        # Places of the sizes that were timed, and their seconds then.
+        self._places = [SIZES.index(size) for size in costs.verify]
+        self._timed_verify = np.array(list(costs.verify.values()))
         self._timed_drafting = np.zeros(FITS.shape[:2])
         for place, shape in SHAPES.items() if costs.level else ():
             self._timed_drafting[place] = costs.drafting(shape)
@@ -237,15 +240,14 @@ class AdaptivePolicy:
     def _price(self) -> None:
         """Seconds at present: plain steps, drafting (W, L), verifying (S,), both (W, L, S)."""
         costs, factors = self._costs, self.experience.slowdowns.factors
-        self._plain = costs.plain * factors[0]
+        self._plain = costs.plain * float(factors[0])
         # What slows plain steps down, but for a longer text, slows drafting down as well.
         unverified = self._plain + costs.wait + self._timed_drafting * factors[0]
         unverified *= self.experience.in_vain.of(1)
         self._drafting = np.maximum(0.0, unverified - self._plain - costs.wait)
         self._verify = np.full(len(SIZES), np.inf)
-        for size, factor in zip(costs.verify, factors[1:], strict=True):
-            # What took less than a plain step was timed in a quieter moment.
-            self._verify[SIZES.index(size)] = max(self._plain, costs.verify[size] * factor)
+        # What took less than a plain step was timed in a quieter moment.
+        self._verify[self._places] = np.maximum(self._plain, self._timed_verify * factors[1:])
         self._seconds = np.where(self._fits, self._verify + self._drafting[..., None], np.inf)
 
     def _time(self, taken: Taken) -> None:
