@@ -112,7 +112,7 @@ class JointPolicy:
 
     def _decide(self, text: TextPolicy) -> None:
         if self._size != self._num_slots():
-            self._begin(self._policy.experience)
+            self._begin(self._policy.conclude())
         self._timed = text
         self._plan = self._policy.choose(None)
         self.num_steps += 1

@@ -90,3 +90,16 @@ def test_texts_before_have_shown_what_drafts_are_worth_but_not_what_they_take() 
     assert batches[SLOTS].slowdowns.factors.max() == 1.0
     assert batches[SLOTS].gains.mean.max() == 0.0
     assert before.slowdowns.factors.max() > 2, "as it was"
+
+
+def test_texts_that_end_soon_have_shown_what_their_steps_took() -> None:
+    batches: dict[int, Experience] = {}
+    slots = SLOTS
+    joint = JointPolicy(COSTS, lambda: slots, batches)
+    text = joint.of_text()
+    seconds = 1.5 * batch_costs(COSTS, SLOTS).plain
+    for _ in range(5):
+        text.observe(Step(text.choose(None), 1, [0], seconds))
+    slots = SLOTS // 2
+    text.choose(None)
+    assert batches[SLOTS].slowdowns.of(1) > 1.2
