@@ -20,9 +20,10 @@ from mlx_redrafter.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
 
-# Mean and standard deviation of the weights before the first draft.
+# Mean of the weights before the first draft, and precision, of standard deviations.
 PRIOR_MEAN = np.array([0.0, 1.0, 0.0, 0.0])
-PRIOR_SPREAD = np.array([1.5, 0.7, 0.2, 1.0])
+PRIOR_PRECISION = np.array([1.5, 0.7, 0.2, 1.0]) ** -2
+_PRIOR_CURVATURE = np.diag(PRIOR_PRECISION)
 # Observations that count, and steps of Newton's method from the weights before.
 WINDOW, NEWTON_STEPS = 512, 2
 # Observations after which the weights are fitted again, and until when they are after every one.
@@ -72,12 +73,10 @@ class Calibration:
         """A step of Newton's method."""
         known = min(self._count, WINDOW)
         features, right = self._features[:known], self._right[:known]
-        precision = PRIOR_SPREAD**-2
         chances = _sigmoid(features @ self._weights)
-        slope = features.T @ (right - chances) - precision * (self._weights - PRIOR_MEAN)
+        slope = features.T @ (right - chances) - PRIOR_PRECISION * (self._weights - PRIOR_MEAN)
         curvature = (features.T * (chances * (1 - chances) + 1e-4)) @ features
-        curvature[np.diag_indices(4)] += precision
-        step = np.linalg.solve(curvature, slope)
+        step = np.linalg.solve(curvature + _PRIOR_CURVATURE, slope)
         self._weights += step / max(1.0, float(np.abs(step).max()))
 
 
