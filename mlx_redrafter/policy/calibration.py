@@ -20,7 +20,7 @@ from mlx_redrafter.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
 
-# Mean of the weights before the first draft, and precision, of standard deviations.
+# Mean of the weights before the first draft, and their precision, 1 / standard deviation**2.
 PRIOR_MEAN = np.array([0.0, 1.0, 0.0, 0.0])
 PRIOR_PRECISION = np.array([1.5, 0.7, 0.2, 1.0]) ** -2
 _PRIOR_CURVATURE = np.diag(PRIOR_PRECISION)
