@@ -6,8 +6,7 @@ Axes: N nodes of a tree, L beam length, M nodes of the largest tree on offer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -125,8 +124,7 @@ class Drafting(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step, as its policy hears of it.
 
     Attributes:
@@ -146,6 +144,11 @@ class Step:
 class DraftPolicy(Protocol):
     """Says how much every step drafts and verifies; no text depends on it."""
 
+    @property
+    def only_looks(self) -> bool:
+        """Whether `keep` keeps nothing of the plan that was chosen last, whatever is drafted."""
+        ...
+
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """The plan of the next step, None for plain decoding.
 
@@ -159,7 +162,7 @@ class DraftPolicy(Protocol):
 
         Args:
             plan: The plan that `choose` returned.
-            tree: The drafts, which the policy may wait for.
+            tree: The drafts, which the policy may wait for unless it `only_looks`.
         """
         ...
 

@@ -145,6 +145,13 @@ class Text:
             yield None
             tokens = self._accept(flight)
             self._skip(flight)
+        elif flight.path is None and self._only_looks:
+            # As well, as the next pass does not depend on the drafts.
+            proposal = self._draft(plan, flight)
+            self._flight = yield from self._advance(flight.root, plan)
+            yield None
+            tokens = self._accept(flight)
+            self._keep(proposal)
         else:
             proposal = self._draft(plan, flight)
             yield None
@@ -266,6 +273,17 @@ class Text:
             return None
         return self.policy.choose(self.drafting.outlook())
 
+    @property
+    def _only_looks(self) -> bool:
+        return self.policy is not None and self.policy.only_looks
+
+    def _keep(self, proposal: Proposal | None) -> TokenTree | None:
+        """Let the policy find the drafts that are worth verifying, if there are any."""
+        if self.policy is None or proposal is None or proposal.tree is None:
+            return None
+        with mx.stream(generation_stream):
+            return self.policy.keep(proposal.plan, proposal.tree)
+
     def _read_states(self, states: mx.array) -> None:
         if self.drafting is not None and self.drafting.reader is not None:
             self.drafting.reader.read(states)
@@ -314,14 +332,10 @@ class Text:
 
     def _verify(self, proposal: Proposal | None, flight: InFlight) -> Processing[InFlight]:
         """Process the drafts that the policy finds worth it, or the root alone."""
-        if proposal is None or proposal.tree is None:
+        tree = self._keep(proposal)
+        if proposal is None or tree is None or tree.size == 1 or not self.cache.takes(tree):
             return (yield from self._advance(flight.root, proposal and proposal.plan))
-        assert self.policy is not None
-        plan, tree = proposal.plan, proposal.tree
-        with mx.stream(generation_stream):
-            tree = self.policy.keep(plan, tree)
-        if tree.size == 1 or not self.cache.takes(tree):
-            return (yield from self._advance(flight.root, plan))
+        plan = proposal.plan
         answer = yield Wanted(tree, proposal.noise)
         assert answer is not None
         if isinstance(answer, TargetOutputs):

@@ -29,14 +29,17 @@ from mlx_redrafter.policy.candidates import (
     LOOKUP,
     PLACES,
     PLANS,
-    SHAPES,
     SIZES,
     best_first,
     expected_drafts,
+    highest,
 )
 from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
 from mlx_redrafter.policy.experience import Experience
+from mlx_redrafter.policy.learning_time import LearningTime
 from mlx_redrafter.policy.lessons import Outcome, Taken
+from mlx_redrafter.policy.prices import Prices
+from mlx_redrafter.policy.promises import Promises
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import TokenTree
@@ -48,20 +51,20 @@ LEAST_HOPE = 0.6
 # Steps with drafts between two that show what longer and wider searches would give, and steps from
 # one whose drafts are only looked at to the next: plain ones in a row are timed.
 SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
-# How many times what it should take a step with such drafts takes for it to be no noise.
-DEAR = 1.25
 # Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
 # as long as thought: how many, and after how many, fewer where both seem alike.
 TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
+# How many times as many where those before have changed nothing.
+MOST_CALM = 4
 # How much slower they may seem for a trial.
 CLOSE = 1.5
 # What a verify takes at least of its timed seconds, whatever its drafts are thought to take.
 LEAST_VERIFYING = 0.5
-# Share of the time for learning from drafts, and seconds for it at first: where steps take little,
-# not every draft is learnt from.
-LEARNING_SHARE, LEARNING_AT_FIRST = 0.02, 8e-3
 # Steps that teach nothing but their times until those are learnt from: that takes the host's time.
 LOOK_AGAIN = 8
+# Seconds by which plain steps' time has to change for choices to be compared again, which takes the
+# host's time as well: all times change with it, mostly alike.
+LEAST_CHANGE = 5e-5
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
 MARGIN = 0.03
 _SIZES = np.array(SIZES)
@@ -103,19 +106,16 @@ class AdaptivePolicy:
         self.experience = Experience([1, *costs.verify], before)
         self.waits = False
         self._costs = costs
-        # Places of the sizes that were timed, and their seconds then.
-        self._places = [SIZES.index(size) for size in costs.verify]
-        self._timed_verify = np.array(list(costs.verify.values()))
-        self._timed_drafting = np.zeros(FITS.shape[:2])
-        for place, shape in SHAPES.items() if costs.level else ():
-            self._timed_drafting[place] = costs.drafting(shape)
-        self._fits, self._longest = FITS, LONGEST
+        fits, self._longest = FITS, LONGEST
         if max_length is not None:
-            self._fits = FITS & (np.array(LENGTHS) <= max_length)[:, None]
+            fits = FITS & (np.array(LENGTHS) <= max_length)[:, None]
             self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
-        self._offered = self._fits.any(axis=-1)
+        self._offered = fits.any(axis=-1)
+        self._prices = Prices(costs, fits)
         self._credits = Credits(0.0 if before else EXPLORE_AT_FIRST * costs.plain)
         self._until_survey = SURVEY_EVERY // 2
+        # Drafts that lookups have promised and not brought yet.
+        self._promised: list[tuple[Promises, float]] = []
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
         self._last: DraftPlan | None = None
         self._next = Choice(None)
@@ -124,22 +124,28 @@ class AdaptivePolicy:
         self._taken: list[Taken] = []
         self._outcomes: list[Outcome] = []
         self._awaited = AwaitedDrafts()
-        # Seconds left for learning; some at first, when there is most to learn.
-        self._learning = LEARNING_AT_FIRST
-        self._clock = clock
+        self._time = LearningTime(clock)
         self._decide()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        is_taught = any(outcome.seen for outcome in self._outcomes)
-        if is_taught or len(self._taken) >= LOOK_AGAIN:
-            start = self._clock()
+        if self._time.is_due and any(outcome.seen for outcome in self._outcomes):
+            with self._time.spent():
+                self._learn()
+                self._decide()
+        elif len(self._taken) >= LOOK_AGAIN:
+            has_drafted = any(taken.step.plan for taken in self._taken)
             self._learn()
-            self._decide()
-            # What times alone change takes little.
-            self._learning -= is_taught * (self._clock() - start)
+            plain = self._costs.plain * self.experience.slowdowns.of(1)
+            if has_drafted or abs(plain - self._prices.plain) > LEAST_CHANGE:
+                self._decide()
         self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
         return self._next.plan
+
+    @property
+    def only_looks(self) -> bool:
+        """See `DraftPolicy.only_looks`."""
+        return self._next.num_nodes == 1
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
@@ -169,11 +175,15 @@ class AdaptivePolicy:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
         # A plain step is dispatched before the outcome of the one before is read, which may wait
         # for both: the first of some plain steps takes twice its time, and the last one none.
-        neighbours = self._last, step.plan, self._next.plan
-        is_inner = len({plan is None for plan in neighbours}) == 1
+        is_plain = step.plan is None
+        is_inner = (self._last is None) == is_plain == (self._next.plan is None)
+        # Learning takes the host's time, which is not the step's.
+        is_disturbed = self._time.take(step.seconds or self._prices.plain)
         self._last = step.plan
-        self._learning += LEARNING_SHARE * (step.seconds or self._plain)
-        self._taken.append(Taken(step, is_inner, self.waits))
+        self._taken.append(Taken(step, is_inner and not is_disturbed, self.waits))
+        if step.plan is not None and step.plan.from_text and self._promised:
+            promises, promised = self._promised.pop(0)
+            promises.learn(promised, len(step.tokens) - 1)
         self.follow(self._awaited, self._seen, step.tokens)
         self._seen = None
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
@@ -190,7 +200,9 @@ class AdaptivePolicy:
             seen: Drafts of the step; None without any.
             tokens: Tokens of the step.
         """
-        self._outcomes.append(Outcome(seen if self._learning >= 0 else None, tokens, awaited))
+        seen = seen if self._time.is_left else None
+        if seen is not None or awaited or self._outcomes:
+            self._outcomes.append(Outcome(seen, tokens, awaited))
 
     def conclude(self) -> Experience:
         """The experience of this text, which ends, with the times of its last steps."""
@@ -204,53 +216,40 @@ class AdaptivePolicy:
 
     def shapes(self) -> list[ShapeStats]:
         """See `DecodingStats.shapes`; drafts in the order of their shapes."""
-        found = [ShapeStats(None, float(self._plain), *self._counts.get((None, 1), (0, 0)))]
+        found = [ShapeStats(None, float(self._prices.plain), *self._counts.get((None, 1), (0, 0)))]
         for (plan, num_nodes), counts in sorted(self._counts.items(), key=_place_of_kind):
             if plan is not None:
                 shape = None if plan.from_text else plan.shape
                 seconds = self._costs.step(None, num_nodes, waits=False)
                 seconds *= self.experience.slowdowns.of(num_nodes)
-                seconds += 0.0 if shape is None else float(self._drafting[PLACES[shape]])
+                seconds += 0.0 if shape is None else float(self._prices.drafting[PLACES[shape]])
                 kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
                 found.append(ShapeStats(kind, seconds, *counts))
         return found
 
     def _decide(self) -> None:
         """Find the choice with the most expected tokens per second, and what exploring rests on."""
-        self._price()
+        self._prices.update(self.experience.slowdowns, self.experience.in_vain.of(1))
         # The best choice and its speed, and the best plan whose number of nodes is fixed: its speed
         # and place, and its gain as a share of what it would have to gain.
-        self._best, self._rate = Choice(None), (1 + MARGIN) / self._plain
+        self._best, self._rate = Choice(None), (1 + MARGIN) / self._prices.plain
         self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
         self._hope = 1.0
         if not self._costs.level:
             return
         gains = self.experience.gains
-        self._best_fixed = _highest((1 + gains.mean) / self._seconds)
+        self._best_fixed = highest((1 + gains.mean) / self._prices.step)
         speed, (w, length, size) = self._best_fixed
-        needed = max(1e-6, self._seconds[w, length, size] / self._plain - 1)
+        needed = max(1e-6, self._prices.step[w, length, size] / self._prices.plain - 1)
         self._hope = max(LEAST_HOPE, min(1.0, float(gains.mean[w, length, size] / needed)))
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
         speeds = gains.chosen_tokens / gains.chosen_seconds * self._offered
-        speed, (w, length) = _highest(speeds)
+        speed, (w, length) = highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
 
-    def _price(self) -> None:
-        """Seconds at present: plain steps, drafting (W, L), verifying (S,), both (W, L, S)."""
-        costs, factors = self._costs, self.experience.slowdowns.factors
-        self._plain = costs.plain * float(factors[0])
-        # What slows plain steps down, but for a longer text, slows drafting down as well.
-        unverified = self._plain + costs.wait + self._timed_drafting * factors[0]
-        unverified *= self.experience.in_vain.of(1)
-        self._drafting = np.maximum(0.0, unverified - self._plain - costs.wait)
-        self._verify = np.full(len(SIZES), np.inf)
-        # What took less than a plain step was timed in a quieter moment.
-        self._verify[self._places] = np.maximum(self._plain, self._timed_verify * factors[1:])
-        self._seconds = np.where(self._fits, self._verify + self._drafting[..., None], np.inf)
-
-    def _time(self, taken: Taken) -> None:
+    def _learn_time(self, taken: Taken) -> None:
         """Learn from a step's time how slow steps are at present."""
         step = taken.step
         self._account(step)
@@ -258,32 +257,30 @@ class AdaptivePolicy:
             return
         is_lookup = step.plan is not None and step.plan.from_text
         if is_lookup and step.num_nodes > 1 and self._costs.level:
-            expected = self._verify[SIZES.index(step.num_nodes)] + self._costs.wait
+            expected = self._prices.verify[SIZES.index(step.num_nodes)] + self._costs.wait
             self.experience.lookups.learn(1, max(1.0, step.seconds / expected))
             if step.seconds > expected:  # which says nothing of a network's trees
                 return
         shape = None if step.plan is None or is_lookup else step.plan.shape
-        if shape is not None and step.num_nodes == 1 and self._best.plan is None:
-            self.experience.looks.learn(1, step.seconds / self._looking(PLACES[shape]))
         if not taken.is_inner:
             return
         wait = self._costs.wait if taken.waits and shape is not None else 0.0
         if (step.num_nodes == 1) == (step.plan is None):
-            drafting = 0.0 if shape is None else self._drafting[PLACES[shape]]
+            drafting = 0.0 if shape is None else self._prices.drafting[PLACES[shape]]
             timed = self._costs.step(None, step.num_nodes, waits=False)
             verifying = max(LEAST_VERIFYING * timed, step.seconds - drafting - wait)
             self.experience.slowdowns.learn(step.num_nodes, verifying / timed)
         elif shape is not None:
-            drafting = self._timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
-            self.experience.in_vain.learn(1, step.seconds / (self._plain + drafting + wait))
+            drafting = self._prices.timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
+            self.experience.in_vain.learn(1, step.seconds / (self._prices.plain + drafting + wait))
 
     def _account(self, step: Step) -> None:
         """Credit exploring with its share of a step's time, and charge a trial what it lost."""
         is_drafting, plan = self._best.plan is not None, step.plan
-        self._credits.earn(self._hope * (step.seconds or self._plain), is_drafting)
+        self._credits.earn(self._hope * (step.seconds or self._prices.plain), is_drafting)
         if plan is not None and not (is_drafting or plan.from_text or step.num_nodes == 1):
-            seconds = self._seconds[(*PLACES[plan.shape], SIZES.index(step.num_nodes))]
-            self._credits.trials -= seconds - len(step.tokens) * self._plain
+            seconds = self._prices.step[(*PLACES[plan.shape], SIZES.index(step.num_nodes))]
+            self._credits.trials -= seconds - len(step.tokens) * self._prices.plain
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""
@@ -295,52 +292,64 @@ class AdaptivePolicy:
         self.experience.until_trial -= 1
         self._until_survey -= 1
         if self.experience.until_trial <= -TRIAL:
-            lead = 1.0 if best.plan is None else (self._rate * self._plain - 1) / (CLOSE - 1)
-            self.experience.until_trial = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
+            self.experience.until_trial = self._until_trial(best)
         if best.plan is None:
             return self._explore_drafts()
-        if self.experience.until_trial <= 0 and self._rate * self._plain < CLOSE:
+        if self.experience.until_trial <= 0 and self._rate * self._prices.plain < CLOSE:
             return Choice(None)
         if self._until_survey <= 0:
             longest, shape = self._longest.shape, best.plan.shape
-            extra = self._drafting[PLACES[longest]] - self._drafting[PLACES[shape]]
+            extra = self._prices.drafting[PLACES[longest]] - self._prices.drafting[PLACES[shape]]
             if self._credits.pay(extra):
                 self._until_survey = SURVEY_EVERY
                 return best._replace(plan=self._longest)
         return best
 
+    def _until_trial(self, best: Choice) -> int:
+        """Steps until the next trial, after one."""
+        if best.plan is None:
+            self.experience.calm = 1
+            return TRIAL_EVERY
+        lead = (self._rate * self._prices.plain - 1) / (CLOSE - 1)
+        steps = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead))) * self.experience.calm
+        self.experience.calm = min(2 * self.experience.calm, MOST_CALM)
+        return steps
+
     def _explore_drafts(self) -> Choice:
         """Plain decoding, or now and then drafts that are looked at, or verified in a trial."""
         speed, (w, length, size) = self._best_fixed
-        if self.experience.until_trial <= 0 and speed * self._plain * CLOSE > 1:
-            seconds = self._seconds[w, length, size]
-            loss = TRIAL * seconds * max(0.0, 1 - speed * self._plain)
+        if self.experience.until_trial <= 0 and speed * self._prices.plain * CLOSE > 1:
+            seconds = self._prices.step[w, length, size]
+            loss = TRIAL * seconds * max(0.0, 1 - speed * self._prices.plain)
             if self.experience.until_trial < 0 or self._credits.trials >= loss:
                 return Choice(PLANS[w, length], SIZES[size])
             self.experience.until_trial = 1
-        dear = self.experience.looks.of(1)
-        looking = self._looking((w, length)) * (dear if dear > DEAR else 1.0)
-        if self._until_survey > 0 or not self._credits.pay(looking - self._plain):
+        if self._until_survey > 0 or not self._credits.pay(float(self._prices.drafting[w, length])):
             return Choice(None)
         if self._until_survey <= 1 - LOOKS:
             self._until_survey = LOOK_EVERY
         return Choice(PLANS[w, length], num_nodes=1)
 
-    def _looking(self, place: tuple[int, int]) -> float:
-        """Seconds that a step takes whose drafts are only looked at, but for `Experience.looks`."""
-        return float(self._plain + self._drafting[place])
-
     def _looks_up(self, outlook: Sequence[float] | None) -> bool:
-        """Whether drafts out of the text, of these probabilities, promise the most speed."""
+        """Whether drafts out of the text, of these probabilities, promise the most speed.
+
+        What they promise is kept, to be compared with what they bring.
+        """
         if not outlook:
             return False
-        tokens = list(accumulate(outlook, initial=1.0))
-        seconds = (self._verify + self._costs.wait) * self.experience.lookups.of(1)
+        tokens = list(accumulate(outlook, initial=0.0))
+        is_further = self._next.plan is not None and self._next.plan.from_text
+        promises = self.experience.promises[is_further]
+        seconds = (self._prices.verify + self._costs.wait) * self.experience.lookups.of(1)
         needed = (self._rate * seconds).tolist()
-        return any(
-            tokens[min(size, len(tokens)) - 1] > least
-            for size, least in zip(SIZES, needed, strict=True)
+        drafts = [tokens[min(size, len(tokens)) - 1] for size in SIZES]
+        value, promised = max(
+            (1 + promises.share * count - least, count)
+            for count, least in zip(drafts, needed, strict=True)
         )
+        if value > 0:
+            self._promised.append((promises, promised))
+        return value > 0
 
     def _worth(self, chances: Floats) -> list[int]:
         """The drafts with the most tokens beyond what their time gives otherwise, the best first.
@@ -352,16 +361,16 @@ class AdaptivePolicy:
         order = best_first(chances)
         gains = np.concatenate([[0.0], np.cumsum(chances[order])])
         is_there = _SIZES <= len(gains)
-        values = gains[np.minimum(_SIZES, len(gains)) - 1] - self._rate * self._verify
+        values = gains[np.minimum(_SIZES, len(gains)) - 1] - self._rate * self._prices.verify
         best = int(np.argmax(np.where(is_there, values, -np.inf)))
-        num_nodes = SIZES[best] if values[best] > -self._rate * self._plain else 1
+        num_nodes = SIZES[best] if values[best] > -self._rate * self._prices.plain else 1
         return [int(draft) for draft in order[: num_nodes - 1]]
 
     def _learn_times(self) -> None:
         """Learn from the times of the steps since the last time; waits for nothing."""
         taken, self._taken = self._taken, []
         for one in taken:
-            self._time(one)
+            self._learn_time(one)
 
     def _learn(self) -> None:
         """Take in the steps since the last time."""
@@ -374,17 +383,11 @@ class AdaptivePolicy:
             awaited.teach(calibration, tokens)
         calibration.fit()
         drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
-        unverified = self._drafting + self._plain + self._costs.wait
+        unverified = self._prices.drafting + self._prices.plain + self._costs.wait
         for seen in drafts:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
-            seconds = self._seconds + self._costs.wait
+            seconds = self._prices.step + self._costs.wait
             self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
-
-
-def _highest(values: Floats) -> tuple[float, tuple[int, ...]]:
-    """The highest value and its place."""
-    place = np.unravel_index(np.argmax(values), values.shape)
-    return float(values[place]), tuple(int(index) for index in place)
 
 
 def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:

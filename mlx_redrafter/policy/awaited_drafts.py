@@ -15,6 +15,9 @@ class AwaitedDrafts:
     def __init__(self) -> None:
         self._open: list[tuple[SeenDrafts, Hindsight]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
     def add(self, seen: SeenDrafts) -> None:
         """Take in the drafts of a step, before its tokens."""
         self._open.append((seen, Hindsight(seen.drafts)))

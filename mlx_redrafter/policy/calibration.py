@@ -11,6 +11,7 @@ Axes: n observations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,8 +29,8 @@ _PRIOR_CURVATURE = np.diag(PRIOR_PRECISION)
 WINDOW, NEWTON_STEPS = 512, 2
 # Observations after which the weights are fitted again, and until when they are after every one.
 FIT_EVERY, FIT_AT_FIRST = 8, 64
-# Bound on log-odds.
-MOST_LOG_ODDS = 20.0
+# Bounds on log-odds, and on probabilities.
+MOST_LOG_ODDS, LEAST_CHANCE = 20.0, 1e-12
 
 
 class Calibration:
@@ -82,22 +83,19 @@ class Calibration:
 
 def draft_features(drafts: Drafts) -> Floats:
     """What the probabilities of drafts depend on, shape (n, 4)."""
-    scores, parents = np.array(drafts.scores), np.array(drafts.parents)
-    depths = np.array(drafts.depths)
-    above = np.concatenate([[0.0], scores])[parents]
-    chances = np.exp(np.minimum(scores - above, 0.0))
-    chances = np.minimum(np.maximum(chances, 1e-12), 1 - 1e-12)
-    log_odds = np.log(chances / (1 - chances))
-    log_odds = np.minimum(np.maximum(log_odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
-    # Siblings come best first: the rank of each among its own.
-    order = np.argsort(parents, kind="stable")
-    starts = np.searchsorted(parents[order], parents[order])
-    ranks = np.empty(len(scores))
-    ranks[order] = np.arange(len(scores)) - starts
-    features: Floats = np.ones((len(scores), 4))
-    features[:, 1], features[:, 2], features[:, 3] = log_odds, depths - 1, np.log1p(ranks)
-    return features
+    above, rows = [0.0, *drafts.scores], []
+    # Siblings come best first: how many of each node's children came before.
+    ranks = [0] * len(above)
+    # Not by NumPy, which takes longer for so few.
+    for score, depth, parent in zip(drafts.scores, drafts.depths, drafts.parents, strict=True):
+        chance = math.exp(min(score - above[parent], 0.0))
+        chance = min(max(chance, LEAST_CHANCE), 1 - LEAST_CHANCE)
+        log_odds = math.log(chance / (1 - chance))
+        log_odds = min(max(log_odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
+        rows.append((1.0, log_odds, depth - 1.0, math.log1p(ranks[parent])))
+        ranks[parent] += 1
+    return np.array(rows)
 
 
 def _sigmoid(x: Floats) -> Floats:
-    return 1 / (1 + np.exp(-np.minimum(np.maximum(x, -30.0), 30.0)))
+    return 0.5 + 0.5 * np.tanh(0.5 * x)  # which does not overflow

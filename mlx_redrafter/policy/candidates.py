@@ -48,6 +48,16 @@ def best_first(chances: Floats) -> npt.NDArray[np.int64]:
     return np.argsort(-chances, kind="stable")
 
 
+def highest(values: Floats) -> tuple[float, tuple[int, ...]]:
+    """The highest value and its place."""
+    index, place = int(values.argmax()), []
+    highest = float(values.item(index))
+    for length in reversed(values.shape):
+        index, last = divmod(index, length)
+        place.append(last)
+    return highest, tuple(reversed(place))
+
+
 def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple[Floats, Floats]:
     """Expected number of accepted drafts of every shape within a search's own, and size.
 

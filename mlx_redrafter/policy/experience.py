@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.gains import Gains
+from mlx_redrafter.policy.promises import Promises
 from mlx_redrafter.policy.slowdowns import Slowdowns
 
 # Steps until the first trial, see `AdaptivePolicy`.
@@ -29,13 +30,19 @@ class Experience:
         self.slowdowns: Slowdowns = Slowdowns(sizes, None if before is None else before.slowdowns)
         # Of steps whose drafts are not verified, beyond those of plain steps.
         self.in_vain: Slowdowns = Slowdowns([1], None if before is None else before.in_vain)
-        # The same where they stand between plain ones: the host is not ahead of the device there.
-        self.looks: Slowdowns = Slowdowns([1], None if before is None else before.looks)
-        # Of steps with drafts out of the text, beyond those of a network's with as many nodes: nor
-        # is it there, as it drafts what the outcome tells.
+        # Of steps with drafts out of the text, beyond those of a network's with as many nodes: the
+        # host is not ahead of the device there, as it drafts what the outcome tells.
         self.lookups: Slowdowns = Slowdowns([1], None if before is None else before.lookups)
+        # Of the tokens that they bring: of the first one, and of those chosen before the outcome of
+        # one is known.
+        self.promises: tuple[Promises, Promises] = (Promises(), Promises())
+        if before is not None:
+            first, further = before.promises
+            self.promises = Promises(first), Promises(further)
         # Steps until what is not in use is timed: texts may be short.
         self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
+        # How many times as many after trials of plain steps that have shown nothing new.
+        self.calm: int = 1 if before is None else before.calm
         # Plain steps that are due, whatever seems best.
         self.plain_due: int = 0 if before is None else before.plain_due
         self._sizes = sizes
@@ -43,7 +50,7 @@ class Experience:
     def forget_times(self) -> None:
         """Begin anew with slowdowns, as steps are to be timed again."""
         self.slowdowns = Slowdowns(self._sizes)
-        self.in_vain, self.looks, self.lookups = (Slowdowns([1]) for _ in range(3))
+        self.in_vain, self.lookups = Slowdowns([1]), Slowdowns([1])
 
     def begin_batch(self, num_texts: int) -> None:
         """Go on as the experience of so many texts together, whose times are calculated."""

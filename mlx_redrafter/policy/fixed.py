@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
@@ -22,6 +23,7 @@ class FixedPolicy:
 
     plan: DraftPlan | None
     costs: StepCosts | None = None
+    only_looks: ClassVar[bool] = False
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""

@@ -5,8 +5,6 @@ Axes: W widths on offer, L lengths, S numbers of nodes; W' and L' those within a
 
 from __future__ import annotations
 
-from copy import copy
-
 import numpy as np
 import numpy.typing as npt
 
@@ -20,13 +18,16 @@ Floats = npt.NDArray[np.float64]
 MEMORY = 14
 CARRIED_OVER = 8
 MOST_TEXTS = 4
+# Drafts that count for what the next text begins with.
+TYPICAL = 64
 # Window of the sums whose ratios extrapolate, in drafts that show both sides.
 RATIO_MEMORY = 8
 # Before the first draft, with hope: share of the drafts of a chain that are accepted of those whose
 # parents are, and what each width gets relative to a chain.
 PRIOR_SHARE = 0.75
 PRIOR_WIDER = np.array([1.0, 1.15, 1.2, 1.23])
-_PLACES = np.ogrid[: len(WIDTHS), : len(LENGTHS)]
+# Place of the first size of every shape in the flattened gains, shape (W, L).
+_FIRST = np.arange(0, len(WIDTHS) * len(LENGTHS) * len(SIZES), len(SIZES)).reshape(len(WIDTHS), -1)
 
 
 class Gains:
@@ -50,14 +51,19 @@ class Gains:
         self.chosen_tokens: Floats = np.zeros(self.mean.shape[:2])
         self.chosen_seconds: Floats = np.ones(self.mean.shape[:2])
         self._count = self._chosen_count = 0
-        self._extrapolation = Extrapolation()
+        # Drafts of this text, and drafts of all before that count, with the means of their texts.
+        self._num_drafts = self._num_typical = 0
+        self._typical: tuple[Floats, Floats, Floats] | None = None
+        self._extrapolation: Extrapolation = Extrapolation(
+            None if before is None else before._extrapolation
+        )
         if before is not None:
             # Arrays are replaced, never written to.
-            self.mean = before.mean
-            self.chosen_tokens, self.chosen_seconds = before.chosen_tokens, before.chosen_seconds
+            self._typical = before._typical_of_texts()
+            self._num_typical = min(before._num_typical + before._num_drafts, TYPICAL)
+            self.mean, self.chosen_tokens, self.chosen_seconds = self._typical
             self._count = min(before._count, CARRIED_OVER * self._num_texts)
             self._chosen_count = min(before._chosen_count, CARRIED_OVER)
-            self._extrapolation = copy(before._extrapolation)
 
     def learn(
         self, found: Floats, chosen: Floats, seconds: Floats, unverified: Floats, rate: float
@@ -72,19 +78,30 @@ class Gains:
             rate: Tokens per second that time is worth.
         """
         gains, chosen = self._extrapolation.extend(found, chosen)
+        self._num_drafts += 1
         self._count = min(self._count + 1, MEMORY * self._num_texts)
         self._chosen_count = min(self._chosen_count + 1, MEMORY)
         self.mean = self.mean + (gains - self.mean) / self._count
         values = chosen - rate * seconds
-        best = values.argmax(axis=-1)
-        is_worth = values[(*_PLACES, best)] > -rate * unverified
-        chosen_best, seconds_best = chosen[(*_PLACES, best)], seconds[(*_PLACES, best)]
-        tokens = 1 + is_worth * chosen_best
-        took = np.where(is_worth, seconds_best, unverified)
-        self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) / self._chosen_count
-        self.chosen_seconds = (
-            self.chosen_seconds + (took - self.chosen_seconds) / self._chosen_count
+        best = values.argmax(axis=-1) + _FIRST
+        is_worth = values.take(best) > -rate * unverified
+        tokens = 1 + is_worth * chosen.take(best)
+        took = np.where(is_worth, seconds.take(best), unverified)
+        share = 1 / self._chosen_count
+        self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) * share
+        self.chosen_seconds = self.chosen_seconds + (took - self.chosen_seconds) * share
+
+    def _typical_of_texts(self) -> tuple[Floats, Floats, Floats]:
+        """The means, over the texts so far: the end of one says little about the next."""
+        own = self.mean, self.chosen_tokens, self.chosen_seconds
+        if self._typical is None:
+            return own
+        share = self._num_drafts / max(1, self._num_drafts + self._num_typical)
+        mean, tokens, seconds = (
+            typical + (newest - typical) * share
+            for typical, newest in zip(self._typical, own, strict=True)
         )
+        return mean, tokens, seconds
 
 
 class Extrapolation:
@@ -92,13 +109,22 @@ class Extrapolation:
 
     Axis K stands for the two kinds of gains: of the drafts that the proposer finds best, and of
     those with the best chances.
+
+    Args:
+        before: Ratios of the text before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Extrapolation | None = None) -> None:
         prior = np.stack([_prior()] * 2)
         # Sums of gains: of the next width and of this one, of lengths likewise.
         self._wider = np.stack([prior[:, 1:], prior[:, :-1]])
         self._longer = np.stack([prior[:, :, 1:], prior[:, :, :-1]])
+        if before is not None:
+            self._wider, self._longer = before._wider.copy(), before._longer.copy()
+        # Ratios to the gains of the last width or length shown, by how many are shown, until they
+        # change.
+        self._by_width: dict[int, Floats] = {}
+        self._by_length: dict[int, Floats] = {}
 
     def extend(self, *shown: Floats) -> Floats:
         """Gains of both kinds at all places, (K, W, L, S), of which a draft shows the first.
@@ -111,28 +137,39 @@ class Extrapolation:
         gains[0, :widths, :lengths], gains[1, :widths, :lengths] = shown
         found = gains[:, :widths, :lengths]
         if widths > 1:
-            self._wider = _add(self._wider, found[:, 1:], found[:, :-1])
+            _add(self._wider, found[:, 1:], found[:, :-1])
+            self._by_width.clear()
         if lengths > 1:
-            self._longer = _add(self._longer, found[:, :, 1:], found[:, :, :-1])
+            _add(self._longer, found[:, :, 1:], found[:, :, :-1])
+            self._by_length = {k: v for k, v in self._by_length.items() if k >= lengths}
         if lengths < len(LENGTHS):
-            next_, here = self._longer[:, :, :widths, lengths - 1 :]
-            gains[:, :widths, lengths:] = found[:, :, -1:] * np.cumprod(next_ / here, axis=2)
+            ratios = self._beyond_length(lengths)
+            gains[:, :widths, lengths:] = found[:, :, -1:] * ratios[:, :widths]
         if widths < len(WIDTHS):
-            next_, here = self._wider[:, :, widths - 1 :]
-            gains[:, widths:] = gains[:, widths - 1 : widths] * np.cumprod(next_ / here, axis=1)
+            gains[:, widths:] = gains[:, widths - 1 : widths] * self._beyond_width(widths)
         return gains
 
+    def _beyond_length(self, lengths: int) -> Floats:
+        if lengths not in self._by_length:
+            next_, here = self._longer[:, :, :, lengths - 1 :]
+            self._by_length[lengths] = np.cumprod(next_ / here, axis=2)
+        return self._by_length[lengths]
 
-def _add(sums: Floats, *found: Floats) -> Floats:
-    """Running sums with one more draft, which may show the first places only."""
+    def _beyond_width(self, widths: int) -> Floats:
+        if widths not in self._by_width:
+            next_, here = self._wider[:, :, widths - 1 :]
+            self._by_width[widths] = np.cumprod(next_ / here, axis=1)
+        return self._by_width[widths]
+
+
+def _add(sums: Floats, *found: Floats) -> None:
+    """Add a draft to running sums; it may show the first places only."""
     _, widths, lengths, _ = found[0].shape
-    sums = sums.copy()
     seen = sums[:, :, :widths, :lengths]
     seen *= 1 - 1 / RATIO_MEMORY
     seen += 1e-6
     seen[0] += found[0]
     seen[1] += found[1]
-    return sums
 
 
 def _prior() -> Floats:

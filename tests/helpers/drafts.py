@@ -129,7 +129,12 @@ class ScriptedDrafting:
 
 
 class RandomShapes:
-    """Any shape after any other, plain decoding among them, and any number of its nodes."""
+    """Any shape after any other, plain decoding among them, and any number of its nodes.
+
+    Some are only looked at.
+    """
+
+    only_looks = False
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -140,13 +145,14 @@ class RandomShapes:
         merged = DraftPlan.of(3, 4, select="beam")
         plan = self.rng.choice([None, None, merged, *PLANS.values()])
         self.seen.add(plan)
+        self.only_looks = plan is not None and plan != merged and self.rng.random() < 0.3
         return plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         self.last = None
         if plan.shape.select == "beam":
             return tree
-        self.last = self.rng.randint(1, tree.size)
+        self.last = 1 if self.only_looks else self.rng.randint(1, tree.size)
         if self.rng.random() < 0.5:
             return tree.first(self.last)
         # Any drafts whose parents are there, too.

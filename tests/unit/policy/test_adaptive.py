@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from mlx_redrafter.policy.adaptive import (
     AdaptivePolicy,
 )
 from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
-from mlx_redrafter.policy.experience import TRIAL_AT_FIRST
+from mlx_redrafter.policy.experience import TRIAL_AT_FIRST, Experience
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.tree import Drafts, TokenTree
@@ -60,6 +59,10 @@ class Watched:
     @property
     def waits(self) -> bool:
         return self.policy.waits
+
+    @property
+    def only_looks(self) -> bool:
+        return self.policy.only_looks
 
     def choose(self, outlook: Any) -> DraftPlan | None:
         return self.policy.choose(outlook)
@@ -166,25 +169,6 @@ def test_drafts_are_looked_at_while_there_is_too_little_for_a_trial() -> None:
     assert np.diff([*looks, len(second.steps)]).max() < 3 * LOOK_EVERY
 
 
-class SlowLooks(Watched):
-    """The same on a machine where drafts that are only looked at take two plain steps more."""
-
-    def observe(self, step: Step) -> None:
-        slow = step.plan is not None and step.num_nodes == 1 and step.seconds is not None
-        super().observe(replace(step, seconds=step.seconds + 2.0) if slow else step)
-
-
-def test_drafts_are_looked_at_less_often_where_that_takes_longer_than_thought() -> None:
-    scenario = _scenario(-8.0)
-    before = _decode(scenario).policy.experience
-    policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
-    watched = SlowLooks(policy)
-    run_policy(SimulatedText(scenario), watched, TOKENS, 5 * TOKENS)
-    looks = [step for step in watched.steps if step.plan is not None and step.num_nodes == 1]
-    assert looks
-    assert 2.0 * len(looks) < 0.02 * sum(step.seconds or 1.0 for step in watched.steps)
-
-
 def _tree(*chances: float) -> Any:
     """A chain of drafts, each of this probability."""
     scores = np.cumsum(np.log(chances)).tolist()
@@ -209,19 +193,35 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
     assert not policy.waits
 
 
+def test_drafts_out_of_the_text_that_break_their_promise_are_taken_less_often() -> None:
+    outlook = [0.9, 0.8, 0.7]
+
+    def begin(before: Experience | None = None) -> AdaptivePolicy:
+        costs = StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES})
+        return AdaptivePolicy(costs, before)
+
+    policy = begin()
+    for _ in range(80):
+        if policy.choose(outlook) is not None:
+            policy.observe(Step(LOOKUP, 1, [1], None))
+    assert policy.choose(outlook) is None
+    assert policy.choose([0.99] * 16) == LOOKUP, "there is much more to promise"
+    assert begin(policy.experience).choose(outlook) == LOOKUP, "another text"
+
+
 def test_drafts_out_of_the_text_are_left_out_where_they_take_longer_than_a_network_s() -> None:
     before = _decode(_scenario(-8.0)).policy.experience
     policy = AdaptivePolicy(_costs(), before, itertools.count(0, 0).__next__)
     outlook = [0.7, 0.5]
     assert policy.choose(outlook) == LOOKUP
     for _ in range(2 * LOOK_AGAIN):
-        policy.observe(Step(LOOKUP, 3, [1], 2.5))
+        policy.observe(Step(LOOKUP, 3, [1, 1], 2.5))
         policy.observe(Step(None, 1, [1], 1.0))
         chosen = policy.choose(outlook)
     assert chosen != LOOKUP
     assert policy.choose([0.9] * 6) == LOOKUP
     for _ in range(2 * LOOK_AGAIN):
-        policy.observe(Step(LOOKUP, 3, [1], 1.0))
+        policy.observe(Step(LOOKUP, 3, [1, 1], 1.0))
         chosen = policy.choose(outlook)
     assert chosen == LOOKUP, "and come back"
 

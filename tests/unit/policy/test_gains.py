@@ -21,7 +21,7 @@ from mlx_redrafter.policy.candidates import (
     WIDTHS,
     expected_drafts,
 )
-from mlx_redrafter.policy.gains import MEMORY, Gains
+from mlx_redrafter.policy.gains import MEMORY, Extrapolation, Gains
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.tree import Drafts
@@ -104,6 +104,27 @@ def test_the_text_before_counts_for_a_few_drafts() -> None:
     _learn(after, zero, MEMORY)
     assert after.mean.max() < 1.0
     assert before.mean.min() == pytest.approx(3.0)
+
+
+def test_a_text_begins_with_what_those_before_got_and_not_with_how_the_last_one_ended() -> None:
+    gains, zero = Gains(), np.zeros(FITS.shape)
+    for value in (2.0, 1.0):
+        _learn(gains, zero + value, 2 * MEMORY)
+        gains = Gains(gains)
+    assert gains.mean == pytest.approx(zero + 1.5, rel=0.1)
+    _learn(gains, zero, 1)
+    assert Gains(gains).mean.min() > 1.4, "a draft alone changes little"
+    for _ in range(9):
+        gains = Gains(gains)
+        _learn(gains, zero, 2 * MEMORY)
+    assert Gains(gains).mean.max() < 0.1, "those long ago are forgotten"
+
+
+def test_an_extrapolation_that_goes_on_leaves_the_one_before_as_it_was() -> None:
+    first, found = Extrapolation(), np.ones((1, 3, len(SIZES)))
+    wanted = first.extend(found, found)
+    Extrapolation(first).extend(*[np.full((4, 5, len(SIZES)), 7.0)] * 2)
+    assert np.array_equal(first.extend(found, found), wanted)
 
 
 def test_steps_that_verify_what_is_worth_it_take_less_where_nothing_is() -> None:

@@ -1,0 +1,61 @@
+"""When the host learns from drafts, which takes it time that short steps do not leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# Share of the time for learning, and seconds for it at first, when there is most to learn.
+SHARE, AT_FIRST = 0.02, 8e-3
+# Least seconds from one time to the next: several drafts at once take less than one after another.
+EVERY = 3e-3
+# Share of a step that learning takes for the step's time to be no measure.
+DISTURBING = 0.08
+
+
+class LearningTime:
+    """The host's time for learning from the drafts of a text.
+
+    Args:
+        clock: Seconds so far.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._left, self._since = AT_FIRST, EVERY
+        # Seconds of learning since the newest step, and whether they disturbed the one before.
+        self._newest, self._has_disturbed = 0.0, False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there is time to learn from one draft more."""
+        return self._left >= 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough time has passed since the last time."""
+        return self._since >= EVERY
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Charge the time of what is learnt meanwhile."""
+        start = self._clock()
+        yield
+        self._newest, self._since = self._clock() - start, 0.0
+        self._left -= self._newest
+
+    def take(self, seconds: float) -> bool:
+        """Take in the duration of a step.
+
+        Returns:
+            Whether learning is a part of it that should not count as the step's, as other steps go
+            without. Where steps take so long that all are learnt from, it counts.
+        """
+        self._left += SHARE * seconds
+        self._since += seconds
+        had_disturbed, self._has_disturbed = (
+            self._has_disturbed,
+            self._newest > DISTURBING * seconds,
+        )
+        self._newest = 0.0
+        return self._has_disturbed and not had_disturbed

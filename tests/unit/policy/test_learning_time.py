@@ -1,0 +1,53 @@
+"""When the host learns from drafts."""
+
+from __future__ import annotations
+
+from mlx_redrafter.policy.learning_time import AT_FIRST, EVERY, SHARE, LearningTime
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _learn(time: LearningTime, clock: Clock, seconds: float) -> None:
+    with time.spent():
+        clock.now += seconds
+
+
+def test_there_is_some_time_at_first_and_then_a_share_of_all() -> None:
+    clock = Clock()
+    time = LearningTime(clock)
+    _learn(time, clock, 2 * AT_FIRST)
+    assert not time.is_left
+    time.take(AT_FIRST / SHARE)
+    assert time.is_left
+
+
+def test_short_steps_are_learnt_from_together() -> None:
+    clock = Clock()
+    time = LearningTime(clock)
+    assert time.is_due
+    _learn(time, clock, 1e-4)
+    time.take(0.6 * EVERY)
+    assert not time.is_due
+    time.take(0.6 * EVERY)
+    assert time.is_due
+
+
+def test_a_step_in_which_the_host_learnt_is_no_measure_where_others_go_without() -> None:
+    clock = Clock()
+    time = LearningTime(clock)
+    assert not time.take(1.0)
+    _learn(time, clock, 0.2)
+    assert time.take(1.0)
+    _learn(time, clock, 0.2)
+    assert not time.take(1.0), "all are learnt from"
+    assert not time.take(1.0)
+    _learn(time, clock, 0.01)
+    assert not time.take(1.0), "it took next to nothing"
