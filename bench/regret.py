@@ -29,7 +29,7 @@ GRID = (
     *(DraftPlan.of(4, length, nodes) for length, nodes in ((5, 16), (8, 16))),
 )
 # Simulated time of learning from one step's drafts.
-LEARNING_SECONDS = 0.3e-3
+LEARNING_SECONDS = 0.25e-3
 
 
 @dataclass(frozen=True)

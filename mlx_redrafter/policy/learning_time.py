@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Share of the time for learning, and seconds for it at first, when there is most to learn.
-SHARE, AT_FIRST = 0.02, 8e-3
+SHARE, AT_FIRST = 0.02, 3e-3
 # Least seconds from one time to the next: several drafts at once take less than one after another.
 EVERY = 3e-3
 # Share of a step that learning takes for the step's time to be no measure.
