@@ -15,7 +15,8 @@ class Taken(NamedTuple):
 
     Attributes:
         step: The step.
-        is_inner: Whether it stood between two of its kind, with drafts or without.
+        is_inner: Whether it stood between two of its kind, with drafts or without, and the host did
+            not learn meanwhile.
         waits: Whether the drafts were looked at before they were verified.
     """
 

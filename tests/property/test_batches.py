@@ -14,6 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_redrafter import Engine, generate, generate_batch, load
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.forest import Forest
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
+from mlx_redrafter.policy.candidates import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.target.target import Target, TargetOutputs
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -67,6 +69,24 @@ def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
     assert texts == alone
     if drafter == "trained":
         assert min(steps.values()) < 39, "some drafts were accepted"
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_drafts_that_are_only_looked_at(
+    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    rng = random.Random(2)
+    choices = [Choice(None), Choice(SHORTEST, 1), Choice(LONGEST, 1), Choice(WIDEST, 3)]
+    monkeypatch.setattr(AdaptivePolicy, "_explore", lambda policy, best: rng.choice(choices))
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    prompts, options = _prompts(5), {"max_tokens": 30, **sampling}
+    plain = [generate(model, tokenizer, prompt, **options) for prompt in prompts]
+    engine = Engine(model, tokenizer, random_drafter(VOCAB_SIZE, 32))
+    assert [engine.generate(prompt, **options) for prompt in prompts] == plain
+    texts = [""] * len(prompts)
+    for number, response in engine.stream_batch(prompts, batch_size=3, **options):
+        texts[number] += response.text
+    assert texts == plain
 
 
 def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
