@@ -54,7 +54,7 @@ SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
 # Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
 # as long as thought: how many, and after how many, fewer where both seem alike.
 TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
-# How many times as many where those before have changed nothing.
+# How many times as many between two without drafts where those before have changed nothing.
 MOST_CALM = 4
 # How much slower they may seem for a trial.
 CLOSE = 1.5
