@@ -124,6 +124,14 @@ class Drafting(Protocol):
         ...
 
 
+class Proposal(NamedTuple):
+    """Dispatched drafts or none, the plan they follow, and the noise of the choices after them."""
+
+    plan: DraftPlan
+    tree: TokenTree | None
+    noise: GumbelNoise | None
+
+
 class Step(NamedTuple):
     """One step, as its policy hears of it.
 

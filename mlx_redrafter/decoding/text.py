@@ -20,7 +20,7 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Step
+from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposal, Step
 from mlx_redrafter.decoding.records import InFlight, Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser, TokenChooser
 from mlx_redrafter.decoding.stats import DecodingStats
@@ -51,14 +51,6 @@ T = TypeVar("T")
 # A step as it goes: it yields what the target is to process, and is sent the outputs, or the
 # verdict on them; None before it waits for the device. It returns the tokens of the step.
 Processing = Generator[Wanted | None, TargetOutputs | Verdict | None, T]
-
-
-class Proposal(NamedTuple):
-    """Dispatched drafts or none, the plan they follow, and the noise of the choices after them."""
-
-    plan: DraftPlan
-    tree: TokenTree | None
-    noise: GumbelNoise | None
 
 
 class Text:
@@ -145,7 +137,7 @@ class Text:
             yield None
             tokens = self._accept(flight)
             self._skip(flight)
-        elif flight.path is None and self._only_looks:
+        elif flight.path is None and self.policy is not None and self.policy.only_looks:
             # As well, as the next pass does not depend on the drafts.
             proposal = self._draft(plan, flight)
             self._flight = yield from self._advance(flight.root, plan)
@@ -272,10 +264,6 @@ class Text:
         if is_last or self.policy is None or self.drafting is None:
             return None
         return self.policy.choose(self.drafting.outlook())
-
-    @property
-    def _only_looks(self) -> bool:
-        return self.policy is not None and self.policy.only_looks
 
     def _keep(self, proposal: Proposal | None) -> TokenTree | None:
         """Let the policy find the drafts that are worth verifying, if there are any."""
