@@ -201,6 +201,7 @@ class AdaptivePolicy:
             tokens: Tokens of the step.
         """
         seen = seen if self._time.is_left else None
+        # Tokens that no drafts await teach nothing; those of outcomes not yet learnt from may.
         if seen is not None or awaited or self._outcomes:
             self._outcomes.append(Outcome(seen, tokens, awaited))
 

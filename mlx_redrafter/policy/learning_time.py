@@ -53,9 +53,7 @@ class LearningTime:
         """
         self._left += SHARE * seconds
         self._since += seconds
-        had_disturbed, self._has_disturbed = (
-            self._has_disturbed,
-            self._newest > DISTURBING * seconds,
-        )
+        had_disturbed = self._has_disturbed
+        self._has_disturbed = self._newest > DISTURBING * seconds
         self._newest = 0.0
         return self._has_disturbed and not had_disturbed
