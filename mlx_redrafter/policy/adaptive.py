@@ -30,18 +30,18 @@ from mlx_redrafter.policy.candidates import (
     PLACES,
     PLANS,
     SIZES,
-    best_first,
     expected_drafts,
     highest,
 )
 from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
 from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.learning_time import LearningTime
-from mlx_redrafter.policy.lessons import Outcome, Taken
+from mlx_redrafter.policy.lessons import Outcome, Taken, learn_time
 from mlx_redrafter.policy.prices import Prices
 from mlx_redrafter.policy.promises import Promises
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.tally import Tally
 from mlx_redrafter.tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
@@ -54,12 +54,10 @@ SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
 # Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
 # as long as thought: how many, and after how many, fewer where both seem alike.
 TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
-# How many times as many between two without drafts where those before have changed nothing.
+# How many times as many between two where those before have changed nothing.
 MOST_CALM = 4
 # How much slower they may seem for a trial.
 CLOSE = 1.5
-# What a verify takes at least of its timed seconds, whatever its drafts are thought to take.
-LEAST_VERIFYING = 0.5
 # Steps that teach nothing but their times until those are learnt from: that takes the host's time.
 LOOK_AGAIN = 8
 # Seconds by which plain steps' time has to change for choices to be compared again, which takes the
@@ -67,7 +65,6 @@ LOOK_AGAIN = 8
 LEAST_CHANGE = 5e-5
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
 MARGIN = 0.03
-_SIZES = np.array(SIZES)
 
 
 class Choice(NamedTuple):
@@ -80,6 +77,9 @@ class Choice(NamedTuple):
 
     plan: DraftPlan | None
     num_nodes: int | None = None
+
+
+PLAIN = Choice(None)
 
 
 class AdaptivePolicy:
@@ -116,19 +116,27 @@ class AdaptivePolicy:
         self._until_survey = SURVEY_EVERY // 2
         # Drafts that lookups have promised and not brought yet.
         self._promised: list[tuple[Promises, float]] = []
-        self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
+        self._tally = Tally()
         self._last: DraftPlan | None = None
-        self._next = Choice(None)
+        self._next = PLAIN
+        # Plain steps decided in advance: how many, how many are left, and those taken.
+        self._ahead = self._left = 0
+        self._rested: list[Step] = []
         self._seen: SeenDrafts | None = None
         # What is to be learnt from.
         self._taken: list[Taken] = []
         self._outcomes: list[Outcome] = []
         self._awaited = AwaitedDrafts()
         self._time = LearningTime(clock)
+        self._best = PLAIN
         self._decide()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
+        if self._left and not outlook:
+            self._left -= 1
+            return None
+        self._catch_up()
         if self._time.is_due and any(outcome.seen for outcome in self._outcomes):
             with self._time.spent():
                 self._learn()
@@ -140,6 +148,8 @@ class AdaptivePolicy:
             if has_drafted or abs(plain - self._prices.plain) > LEAST_CHANGE:
                 self._decide()
         self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
+        if self._next is PLAIN:
+            self._ahead = self._left = self._steps_ahead()
         return self._next.plan
 
     @property
@@ -151,7 +161,7 @@ class AdaptivePolicy:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
         if plan.from_text:
             self.waits = False
-            return tree.subtree(self._worth(np.exp(tree.read().scores)))
+            return tree.subtree(self._prices.worth(np.exp(tree.read().scores), self._rate))
         self._seen = SeenDrafts(plan, tree)
         return self.select(self._seen, tree)
 
@@ -165,7 +175,8 @@ class AdaptivePolicy:
         wanted = self._next.num_nodes
         self.waits = wanted is None
         if wanted is None:
-            return tree.subtree(self._worth(seen.chances(self.experience.calibration)))
+            chances = seen.chances(self.experience.calibration)
+            return tree.subtree(self._prices.worth(chances, self._rate))
         most = min(wanted, tree.size)
         if most == 1:
             return tree.first(1)
@@ -173,6 +184,12 @@ class AdaptivePolicy:
 
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
+        if self._ahead and step.plan is None:
+            self._rested.append(step)
+        else:
+            self._take_in(step)
+
+    def _take_in(self, step: Step) -> None:
         # A plain step is dispatched before the outcome of the one before is read, which may wait
         # for both: the first of some plain steps takes twice its time, and the last one none.
         is_plain = step.plan is None
@@ -186,9 +203,7 @@ class AdaptivePolicy:
             promises.learn(promised, len(step.tokens) - 1)
         self.follow(self._awaited, self._seen, step.tokens)
         self._seen = None
-        counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
-        counts[0] += 1
-        counts[1] += len(step.tokens)
+        self._tally.count(step)
 
     def follow(
         self, awaited: AwaitedDrafts, seen: SeenDrafts | None, tokens: Sequence[int]
@@ -207,33 +222,27 @@ class AdaptivePolicy:
 
     def conclude(self) -> Experience:
         """The experience of this text, which ends, with the times of its last steps."""
+        self._catch_up()
         self._learn_times()
         return self.experience
 
     @property
     def is_used(self) -> bool:
         """Whether any step was by it."""
-        return bool(self._counts)
+        return bool(self._tally)
 
     def shapes(self) -> list[ShapeStats]:
         """See `DecodingStats.shapes`; drafts in the order of their shapes."""
-        found = [ShapeStats(None, float(self._prices.plain), *self._counts.get((None, 1), (0, 0)))]
-        for (plan, num_nodes), counts in sorted(self._counts.items(), key=_place_of_kind):
-            if plan is not None:
-                shape = None if plan.from_text else plan.shape
-                seconds = self._costs.step(None, num_nodes, waits=False)
-                seconds *= self.experience.slowdowns.of(num_nodes)
-                seconds += 0.0 if shape is None else float(self._prices.drafting[PLACES[shape]])
-                kind = DraftPlan(plan.shape, num_nodes, plan.from_text)
-                found.append(ShapeStats(kind, seconds, *counts))
-        return found
+        self._catch_up()
+        return self._tally.shapes(self._prices, self._costs, self.experience.slowdowns)
 
     def _decide(self) -> None:
         """Find the choice with the most expected tokens per second, and what exploring rests on."""
         self._prices.update(self.experience.slowdowns, self.experience.in_vain.of(1))
         # The best choice and its speed, and the best plan whose number of nodes is fixed: its speed
         # and place, and its gain as a share of what it would have to gain.
-        self._best, self._rate = Choice(None), (1 + MARGIN) / self._prices.plain
+        was_drafting = self._best.plan is not None
+        self._best, self._rate = PLAIN, (1 + MARGIN) / self._prices.plain
         self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
         self._hope = 1.0
         if not self._costs.level:
@@ -249,31 +258,8 @@ class AdaptivePolicy:
         speed, (w, length) = highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
-
-    def _learn_time(self, taken: Taken) -> None:
-        """Learn from a step's time how slow steps are at present."""
-        step = taken.step
-        self._account(step)
-        if step.seconds is None:
-            return
-        is_lookup = step.plan is not None and step.plan.from_text
-        if is_lookup and step.num_nodes > 1 and self._costs.level:
-            expected = self._prices.verify[SIZES.index(step.num_nodes)] + self._costs.wait
-            self.experience.lookups.learn(1, max(1.0, step.seconds / expected))
-            if step.seconds > expected:  # which says nothing of a network's trees
-                return
-        shape = None if step.plan is None or is_lookup else step.plan.shape
-        if not taken.is_inner:
-            return
-        wait = self._costs.wait if taken.waits and shape is not None else 0.0
-        if (step.num_nodes == 1) == (step.plan is None):
-            drafting = 0.0 if shape is None else self._prices.drafting[PLACES[shape]]
-            timed = self._costs.step(None, step.num_nodes, waits=False)
-            verifying = max(LEAST_VERIFYING * timed, step.seconds - drafting - wait)
-            self.experience.slowdowns.learn(step.num_nodes, verifying / timed)
-        elif shape is not None:
-            drafting = self._prices.timed_drafting[PLACES[shape]] * self.experience.slowdowns.of(1)
-            self.experience.in_vain.learn(1, step.seconds / (self._prices.plain + drafting + wait))
+        if was_drafting != (self._best.plan is not None):
+            self.experience.until_trial = min(self.experience.until_trial, TRIAL_EVERY)
 
     def _account(self, step: Step) -> None:
         """Credit exploring with its share of a step's time, and charge a trial what it lost."""
@@ -289,7 +275,7 @@ class AdaptivePolicy:
             return best
         if self.experience.plain_due:
             self.experience.plain_due -= 1
-            return Choice(None)
+            return PLAIN
         self.experience.until_trial -= 1
         self._until_survey -= 1
         if self.experience.until_trial <= -TRIAL:
@@ -297,7 +283,7 @@ class AdaptivePolicy:
         if best.plan is None:
             return self._explore_drafts()
         if self.experience.until_trial <= 0 and self._rate * self._prices.plain < CLOSE:
-            return Choice(None)
+            return PLAIN
         if self._until_survey <= 0:
             longest, shape = self._longest.shape, best.plan.shape
             extra = self._prices.drafting[PLACES[longest]] - self._prices.drafting[PLACES[shape]]
@@ -306,15 +292,41 @@ class AdaptivePolicy:
                 return best._replace(plan=self._longest)
         return best
 
+    def _steps_ahead(self) -> int:
+        """How many steps after a plain one are plain whatever they show, unless lookups differ.
+
+        Between two forward passes the host finds nothing in its caches: to think of several steps
+        at once takes far less than of one after the other.
+        """
+        if self._seen is not None or self._outcomes or self.experience.plain_due:
+            return 0
+        soonest = LOOK_AGAIN - len(self._taken)
+        if self._costs.level:
+            if self._best.plan is not None:
+                return 0
+            soonest = min(soonest, self.experience.until_trial)
+            if self._until_survey > 0:
+                soonest = min(soonest, self._until_survey)
+        return max(0, soonest - 1)
+
+    def _catch_up(self) -> None:
+        """Take in the steps that were decided in advance."""
+        num_decided, self._ahead, self._left = self._ahead - self._left, 0, 0
+        self.experience.until_trial -= num_decided
+        self._until_survey -= num_decided
+        rested, self._rested = self._rested, []
+        for step in rested:
+            self._take_in(step)
+
     def _until_trial(self, best: Choice) -> int:
         """Steps until the next trial, after one."""
-        if best.plan is None:
-            self.experience.calm = 1
-            return TRIAL_EVERY
-        lead = (self._rate * self._prices.plain - 1) / (CLOSE - 1)
-        steps = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead))) * self.experience.calm
-        self.experience.calm = min(2 * self.experience.calm, MOST_CALM)
-        return steps
+        is_drafting, steps = best.plan is not None, TRIAL_EVERY
+        if is_drafting:
+            lead = (self._rate * self._prices.plain - 1) / (CLOSE - 1)
+            steps = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
+        calm = self.experience.calm[is_drafting]
+        self.experience.calm = {is_drafting: min(2 * calm, MOST_CALM), not is_drafting: 1}
+        return steps * calm
 
     def _explore_drafts(self) -> Choice:
         """Plain decoding, or now and then drafts that are looked at, or verified in a trial."""
@@ -326,7 +338,7 @@ class AdaptivePolicy:
                 return Choice(PLANS[w, length], SIZES[size])
             self.experience.until_trial = 1
         if self._until_survey > 0 or not self._credits.pay(float(self._prices.drafting[w, length])):
-            return Choice(None)
+            return PLAIN
         if self._until_survey <= 1 - LOOKS:
             self._until_survey = LOOK_EVERY
         return Choice(PLANS[w, length], num_nodes=1)
@@ -352,26 +364,12 @@ class AdaptivePolicy:
             self._promised.append((promises, promised))
         return value > 0
 
-    def _worth(self, chances: Floats) -> list[int]:
-        """The drafts with the most tokens beyond what their time gives otherwise, the best first.
-
-        Args:
-            chances: Probability of each draft that it is accepted, shape (n,), which are there:
-                to verify none takes a plain step.
-        """
-        order = best_first(chances)
-        gains = np.concatenate([[0.0], np.cumsum(chances[order])])
-        is_there = _SIZES <= len(gains)
-        values = gains[np.minimum(_SIZES, len(gains)) - 1] - self._rate * self._prices.verify
-        best = int(np.argmax(np.where(is_there, values, -np.inf)))
-        num_nodes = SIZES[best] if values[best] > -self._rate * self._prices.plain else 1
-        return [int(draft) for draft in order[: num_nodes - 1]]
-
     def _learn_times(self) -> None:
         """Learn from the times of the steps since the last time; waits for nothing."""
         taken, self._taken = self._taken, []
         for one in taken:
-            self._learn_time(one)
+            self._account(one.step)
+            learn_time(one, self._costs, self._prices, self.experience)
 
     def _learn(self) -> None:
         """Take in the steps since the last time."""
@@ -389,8 +387,3 @@ class AdaptivePolicy:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
             seconds = self._prices.step + self._costs.wait
             self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
-
-
-def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:
-    (plan, num_nodes), _ = item
-    return () if plan is None else (plan.from_text, plan.shape.width, plan.shape.length, num_nodes)

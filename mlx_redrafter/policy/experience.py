@@ -41,8 +41,9 @@ class Experience:
             self.promises = Promises(first), Promises(further)
         # Steps until what is not in use is timed: texts may be short.
         self.until_trial: int = TRIAL_AT_FIRST if before is None else max(1, before.until_trial)
-        # How many times as many after trials of plain steps that have shown nothing new.
-        self.calm: int = 1 if before is None else before.calm
+        # How many times as many after trials that have shown nothing new, where drafts are in use
+        # and where none are.
+        self.calm: dict[bool, int] = {False: 1, True: 1} if before is None else before.calm
         # Plain steps that are due, whatever seems best.
         self.plain_due: int = 0 if before is None else before.plain_due
         self._sizes = sizes

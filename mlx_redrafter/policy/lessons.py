@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy.awaited_drafts import AwaitedDrafts
+from mlx_redrafter.policy.candidates import PLACES, SIZES
+from mlx_redrafter.policy.experience import Experience
+from mlx_redrafter.policy.prices import Prices
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
+from mlx_redrafter.policy.step_costs import StepCosts
+
+# What a verify takes at least of its timed seconds, whatever its drafts are thought to take.
+LEAST_VERIFYING = 0.5
 
 
 class Taken(NamedTuple):
@@ -37,3 +44,38 @@ class Outcome(NamedTuple):
     seen: SeenDrafts | None
     tokens: Sequence[int]
     awaited: AwaitedDrafts
+
+
+def learn_time(taken: Taken, costs: StepCosts, prices: Prices, experience: Experience) -> None:
+    """Learn from a step's time how slow steps are at present.
+
+    Args:
+        taken: The step.
+        costs: Seconds of steps as timed beforehand.
+        prices: Seconds that they were thought to take.
+        experience: Gets the slowdowns.
+    """
+    seconds, plan, num_nodes = taken.step.seconds, taken.step.plan, taken.step.num_nodes
+    if seconds is None:
+        return
+    if plan is None:
+        if taken.is_inner:
+            experience.slowdowns.learn(1, max(LEAST_VERIFYING, seconds / costs.plain))
+        return
+    if plan.from_text and num_nodes > 1 and costs.level:
+        expected = prices.verify[SIZES.index(num_nodes)] + costs.wait
+        experience.lookups.learn(1, max(1.0, seconds / expected))
+        if seconds > expected:  # which says nothing of a network's trees
+            return
+    if not taken.is_inner:
+        return
+    shape = None if plan.from_text else plan.shape
+    wait = costs.wait if taken.waits and shape is not None else 0.0
+    if num_nodes > 1:
+        drafting = 0.0 if shape is None else prices.drafting[PLACES[shape]]
+        timed = costs.step(None, num_nodes, waits=False)
+        verifying = max(LEAST_VERIFYING * timed, seconds - drafting - wait)
+        experience.slowdowns.learn(num_nodes, verifying / timed)
+    elif shape is not None:
+        drafting = prices.timed_drafting[PLACES[shape]] * experience.slowdowns.of(1)
+        experience.in_vain.learn(1, seconds / (prices.plain + drafting + wait))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.policy.candidates import FITS, SHAPES, SIZES
+from mlx_redrafter.policy.candidates import FITS, SHAPES, SIZES, best_first
 from mlx_redrafter.policy.slowdowns import Slowdowns
 from mlx_redrafter.policy.step_costs import StepCosts
 
 Floats = npt.NDArray[np.float64]
+
+_SIZES = np.array(SIZES)
 
 
 class Prices:
@@ -53,3 +55,19 @@ class Prices:
         # What took less than a plain step was timed in a quieter moment.
         self.verify[self._places] = np.maximum(self.plain, self._timed_verify * factors[1:])
         self.step: Floats = np.where(self._fits, self.verify + self.drafting[..., None], np.inf)
+
+    def worth(self, chances: Floats, rate: float) -> list[int]:
+        """The drafts with the most tokens beyond what their time gives otherwise, the best first.
+
+        Args:
+            chances: Probability of each draft that it is accepted, shape (n,), which are there:
+                to verify none takes a plain step.
+            rate: Tokens per second otherwise.
+        """
+        order = best_first(chances)
+        gains = np.concatenate([[0.0], np.cumsum(chances[order])])
+        is_there = _SIZES <= len(gains)
+        values = gains[np.minimum(_SIZES, len(gains)) - 1] - rate * self.verify
+        best = int(np.argmax(np.where(is_there, values, -np.inf)))
+        num_nodes = SIZES[best] if values[best] > -rate * self.plain else 1
+        return [int(draft) for draft in order[: num_nodes - 1]]

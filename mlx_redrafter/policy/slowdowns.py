@@ -97,7 +97,8 @@ class Slowdowns:
         # that was never timed is all there is.
         before = self._newest.get(num_nodes, ratio if self._are_calculated else known)
         self._newest[num_nodes] = ratio
-        ratio = max(LEAST_RATIO, sorted((ratio, before, known))[1])
+        median = max(min(before, known), min(ratio, max(before, known)))
+        ratio = max(LEAST_RATIO, median)
         count = self._counts[num_nodes]
         own, surprise, spread = known / self._common, ratio / known, 1 + self._change + 1 / count
         self._common *= surprise ** (self._change / spread)

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.records import InFlight
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.proposers.suffix_index import Match, SuffixIndex
+from mlx_redrafter.proposers.suffix_index import Continuation, Match, SuffixIndex
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import NO_TOKEN, TokenTree
 
@@ -104,6 +104,8 @@ class LookupDrafting:
     def __init__(self, prompt: Sequence[int], rates: MatchRates):
         self._prompt = prompt
         self._index: SuffixIndex | None = None
+        # What followed the present match, once asked for.
+        self._following: list[Continuation] | None = None
         self._rates = rates
 
     @property
@@ -116,19 +118,14 @@ class LookupDrafting:
     def outlook(self) -> list[float]:
         """See `Drafting.outlook`; the most frequent continuation of the token in flight."""
         found: list[float] = []
-        match, probability = self.index.match, 1.0
-        if match.length < LEAST_MATCH:
-            return found
-        for _ in range(OUTLOOK):
-            following = self.index.continuations(match, 1)
-            if not following:
-                break
+        probability, following = 1.0, self._foreseen()
+        while following and len(found) < OUTLOOK:
             best = following[0]
             probability *= best.share * self._rates.rate(max(best.match.length - 1, LEAST_MATCH))
             if probability < LEAST_PROBABILITY:
                 break
             found.append(probability)
-            match = best.match
+            following = self.index.continuations(best.match, 1)
         return found[1:]  # the first is not a draft but the token in flight
 
     def propose(
@@ -174,11 +171,17 @@ class LookupDrafting:
 
     def _read(self, tokens: Sequence[int]) -> None:
         """Append tokens of the target, and count which of them were foreseen."""
-        index = self.index
         for token in tokens:
-            length = index.match.length
-            if length >= LEAST_MATCH:
-                following = index.continuations(index.match, 1)
-                if following:
-                    self._rates.learn(length, following[0].token == token)
-            index.add(token)
+            following = self._foreseen()
+            if following:
+                self._rates.learn(self.index.match.length, following[0].token == token)
+            self.index.add(token)
+            self._following = None
+
+    def _foreseen(self) -> list[Continuation]:
+        """The most frequent continuation of the text, if there is one."""
+        if self._following is None:
+            match = self.index.match
+            is_long = match.length >= LEAST_MATCH
+            self._following = self.index.continuations(match, 1) if is_long else []
+        return self._following
