@@ -56,6 +56,8 @@ SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
 TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
 # How many times as many between two where those before have changed nothing.
 MOST_CALM = 4
+# Speed of drafts by that of plain decoding from which trials of them do not become rarer.
+NEAR = 0.9
 # How much slower they may seem for a trial.
 CLOSE = 1.5
 # Steps that teach nothing but their times until those are learnt from: that takes the host's time.
@@ -324,7 +326,8 @@ class AdaptivePolicy:
         if is_drafting:
             lead = (self._rate * self._prices.plain - 1) / (CLOSE - 1)
             steps = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
-        calm = self.experience.calm[is_drafting]
+        is_near = not is_drafting and self._best_fixed[0] * self._prices.plain > NEAR
+        calm = 1 if is_near else self.experience.calm[is_drafting]
         self.experience.calm = {is_drafting: min(2 * calm, MOST_CALM), not is_drafting: 1}
         return steps * calm
 
