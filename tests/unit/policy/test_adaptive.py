@@ -226,6 +226,17 @@ def test_drafts_out_of_the_text_are_left_out_where_they_take_longer_than_a_netwo
     assert chosen == LOOKUP, "and come back"
 
 
+def test_plain_steps_decided_in_advance_are_all_taken_in_and_give_way_to_lookups() -> None:
+    policy = AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES}))
+    num_steps = 3 * LOOK_AGAIN + 3
+    for _ in range(num_steps):
+        assert policy.choose([]) is None
+        policy.observe(Step(None, 1, [1], 1.5))
+    assert policy.choose([0.9, 0.8, 0.7]) == LOOKUP, "whatever was decided in advance"
+    assert policy.conclude().slowdowns.of(1) == pytest.approx(1.5, rel=0.05)
+    assert policy.shapes()[0].steps == num_steps
+
+
 def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     costs = _costs()
     disturbed = {
