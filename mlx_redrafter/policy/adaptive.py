@@ -300,12 +300,11 @@ class AdaptivePolicy:
         Between two forward passes the host finds nothing in its caches: to think of several steps
         at once takes far less than of one after the other.
         """
-        if self._seen is not None or self._outcomes or self.experience.plain_due:
+        is_parked = self._best.plan is None and not self.experience.plain_due
+        if not is_parked or self._seen is not None or self._outcomes:
             return 0
         soonest = LOOK_AGAIN - len(self._taken)
         if self._costs.level:
-            if self._best.plan is not None:
-                return 0
             soonest = min(soonest, self.experience.until_trial)
             if self._until_survey > 0:
                 soonest = min(soonest, self._until_survey)
