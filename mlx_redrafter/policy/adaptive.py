@@ -36,7 +36,7 @@ from mlx_redrafter.policy.candidates import (
 from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
 from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.learning_time import LearningTime
-from mlx_redrafter.policy.lessons import Outcome, Taken, learn_time
+from mlx_redrafter.policy.lessons import Outcome, Taken, learn_time, together
 from mlx_redrafter.policy.prices import Prices
 from mlx_redrafter.policy.promises import Promises
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
@@ -64,7 +64,9 @@ CLOSE = 1.5
 LOOK_AGAIN = 8
 # Seconds by which plain steps' time has to change for choices to be compared again, which takes the
 # host's time as well: all times change with it, mostly alike.
-LEAST_CHANGE = 5e-5
+LEAST_CHANGE = 1e-4
+# Plain steps decided in advance from which they are taken in as one.
+SEVERAL = 3
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
 MARGIN = 0.03
 
@@ -143,7 +145,7 @@ class AdaptivePolicy:
             with self._time.spent():
                 self._learn()
                 self._decide()
-        elif len(self._taken) >= LOOK_AGAIN:
+        elif self._num_taken >= LOOK_AGAIN:
             has_drafted = any(taken.step.plan for taken in self._taken)
             self._learn()
             plain = self._costs.plain * self.experience.slowdowns.of(1)
@@ -191,21 +193,22 @@ class AdaptivePolicy:
         else:
             self._take_in(step)
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step: Step, count: int = 1) -> None:
         # A plain step is dispatched before the outcome of the one before is read, which may wait
         # for both: the first of some plain steps takes twice its time, and the last one none.
         is_plain = step.plan is None
         is_inner = (self._last is None) == is_plain == (self._next.plan is None)
         # Learning takes the host's time, which is not the step's.
-        is_disturbed = self._time.take(step.seconds or self._prices.plain)
+        is_disturbed = self._time.take(count * (step.seconds or self._prices.plain))
         self._last = step.plan
-        self._taken.append(Taken(step, is_inner and not is_disturbed, self.waits))
+        is_typical = count > 1 or (is_inner and not is_disturbed)
+        self._taken.append(Taken(step, is_typical, self.waits, count))
         if step.plan is not None and step.plan.from_text and self._promised:
             promises, promised = self._promised.pop(0)
             promises.learn(promised, len(step.tokens) - 1)
         self.follow(self._awaited, self._seen, step.tokens)
         self._seen = None
-        self._tally.count(step)
+        self._tally.count(step, count)
 
     def follow(
         self, awaited: AwaitedDrafts, seen: SeenDrafts | None, tokens: Sequence[int]
@@ -256,17 +259,23 @@ class AdaptivePolicy:
         self._hope = max(LEAST_HOPE, min(1.0, float(gains.mean[w, length, size] / needed)))
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
-        speeds = gains.chosen_tokens / gains.chosen_seconds * self._offered
+        drafts, seconds = gains.chosen
+        speeds = (1 + drafts) / seconds * self._offered
         speed, (w, length) = highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
         if was_drafting != (self._best.plan is not None):
             self.experience.until_trial = min(self.experience.until_trial, TRIAL_EVERY)
 
-    def _account(self, step: Step) -> None:
-        """Credit exploring with its share of a step's time, and charge a trial what it lost."""
-        is_drafting, plan = self._best.plan is not None, step.plan
-        self._credits.earn(self._hope * (step.seconds or self._prices.plain), is_drafting)
+    @property
+    def _num_taken(self) -> int:
+        return sum(taken.count for taken in self._taken)
+
+    def _account(self, taken: Taken) -> None:
+        """Credit exploring with its share of steps' time, and charge a trial what it lost."""
+        step, is_drafting, plan = taken.step, self._best.plan is not None, taken.step.plan
+        seconds = taken.count * (step.seconds or self._prices.plain)
+        self._credits.earn(self._hope * seconds, is_drafting)
         if plan is not None and not (is_drafting or plan.from_text or step.num_nodes == 1):
             seconds = self._prices.step[(*PLACES[plan.shape], SIZES.index(step.num_nodes))]
             self._credits.trials -= seconds - len(step.tokens) * self._prices.plain
@@ -303,7 +312,7 @@ class AdaptivePolicy:
         is_parked = self._best.plan is None and not self.experience.plain_due
         if not is_parked or self._seen is not None or self._outcomes:
             return 0
-        soonest = LOOK_AGAIN - len(self._taken)
+        soonest = LOOK_AGAIN - self._num_taken
         if self._costs.level:
             soonest = min(soonest, self.experience.until_trial)
             if self._until_survey > 0:
@@ -316,8 +325,11 @@ class AdaptivePolicy:
         self.experience.until_trial -= num_decided
         self._until_survey -= num_decided
         rested, self._rested = self._rested, []
-        for step in rested:
-            self._take_in(step)
+        if len(rested) >= SEVERAL:
+            self._take_in(together(rested), len(rested))
+        else:
+            for step in rested:
+                self._take_in(step)
 
     def _until_trial(self, best: Choice) -> int:
         """Steps until the next trial, after one."""
@@ -370,7 +382,7 @@ class AdaptivePolicy:
         """Learn from the times of the steps since the last time; waits for nothing."""
         taken, self._taken = self._taken, []
         for one in taken:
-            self._account(one.step)
+            self._account(one)
             learn_time(one, self._costs, self._prices, self.experience)
 
     def _learn(self) -> None:
@@ -384,8 +396,6 @@ class AdaptivePolicy:
             awaited.teach(calibration, tokens)
         calibration.fit()
         drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
-        unverified = self._prices.drafting + self._prices.plain + self._costs.wait
         for seen in drafts:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
-            seconds = self._prices.step + self._costs.wait
-            self.experience.gains.learn(best, chosen, seconds, unverified, self._rate)
+            self.experience.gains.learn(best, chosen, self._prices.looking, self._rate)

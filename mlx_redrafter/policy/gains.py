@@ -26,8 +26,8 @@ RATIO_MEMORY = 8
 # parents are, and what each width gets relative to a chain.
 PRIOR_SHARE = 0.75
 PRIOR_WIDER = np.array([1.0, 1.15, 1.2, 1.23])
-# Place of the first size of every shape in the flattened gains, shape (W, L).
-_FIRST = np.arange(0, len(WIDTHS) * len(LENGTHS) * len(SIZES), len(SIZES)).reshape(len(WIDTHS), -1)
+# Place of every shape's first number among those of none verified and of each size, flattened.
+_FIRST = (1 + len(SIZES)) * np.arange(len(WIDTHS) * len(LENGTHS)).reshape(len(WIDTHS), -1)
 
 
 class Gains:
@@ -39,8 +39,8 @@ class Gains:
 
     Attributes:
         mean: Shape (W, L, S).
-        chosen_tokens: Mean tokens of steps that verify as many drafts as are worth it, (W, L).
-        chosen_seconds: Mean seconds of those steps, (W, L).
+        chosen: Mean number of accepted drafts of steps that verify as many as are worth it, and
+            mean seconds of those steps, shape (2, W, L).
     """
 
     def __init__(self, before: Gains | None = None, num_texts: int | None = None):
@@ -48,12 +48,13 @@ class Gains:
         if num_texts is not None:
             self._num_texts = min(num_texts, MOST_TEXTS)
         self.mean: Floats = _prior()
-        self.chosen_tokens: Floats = np.zeros(self.mean.shape[:2])
-        self.chosen_seconds: Floats = np.ones(self.mean.shape[:2])
+        # Before the first draft, no speed.
+        self.chosen: Floats = np.ones((2, *self.mean.shape[:2]))
+        self.chosen[0] = -1.0
         self._count = self._chosen_count = 0
         # Drafts of this text, and drafts of all before that count, with the means of their texts.
         self._num_drafts = self._num_typical = 0
-        self._typical: tuple[Floats, Floats, Floats] | None = None
+        self._typical: tuple[Floats, Floats] | None = None
         self._extrapolation: Extrapolation = Extrapolation(
             None if before is None else before._extrapolation
         )
@@ -61,47 +62,36 @@ class Gains:
             # Arrays are replaced, never written to.
             self._typical = before._typical_of_texts()
             self._num_typical = min(before._num_typical + before._num_drafts, TYPICAL)
-            self.mean, self.chosen_tokens, self.chosen_seconds = self._typical
+            self.mean, self.chosen = self._typical
             self._count = min(before._count, CARRIED_OVER * self._num_texts)
             self._chosen_count = min(before._chosen_count, CARRIED_OVER)
 
-    def learn(
-        self, found: Floats, chosen: Floats, seconds: Floats, unverified: Floats, rate: float
-    ) -> None:
+    def learn(self, found: Floats, chosen: Floats, seconds: Floats, rate: float) -> None:
         """Take in the gains of one draft.
 
         Args:
             found: Gains of the shapes within the search's, shape (W', L', S).
             chosen: The same where the drafts verified are chosen by their chances.
-            seconds: Duration of steps that look at the drafts first, (W, L, S).
-            unverified: Duration of those that then verify none of them, (W, L).
+            seconds: Duration of steps that look at the drafts first, and verify none of them or
+                so many, (W, L, 1 + S).
             rate: Tokens per second that time is worth.
         """
         gains, chosen = self._extrapolation.extend(found, chosen)
         self._num_drafts += 1
         self._count = min(self._count + 1, MEMORY * self._num_texts)
         self._chosen_count = min(self._chosen_count + 1, MEMORY)
-        self.mean = self.mean + (gains - self.mean) / self._count
-        values = chosen - rate * seconds
-        best = values.argmax(axis=-1) + _FIRST
-        is_worth = values.take(best) > -rate * unverified
-        tokens = 1 + is_worth * chosen.take(best)
-        took = np.where(is_worth, seconds.take(best), unverified)
-        share = 1 / self._chosen_count
-        self.chosen_tokens = self.chosen_tokens + (tokens - self.chosen_tokens) * share
-        self.chosen_seconds = self.chosen_seconds + (took - self.chosen_seconds) * share
+        self.mean = self.mean + (gains[..., 1:] - self.mean) / self._count
+        best = (chosen - rate * seconds).argmax(axis=-1) + _FIRST
+        newest = np.array([chosen.take(best), seconds.take(best)])
+        self.chosen = self.chosen + (newest - self.chosen) / self._chosen_count
 
-    def _typical_of_texts(self) -> tuple[Floats, Floats, Floats]:
+    def _typical_of_texts(self) -> tuple[Floats, Floats]:
         """The means, over the texts so far: the end of one says little about the next."""
-        own = self.mean, self.chosen_tokens, self.chosen_seconds
         if self._typical is None:
-            return own
+            return self.mean, self.chosen
         share = self._num_drafts / max(1, self._num_drafts + self._num_typical)
-        mean, tokens, seconds = (
-            typical + (newest - typical) * share
-            for typical, newest in zip(self._typical, own, strict=True)
-        )
-        return mean, tokens, seconds
+        mean, chosen = self._typical
+        return mean + (self.mean - mean) * share, chosen + (self.chosen - chosen) * share
 
 
 class Extrapolation:
@@ -127,13 +117,17 @@ class Extrapolation:
         self._by_length: dict[int, Floats] = {}
 
     def extend(self, *shown: Floats) -> Floats:
-        """Gains of both kinds at all places, (K, W, L, S), of which a draft shows the first.
+        """Gains of both kinds at all places, of which a draft shows the first.
 
         Args:
             shown: Those within the shape of a search, of each kind, shape (W', L', S).
+
+        Returns:
+            Those of none verified, which are 0, and of each size, shape (K, W, L, 1 + S).
         """
         widths, lengths, _ = shown[0].shape
-        gains = np.empty((2, len(WIDTHS), len(LENGTHS), len(SIZES)))
+        everywhere = np.zeros((2, len(WIDTHS), len(LENGTHS), 1 + len(SIZES)))
+        gains = everywhere[..., 1:]
         gains[0, :widths, :lengths], gains[1, :widths, :lengths] = shown
         found = gains[:, :widths, :lengths]
         if widths > 1:
@@ -147,7 +141,7 @@ class Extrapolation:
             gains[:, :widths, lengths:] = found[:, :, -1:] * ratios[:, :widths]
         if widths < len(WIDTHS):
             gains[:, widths:] = gains[:, widths - 1 : widths] * self._beyond_width(widths)
-        return gains
+        return everywhere
 
     def _beyond_length(self, lengths: int) -> Floats:
         if lengths not in self._by_length:

@@ -18,18 +18,20 @@ LEAST_VERIFYING = 0.5
 
 
 class Taken(NamedTuple):
-    """A step whose time is learnt from.
+    """A step whose time is learnt from, or several as one.
 
     Attributes:
         step: The step.
         is_inner: Whether it stood between two of its kind, with drafts or without, and the host did
             not learn meanwhile.
         waits: Whether the drafts were looked at before they were verified.
+        count: Number of steps.
     """
 
     step: Step
     is_inner: bool
     waits: bool
+    count: int
 
 
 class Outcome(NamedTuple):
@@ -46,11 +48,22 @@ class Outcome(NamedTuple):
     awaited: AwaitedDrafts
 
 
+def together(steps: Sequence[Step]) -> Step:
+    """Plain steps in a row as one, with the tokens of all and the time of the typical one.
+
+    Args:
+        steps: The steps, one at least.
+    """
+    seconds = sorted(step.seconds for step in steps if step.seconds is not None)
+    typical = seconds[len(seconds) // 2] if seconds else None
+    return Step(None, 1, [token for step in steps for token in step.tokens], typical)
+
+
 def learn_time(taken: Taken, costs: StepCosts, prices: Prices, experience: Experience) -> None:
     """Learn from a step's time how slow steps are at present.
 
     Args:
-        taken: The step.
+        taken: The step, or several.
         costs: Seconds of steps as timed beforehand.
         prices: Seconds that they were thought to take.
         experience: Gets the slowdowns.
@@ -60,10 +73,13 @@ def learn_time(taken: Taken, costs: StepCosts, prices: Prices, experience: Exper
         return
     if plan is None:
         if taken.is_inner:
-            experience.slowdowns.learn(1, max(LEAST_VERIFYING, seconds / costs.plain))
+            ratio = max(LEAST_VERIFYING, seconds / costs.plain)
+            experience.slowdowns.learn(1, ratio, taken.count)
         return
-    if plan.from_text and num_nodes > 1 and costs.level:
-        expected = prices.verify[SIZES.index(num_nodes)] + costs.wait
+    if plan.from_text and costs.level:
+        # Where nothing is found, the device has waited for the host all the same.
+        verify = prices.plain if num_nodes == 1 else prices.verify[SIZES.index(num_nodes)]
+        expected = verify + costs.wait
         experience.lookups.learn(1, max(1.0, seconds / expected))
         if seconds > expected:  # which says nothing of a network's trees
             return

@@ -30,11 +30,14 @@ class Prices:
         drafting: Drafting, shape (W, L).
         verify: Verifying, infinite for sizes that were not timed, shape (S,).
         step: Both, infinite where the size does not fit, shape (W, L, S).
+        looking: Steps that look at the drafts first, and verify none of them or so many, shape
+            (W, L, 1 + S).
     """
 
     def __init__(self, costs: StepCosts, fits: npt.NDArray[np.bool_]):
         self._costs = costs
-        self._fits = fits
+        # Infinite for numbers of nodes, after none verified, that do not fit; shape (W, L, 1 + S).
+        self._unfit = np.where(np.insert(fits, 0, True, axis=-1), 0.0, np.inf)
         # Places of the sizes that were timed, and their seconds then.
         self._places = [SIZES.index(size) for size in costs.verify]
         self._timed_verify = np.array(list(costs.verify.values()))
@@ -54,7 +57,11 @@ class Prices:
         self.verify: Floats = np.full(len(SIZES), np.inf)
         # What took less than a plain step was timed in a quieter moment.
         self.verify[self._places] = np.maximum(self.plain, self._timed_verify * factors[1:])
-        self.step: Floats = np.where(self._fits, self.verify + self.drafting[..., None], np.inf)
+        every = np.empty(self._unfit.shape)
+        every[..., 0], every[..., 1:] = self.plain, self.verify
+        every += self.drafting[..., None] + self._unfit
+        self.step: Floats = every[..., 1:]
+        self.looking: Floats = every + wait
 
     def worth(self, chances: Floats, rate: float) -> list[int]:
         """The drafts with the most tokens beyond what their time gives otherwise, the best first.

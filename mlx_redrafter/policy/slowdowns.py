@@ -87,8 +87,8 @@ class Slowdowns:
             for size in self._own
         )
 
-    def learn(self, num_nodes: int, ratio: float) -> None:
-        """Take in a step that took ``ratio`` times as long as was timed."""
+    def learn(self, num_nodes: int, ratio: float, num_steps: int = 1) -> None:
+        """Take in a step that took ``ratio`` times as long as was timed, or several typical ones."""
         if num_nodes > 1:
             self._forget_unused()
         self._unused[num_nodes] = 0
@@ -97,13 +97,14 @@ class Slowdowns:
         # that was never timed is all there is.
         before = self._newest.get(num_nodes, ratio if self._are_calculated else known)
         self._newest[num_nodes] = ratio
-        median = max(min(before, known), min(ratio, max(before, known)))
-        ratio = max(LEAST_RATIO, median)
-        count = self._counts[num_nodes]
-        own, surprise, spread = known / self._common, ratio / known, 1 + self._change + 1 / count
+        if num_steps == 1:
+            ratio = max(min(before, known), min(ratio, max(before, known)))
+        ratio, count = max(LEAST_RATIO, ratio), self._counts[num_nodes]
+        own, surprise = known / self._common, ratio / known
+        spread = 1 / num_steps + self._change + 1 / count
         self._common *= surprise ** (self._change / spread)
         self._own[num_nodes] = own * surprise ** (1 / count / spread)
-        self._counts[num_nodes] = min(count + 1, MOST_KNOWN)
+        self._counts[num_nodes] = min(count + num_steps, MOST_KNOWN)
         self._factors = None
 
     def _interpolate(self) -> npt.NDArray[np.float64]:

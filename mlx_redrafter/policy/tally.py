@@ -20,10 +20,10 @@ class Tally:
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def count(self, step: Step) -> None:
-        """Take in a step."""
+    def count(self, step: Step, num_steps: int = 1) -> None:
+        """Take in a step, or several with the tokens of all."""
         counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
-        counts[0] += 1
+        counts[0] += num_steps
         counts[1] += len(step.tokens)
 
     def shapes(self, prices: Prices, costs: StepCosts, slowdowns: Slowdowns) -> list[ShapeStats]:

@@ -73,12 +73,13 @@ def test_a_chain_gets_the_chances_of_its_first_drafts(shares: list[float]) -> No
         assert found[0, length].tolist() == chosen[0, length].tolist() == pytest.approx(wanted)
 
 
-SECONDS, UNVERIFIED = np.ones(FITS.shape), np.ones(FITS.shape[:2])
+# Of steps that verify none of the drafts, or so many.
+SECONDS = np.ones((*FITS.shape[:2], 1 + len(SIZES)))
 
 
 def _learn(gains: Gains, found: np.ndarray, times: int = 1) -> None:
     for _ in range(times):
-        gains.learn(found, found, SECONDS, UNVERIFIED, 1.0)
+        gains.learn(found, found, SECONDS, 1.0)
 
 
 def test_the_first_draft_outweighs_all_hope() -> None:
@@ -129,9 +130,11 @@ def test_an_extrapolation_that_goes_on_leaves_the_one_before_as_it_was() -> None
 
 def test_steps_that_verify_what_is_worth_it_take_less_where_nothing_is() -> None:
     gains, found = Gains(), np.zeros(FITS.shape)
-    gains.learn(found, found, 3 * SECONDS, UNVERIFIED, 1.0)
-    assert gains.chosen_tokens.max() == 1
-    assert gains.chosen_seconds.max() == 1
-    gains.learn(found + 9, found + 9, 3 * SECONDS, UNVERIFIED, 1.0)
-    assert gains.chosen_tokens.max() == pytest.approx(5.5)
-    assert gains.chosen_seconds.max() == pytest.approx(2.0)
+    seconds = 3 * SECONDS
+    seconds[..., 0] = 1.0
+    gains.learn(found, found, seconds, 1.0)
+    assert gains.chosen[0].max() == 0
+    assert gains.chosen[1].max() == 1
+    gains.learn(found + 9, found + 9, seconds, 1.0)
+    assert gains.chosen[0].max() == pytest.approx(4.5)
+    assert gains.chosen[1].max() == pytest.approx(2.0)
