@@ -220,7 +220,10 @@ class AdaptivePolicy:
             seen: Drafts of the step; None without any.
             tokens: Tokens of the step.
         """
-        seen = seen if self._time.is_left else None
+        if seen is not None:
+            self._time.compare(self._expected, len(tokens))
+            # Where none are in use, looking at drafts has been paid for.
+            seen = seen if self._best is PLAIN or self._time.is_left else None
         # Tokens that no drafts await teach nothing; those of outcomes not yet learnt from may.
         if seen is not None or awaited or self._outcomes:
             self._outcomes.append(Outcome(seen, tokens, awaited))
@@ -249,7 +252,7 @@ class AdaptivePolicy:
         was_drafting = self._best.plan is not None
         self._best, self._rate = PLAIN, (1 + MARGIN) / self._prices.plain
         self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
-        self._hope = 1.0
+        self._hope = self._expected = 1.0
         if not self._costs.level:
             return
         gains = self.experience.gains
@@ -259,26 +262,19 @@ class AdaptivePolicy:
         self._hope = max(LEAST_HOPE, min(1.0, float(gains.mean[w, length, size] / needed)))
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
+            self._expected = 1 + float(gains.mean[w, length, size])
         drafts, seconds = gains.chosen
         speeds = (1 + drafts) / seconds * self._offered
         speed, (w, length) = highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
+            self._expected = 1 + float(drafts[w, length])
         if was_drafting != (self._best.plan is not None):
             self.experience.until_trial = min(self.experience.until_trial, TRIAL_EVERY)
 
     @property
     def _num_taken(self) -> int:
         return sum(taken.count for taken in self._taken)
-
-    def _account(self, taken: Taken) -> None:
-        """Credit exploring with its share of steps' time, and charge a trial what it lost."""
-        step, is_drafting, plan = taken.step, self._best.plan is not None, taken.step.plan
-        seconds = taken.count * (step.seconds or self._prices.plain)
-        self._credits.earn(self._hope * seconds, is_drafting)
-        if plan is not None and not (is_drafting or plan.from_text or step.num_nodes == 1):
-            seconds = self._prices.step[(*PLACES[plan.shape], SIZES.index(step.num_nodes))]
-            self._credits.trials -= seconds - len(step.tokens) * self._prices.plain
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""
@@ -382,7 +378,7 @@ class AdaptivePolicy:
         """Learn from the times of the steps since the last time; waits for nothing."""
         taken, self._taken = self._taken, []
         for one in taken:
-            self._account(one)
+            self._credits.take(one, self._prices, self._hope, self._best.plan is not None)
             learn_time(one, self._costs, self._prices, self.experience)
 
     def _learn(self) -> None:

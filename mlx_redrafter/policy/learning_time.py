@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Share of the time for learning, and seconds for it at first, when there is most to learn.
-SHARE, AT_FIRST = 0.02, 3e-3
+SHARE, AT_FIRST = 0.01, 2e-3
+# How many tokens fewer than expected drafts have to bring to be learnt from beyond that, and how
+# much of what they lack still counts after a step.
+LACKING, FADING = 3.0, 0.9
 # Least seconds from one time to the next: several drafts at once take less than one after another.
 EVERY = 3e-3
 # Share of a step that learning takes for the step's time to be no measure.
@@ -23,13 +26,19 @@ class LearningTime:
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._left, self._since = AT_FIRST, EVERY
+        # Tokens that drafts have brought less than was expected, of late.
+        self._lacking = 0.0
         # Seconds of learning since the newest step, and whether they disturbed the one before.
         self._newest, self._has_disturbed = 0.0, False
 
     @property
     def is_left(self) -> bool:
-        """Whether there is time to learn from one draft more."""
-        return self._left >= 0
+        """Whether one draft more may be learnt from."""
+        return self._left >= 0 or self._lacking > LACKING
+
+    def compare(self, expected: float, brought: float) -> None:
+        """Take in the tokens of a step with drafts, and how many were expected."""
+        self._lacking = max(0.0, FADING * self._lacking + expected - brought)
 
     @property
     def is_due(self) -> bool:

@@ -108,6 +108,8 @@ PATIENCE = 10.0
 # Least time of verifying any number of nodes, in plain steps, which read as many weights: on the
 # smallest models noise leaves less than nothing of a step, once the drafts' time is taken away.
 LEAST_VERIFY = 0.8
+# Least seconds of looking at drafts before they are verified: the host's part, for the same reason.
+LEAST_WAIT = 15e-5
 
 Seconds = dict[Kind, float]
 # Times by whether a network drafts, context in tokens, and how rows are quantised.
@@ -271,7 +273,7 @@ def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepC
             for width in TIMED_WIDTHS
         },
         level=level,
-        wait=max(0.0, short[READ] - short[VERIFY[FEW]]),
+        wait=max(LEAST_WAIT, short[READ] - short[VERIFY[FEW]]),
     )
 
 

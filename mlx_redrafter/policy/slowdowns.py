@@ -88,7 +88,7 @@ class Slowdowns:
         )
 
     def learn(self, num_nodes: int, ratio: float, num_steps: int = 1) -> None:
-        """Take in a step that took ``ratio`` times as long as was timed, or several typical ones."""
+        """Take in a step, or the typical one of several, as ``ratio`` of what was timed."""
         if num_nodes > 1:
             self._forget_unused()
         self._unused[num_nodes] = 0

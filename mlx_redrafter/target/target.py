@@ -63,6 +63,13 @@ class TargetOutputs(NamedTuple):
         states = None if self.states is None else self.states[:count]
         return TargetOutputs(self.logits[:count], self.hidden_states[:count], states)
 
+    @property
+    def alone(self) -> TargetOutputs:
+        """The outputs for the only text, of arrays with an axis of texts."""
+        # Not by an index, which the device would look up.
+        states = None if self.states is None else self.states.squeeze(0)
+        return TargetOutputs(self.logits.squeeze(0), self.hidden_states.squeeze(0), states)
+
     def of(self, texts: int | mx.array) -> TargetOutputs:
         """The outputs for one of several texts, or for some, of arrays with an axis of texts."""
         states = None if self.states is None else self.states[texts]
@@ -252,7 +259,7 @@ class Target:
             cache.expect(None)
             chunk = prompt[done : done + size]
             if layers:
-                states = self._process(chunk[None], cache.stock, layers).of(0).states
+                states = self._process(chunk[None], cache.stock, layers).alone.states
                 assert states is not None
                 on_states(states)
             else:
@@ -268,7 +275,7 @@ class Target:
     ) -> TargetOutputs:
         """Process one token, shape (1,), as plain decoding does; ``layers`` as in `verify`."""
         cache.expect(None)
-        outputs = self._process(token[None], cache.layers, layers).of(0)
+        outputs = self._process(token[None], cache.layers, layers).alone
         cache.grow(1)
         return outputs
 
@@ -289,7 +296,7 @@ class Target:
         tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
         with tree_positions(TreePositions(nodes, cache.length, tree.max_depth + 1)):
-            return self._process(tokens[None], cache.layers, layers).of(0)
+            return self._process(tokens[None], cache.layers, layers).alone
 
     def verify_batch(
         self, forest: Forest, cache: BatchCache, layers: Sequence[int] = ()
@@ -318,7 +325,7 @@ class Target:
         Returns:
             The inputs beside each other, shape (n, S).
         """
-        states = self._process(tokens[None], None, layers).of(0).states
+        states = self._process(tokens[None], None, layers).alone.states
         assert states is not None
         return states
 
@@ -340,7 +347,7 @@ class Target:
                     f"found {layer}; use a drafter trained for this model"
                 )
             install(HookPoint(self.blocks[layer], "__call__", capture_input))
-        states = self._process(mx.array([[0]]), None, layers).of(0).states
+        states = self._process(mx.array([[0]]), None, layers).alone.states
         if states is None or states.shape != (1, self.hidden_size * len(layers)):
             raise UnsupportedTargetError(
                 f"expected layers {list(layers)} of the target to take rows of {self.hidden_size} "

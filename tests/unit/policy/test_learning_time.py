@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_redrafter.policy.learning_time import AT_FIRST, EVERY, SHARE, LearningTime
+from mlx_redrafter.policy.learning_time import AT_FIRST, EVERY, LACKING, SHARE, LearningTime
 
 
 class Clock:
@@ -27,6 +27,21 @@ def test_there_is_some_time_at_first_and_then_a_share_of_all() -> None:
     assert not time.is_left
     time.take(AT_FIRST / SHARE)
     assert time.is_left
+
+
+def test_drafts_that_bring_less_than_expected_are_learnt_from_beyond_that() -> None:
+    clock = Clock()
+    time = LearningTime(clock)
+    _learn(time, clock, 2 * AT_FIRST)
+    time.compare(LACKING, LACKING + 2)
+    time.compare(LACKING, 1)
+    assert not time.is_left, "chance"
+    time.compare(LACKING, 1)
+    time.compare(LACKING, 1)
+    assert time.is_left
+    for _ in range(8):
+        time.compare(LACKING, LACKING)
+    assert not time.is_left, "they bring it now"
 
 
 def test_short_steps_are_learnt_from_together() -> None:

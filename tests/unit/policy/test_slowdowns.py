@@ -72,6 +72,14 @@ def test_one_step_that_waited_changes_little() -> None:
     assert _learnt(*[(TREE, 1.0)] * 20, (TREE, 100.0))[TREE] < 1.05
 
 
+def test_the_typical_one_of_several_steps_says_more_than_one_step() -> None:
+    one, several = Slowdowns(SIZES), Slowdowns(SIZES)
+    for slowdowns, num_steps in ((one, 1), (several, 7)):
+        for _ in range(2):  # a single one may have waited
+            slowdowns.learn(PLAIN, 2.0, num_steps)
+    assert 1.2 < one.of(PLAIN) < several.of(PLAIN) < 2.0
+
+
 def test_half_of_what_slowed_all_steps_down_is_carried_over() -> None:
     before = Slowdowns(SIZES)
     for size, ratio in [(CHAIN, 1.0), (TREE, 1.0)] * 40 + [(CHAIN, 2.0), (TREE, 2.0)] * 40:
