@@ -193,22 +193,22 @@ class AdaptivePolicy:
         else:
             self._take_in(step)
 
-    def _take_in(self, step: Step, count: int = 1) -> None:
+    def _take_in(self, step: Step, num_steps: int = 1) -> None:
         # A plain step is dispatched before the outcome of the one before is read, which may wait
         # for both: the first of some plain steps takes twice its time, and the last one none.
         is_plain = step.plan is None
         is_inner = (self._last is None) == is_plain == (self._next.plan is None)
         # Learning takes the host's time, which is not the step's.
-        is_disturbed = self._time.take(count * (step.seconds or self._prices.plain))
+        is_disturbed = self._time.take(num_steps * (step.seconds or self._prices.plain))
         self._last = step.plan
-        is_typical = count > 1 or (is_inner and not is_disturbed)
-        self._taken.append(Taken(step, is_typical, self.waits, count))
+        is_typical = num_steps > 1 or (is_inner and not is_disturbed)
+        self._taken.append(Taken(step, is_typical, self.waits, num_steps))
         if step.plan is not None and step.plan.from_text and self._promised:
             promises, promised = self._promised.pop(0)
             promises.learn(promised, len(step.tokens) - 1)
         self.follow(self._awaited, self._seen, step.tokens)
         self._seen = None
-        self._tally.count(step, count)
+        self._tally.count(step, num_steps)
 
     def follow(
         self, awaited: AwaitedDrafts, seen: SeenDrafts | None, tokens: Sequence[int]
@@ -274,7 +274,7 @@ class AdaptivePolicy:
 
     @property
     def _num_taken(self) -> int:
-        return sum(taken.count for taken in self._taken)
+        return sum(taken.num_steps for taken in self._taken)
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""

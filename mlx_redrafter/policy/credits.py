@@ -38,7 +38,7 @@ class Credits:
             is_drafting: Whether drafts are in use: then all of it is for looking.
         """
         step, plan = taken.step, taken.step.plan
-        share = EXPLORE * hope * taken.count * (step.seconds or prices.plain)
+        share = EXPLORE * hope * taken.num_steps * (step.seconds or prices.plain)
         looking = 1.0 if is_drafting else LOOKING
         self.looking += looking * share
         self.trials += (1 - looking) * share

@@ -25,13 +25,13 @@ class Taken(NamedTuple):
         is_inner: Whether it stood between two of its kind, with drafts or without, and the host did
             not learn meanwhile.
         waits: Whether the drafts were looked at before they were verified.
-        count: Number of steps.
+        num_steps: Number of steps.
     """
 
     step: Step
     is_inner: bool
     waits: bool
-    count: int
+    num_steps: int
 
 
 class Outcome(NamedTuple):
@@ -74,7 +74,7 @@ def learn_time(taken: Taken, costs: StepCosts, prices: Prices, experience: Exper
     if plan is None:
         if taken.is_inner:
             ratio = max(LEAST_VERIFYING, seconds / costs.plain)
-            experience.slowdowns.learn(1, ratio, taken.count)
+            experience.slowdowns.learn(1, ratio, taken.num_steps)
         return
     if plan.from_text and costs.level:
         # Where nothing is found, the device has waited for the host all the same.
