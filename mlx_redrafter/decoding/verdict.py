@@ -106,7 +106,7 @@ def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise
     def read() -> list[int]:
         return to_ints(token) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
-    hidden_state = outputs.hidden_states[0]
+    hidden_state = outputs.hidden_states.squeeze(0)
     return Verdict(token, token, log_probs, hidden_state, outputs.states, read=read)
 
 
