@@ -12,10 +12,10 @@ from mlx_redrafter.policy.step_costs import StepCosts
 COSTS = StepCosts(1.0, {size: 1.0 + 0.1 * size for size in SIZES}, {1: 0.0}, {1: 0.1}, wait=0.1)
 
 
-def _learn(step: Step, is_inner: bool = True, count: int = 1) -> Experience:
+def _learn(step: Step, is_inner: bool = True, num_steps: int = 1) -> Experience:
     experience = Experience([1, *COSTS.verify])
     for _ in range(3):
-        learn_time(Taken(step, is_inner, False, count), COSTS, Prices(COSTS, FITS), experience)
+        learn_time(Taken(step, is_inner, False, num_steps), COSTS, Prices(COSTS, FITS), experience)
     return experience
 
 
@@ -35,4 +35,4 @@ def test_plain_steps_are_the_typical_one_of_them_with_the_tokens_of_all() -> Non
 def test_one_of_two_kinds_of_steps_is_no_measure_of_plain_ones() -> None:
     assert _learn(Step(None, 1, [5], 2.0), is_inner=False).slowdowns.of(1) == 1.0
     assert _learn(Step(None, 1, [5], 2.0)).slowdowns.of(1) > 1.3
-    assert _learn(Step(None, 1, [5], 2.0), count=7).slowdowns.of(1) > 1.6
+    assert _learn(Step(None, 1, [5], 2.0), num_steps=7).slowdowns.of(1) > 1.6
