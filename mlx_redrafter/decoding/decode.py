@@ -49,7 +49,7 @@ def decode(text: Text, scheduler: Scheduler | None = None) -> Iterator[Token]:
                 stats.num_tokens += 1
                 if stats.num_tokens % CLEAR_CACHE_EVERY == 0:
                     mx.clear_cache()
-                with text.clock.away():
+                with text.clock.absence:
                     yield token
     except GeneratorExit:
         raise

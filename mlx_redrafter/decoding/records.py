@@ -72,7 +72,7 @@ class Token:
     finish_reason: str | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class InFlight:
     """A dispatched forward pass; the host may not have read its outcome yet.
 
@@ -81,7 +81,6 @@ class InFlight:
             indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). Of one token alone, a
             token in any case.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
-        position: Position of that root, int32, shape (1,).
         hidden_state: Target state that predicted it, shape (H,).
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
         length: Committed tokens before the root of this pass.
@@ -98,7 +97,6 @@ class InFlight:
 
     outcome: mx.array
     root: mx.array
-    position: mx.array
     hidden_state: mx.array
     log_probs: mx.array
     length: int
@@ -114,6 +112,13 @@ class InFlight:
     def num_accepted(self) -> mx.array:
         """Number of accepted drafts, int32, shape (1,)."""
         return mx.zeros((1,), dtype=mx.int32) if self.path is None else self.outcome[1:2]
+
+    @property
+    def position(self) -> mx.array:
+        """Position of `root`, int32, shape (1,)."""
+        if self.path is None:
+            return mx.array([self.length + 1], dtype=mx.int32)
+        return self.num_accepted + (self.length + 1)
 
     @property
     def path_tokens(self) -> mx.array:
@@ -139,7 +144,7 @@ class InFlight:
         assert self.states is not None
         return self.states if self.path is None else self.states[self.path]
 
-    @cached_property
+    @property
     def rows(self) -> list[int]:
         """Node indices of the accepted path; waits for the device."""
         if self.path is None:
@@ -160,6 +165,11 @@ class InFlight:
         if not accepted:
             self.check_finite()
         return accepted if bonus == NOT_A_NUMBER else [*accepted, bonus]
+
+    def log_probs_after(self, row: int) -> mx.array:
+        """Natural log-probabilities after a node, shape (V,)."""
+        # Not by an index where there is one row only, which takes the host longer.
+        return self.log_probs.squeeze(0) if self.path is None else self.log_probs[row]
 
     @property
     def is_finite(self) -> bool:

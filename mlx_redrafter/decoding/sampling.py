@@ -26,6 +26,9 @@ Sampler = Callable[[mx.array], mx.array]
 
 # The width of the noise is a multiple of this, so that vector units treat every token alike.
 NOISE_ALIGNMENT = 64
+# Numbers of noise that are drawn at once, at most, for the roots to come, and of how many of them:
+# where the vocabulary is small, the operations cost more than the numbers.
+MOST_NOISE, MOST_ROOTS = 2**14, 16
 # Bounds of factors in float32: what is less may be 0 there, what is more infinite. A nucleus of
 # mass 0 is none, and mlx-lm would read past the end of the vocabulary to find it.
 LEAST, MOST = 1e-30, 1e30
@@ -137,7 +140,8 @@ class GumbelNoise:
             log_probs = apply_min_p(log_probs, params.min_p)
         if 0 < params.top_k < log_probs.shape[-1]:
             log_probs = apply_top_k(log_probs, params.top_k)
-        return log_probs / min(max(params.temp, LEAST), MOST)
+        # Most often it is 1, and small models notice every operation.
+        return log_probs if params.temp == 1 else log_probs / min(max(params.temp, LEAST), MOST)
 
 
 class KeyedChooser:
@@ -151,6 +155,9 @@ class KeyedChooser:
             )
         self.params = params
         self.vocab_size = vocab_size
+        # Noise of the choices after some roots in a row, and the position of the first of these.
+        self._of_roots: list[GumbelNoise] = []
+        self._first_root = 0
 
     @cached_property
     def unseeded(self) -> SamplingParams:
@@ -170,8 +177,21 @@ class KeyedChooser:
         """See `TokenChooser.noise_of_root`."""
         if self.params.temp == 0:
             return None
-        values = gumbel_noise_at(self.params.seed, position + 1, self.vocab_size)
-        return GumbelNoise(self.params, values)
+        number = position - self._first_root
+        if not 0 <= number < len(self._of_roots):
+            # More at once where roots follow each other, as in plain decoding.
+            count = 2 * number if number == len(self._of_roots) else 1
+            count = min(max(1, count), MOST_ROOTS, max(1, MOST_NOISE // self.vocab_size))
+            self._of_roots, self._first_root, number = self._draw(position, count), position, 0
+        return self._of_roots[number]
+
+    def _draw(self, first: int, count: int) -> list[GumbelNoise]:
+        """Noise of the choices after ``count`` roots in a row."""
+        seed, size = self.params.seed, self.vocab_size
+        if count == 1:
+            return [GumbelNoise(self.params, gumbel_noise_at(seed, first + 1, size))]
+        rows = gumbel_noise(seed, first + 1 + mx.arange(count), size)
+        return [GumbelNoise(self.params, row) for row in mx.split(rows, count)]
 
     def sample(
         self,
@@ -304,7 +324,7 @@ def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
     the logits is NaN or infinite, or none is left.
     """
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - normaliser, normaliser[:, 0]
+    return logits - normaliser, normaliser.squeeze(-1)
 
 
 def random_state() -> mx.array:

@@ -64,7 +64,8 @@ class DecodingStats:
 
         Mean acceptance length in vLLM's terms.
         """
-        return (self.num_tokens - 1) / self.steps if self.steps else None
+        steps = self.steps
+        return (self.num_tokens - 1) / steps if steps else None
 
     @property
     def acceptance_rate_by_depth(self) -> list[float]:

@@ -359,7 +359,7 @@ class Text:
             Token(
                 id=token,
                 is_draft=i < num_accepted,
-                log_probs=flight.log_probs[row],
+                log_probs=flight.log_probs_after(row),
                 finish_reason=finish_reason if i == kept - 1 else None,
             )
             for i, (token, row) in enumerate(zip(tokens[:kept], rows[:kept], strict=True))

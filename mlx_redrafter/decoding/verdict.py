@@ -30,6 +30,9 @@ from mlx_redrafter.host import to_floats, to_ints
 from mlx_redrafter.target.target import TargetOutputs
 from mlx_redrafter.tree import TokenTree
 
+# Made once: small models notice every operation between two tokens.
+_DEPTH_OF_ROOT = mx.zeros((1,), dtype=mx.int32)
+
 
 class Verdict(NamedTuple):
     """The target's answer to one text.
@@ -63,7 +66,6 @@ class Verdict(NamedTuple):
         return InFlight(
             outcome=self.outcome,
             root=self.root,
-            position=mx.array([length], dtype=mx.int32),
             hidden_state=self.hidden_state,
             log_probs=self.log_probs,
             length=length - 1,
@@ -80,7 +82,6 @@ class Verdict(NamedTuple):
         return InFlight(
             outcome=self.outcome,
             root=self.root,
-            position=self.outcome[1:2] + (length + 1),
             hidden_state=self.hidden_state,
             log_probs=self.log_probs,
             length=length,
@@ -97,10 +98,9 @@ class Verdict(NamedTuple):
 def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise | None) -> Verdict:
     """The answer to a root, N = 1, dispatched.
 
-    Small models notice every operation between two tokens: the host looks for NaN instead.
+    Instead of the device, which would have an operation more to do, the host looks for NaN.
     """
-    depths = mx.zeros((1,), dtype=mx.int32)
-    log_probs, token, normaliser = choose(chooser, outputs.logits, depths, noise, 1)
+    log_probs, token, normaliser = choose(chooser, outputs.logits, _DEPTH_OF_ROOT, noise, 1)
     mx.async_eval(token, normaliser, outputs.hidden_states, log_probs, outputs.states)
 
     def read() -> list[int]:

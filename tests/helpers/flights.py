@@ -29,7 +29,6 @@ def flight_of(
     return InFlight(
         outcome=mx.array(outcome, dtype=mx.int32),
         root=mx.array([bonus], dtype=mx.int32),
-        position=mx.array([length + 1 + num_accepted], dtype=mx.int32),
         hidden_state=mx.zeros((1,)),
         log_probs=mx.zeros((len(path), 1)),
         length=length,

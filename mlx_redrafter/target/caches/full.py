@@ -94,10 +94,11 @@ class FullCache:
             Keys and values of the S committed tokens and of these N.
         """
         keys_aside, values_aside = self._rows_aside()
-        everything = self.stock.update_and_fetch(
-            mx.concatenate([*keys_aside, keys], axis=2),
-            mx.concatenate([*values_aside, values], axis=2),
-        )
+        new_keys, new_values = keys, values
+        if keys_aside:
+            new_keys = mx.concatenate([*keys_aside, keys], axis=2)
+            new_values = mx.concatenate([*values_aside, values], axis=2)
+        everything = self.stock.update_and_fetch(new_keys, new_values)
         if self._step.tree is not None:
             self.stock.offset -= keys.shape[2]
             self._fresh = (keys, values)

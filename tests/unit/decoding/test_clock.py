@@ -28,7 +28,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
 
 
 def _step(clock: StepClock, time: Time, seconds: float, away: float = 0.0) -> float | None:
-    with clock.away():
+    with clock.absence:
         time.now += away
     time.now += seconds - away
     return clock.lap()
@@ -50,8 +50,7 @@ def test_a_caller_who_takes_time_leaves_the_step_unknown(time: Time) -> None:
 def test_time_away_is_counted_when_the_caller_never_comes_back(time: Time) -> None:
     clock = StepClock()
     _step(clock, time, 1.0)
-    away = clock.away()
-    away.__enter__()
+    clock.absence.__enter__()
     time.now += 1.0
-    assert not away.__exit__(GeneratorExit, GeneratorExit(), None)
+    clock.absence.__exit__(GeneratorExit, GeneratorExit(), None)
     assert clock.lap() is None

@@ -93,7 +93,9 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
     for i in range(16):
         alone = np.array(gumbel_noise(seed, mx.array([1000 + i]), vocab_size))
         assert np.array_equal(alone[0], block[i])
-        root = KeyedChooser(SamplingParams(temp=1.0, seed=seed), vocab_size).noise_of_root(999 + i)
+    chooser = KeyedChooser(SamplingParams(temp=1.0, seed=seed), vocab_size)
+    for i in (*range(16), 3, 4, 5, 9, 10, 0, 15):  # as roots come, with trees between them or not
+        root = chooser.noise_of_root(999 + i)
         assert root is not None
         assert np.array_equal(np.array(root.values), block[i : i + 1])
     shifted = np.array(gumbel_noise(seed, 1003 + mx.arange(5), vocab_size))
