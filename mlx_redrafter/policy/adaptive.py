@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from math import exp
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from mlx_redrafter.policy.candidates import (
     expected_drafts,
     highest,
 )
+from mlx_redrafter.policy.choice import PLAIN, Choice
 from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
 from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.learning_time import LearningTime
@@ -69,21 +70,6 @@ LEAST_CHANGE = 1e-4
 SEVERAL = 3
 # How much faster than plain decoding drafts must seem: times and gains are estimates.
 MARGIN = 0.03
-
-
-class Choice(NamedTuple):
-    """What is drafted and verified next.
-
-    Attributes:
-        plan: Plan of the drafts; None for plain decoding.
-        num_nodes: Nodes to verify; None to decide that by the drafts' probabilities.
-    """
-
-    plan: DraftPlan | None
-    num_nodes: int | None = None
-
-
-PLAIN = Choice(None)
 
 
 class AdaptivePolicy:
@@ -141,7 +127,8 @@ class AdaptivePolicy:
             self._left -= 1
             return None
         self._catch_up()
-        if self._time.is_due and any(outcome.seen for outcome in self._outcomes):
+        has_drafts = any(outcome.seen for outcome in self._outcomes)
+        if has_drafts and self._time.is_due and not self._is_trying:
             with self._time.spent():
                 self._learn()
                 self._decide()
@@ -165,7 +152,8 @@ class AdaptivePolicy:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
         if plan.from_text:
             self.waits = False
-            return tree.subtree(self._prices.worth(np.exp(tree.read().scores), self._rate))
+            chances = [exp(score) for score in tree.read().scores]
+            return tree.subtree(self._prices.worth(chances, self._rate))
         self._seen = SeenDrafts(plan, tree)
         return self.select(self._seen, tree)
 
@@ -273,6 +261,11 @@ class AdaptivePolicy:
             self.experience.until_trial = min(self.experience.until_trial, TRIAL_EVERY)
 
     @property
+    def _is_trying(self) -> bool:
+        """Whether drafts are in a trial, whose steps teach as much together, in less time."""
+        return self._best is PLAIN and 1 - TRIAL < self.experience.until_trial <= 0
+
+    @property
     def _num_taken(self) -> int:
         return sum(taken.num_steps for taken in self._taken)
 
@@ -347,7 +340,8 @@ class AdaptivePolicy:
             if self.experience.until_trial < 0 or self._credits.trials >= loss:
                 return Choice(PLANS[w, length], SIZES[size])
             self.experience.until_trial = 1
-        if self._until_survey > 0 or not self._credits.pay(float(self._prices.drafting[w, length])):
+        looking = float(self._prices.drafting[w, length])
+        if self._until_survey > 0 or not self._credits.pay(looking):
             return PLAIN
         if self._until_survey <= 1 - LOOKS:
             self._until_survey = LOOK_EVERY
@@ -363,12 +357,11 @@ class AdaptivePolicy:
         tokens = list(accumulate(outlook, initial=0.0))
         is_further = self._next.plan is not None and self._next.plan.from_text
         promises = self.experience.promises[is_further]
-        seconds = (self._prices.verify + self._costs.wait) * self.experience.lookups.of(1)
-        needed = (self._rate * seconds).tolist()
+        rate, wait = self._rate * self.experience.lookups.of(1), self._costs.wait
         drafts = [tokens[min(size, len(tokens)) - 1] for size in SIZES]
         value, promised = max(
-            (1 + promises.share * count - least, count)
-            for count, least in zip(drafts, needed, strict=True)
+            (1 + promises.share * count - rate * (seconds + wait), count)
+            for count, seconds in zip(drafts, self._prices.verify, strict=True)
         )
         if value > 0:
             self._promised.append((promises, promised))

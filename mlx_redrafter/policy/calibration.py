@@ -29,6 +29,8 @@ _PRIOR_CURVATURE = np.diag(PRIOR_PRECISION)
 WINDOW, NEWTON_STEPS = 512, 2
 # Observations after which the weights are fitted again, and until when they are after every one.
 FIT_EVERY, FIT_AT_FIRST = 8, 64
+# Constant, log-odds, depth and logarithm of the rank of a draft.
+Features = tuple[float, float, float, float]
 # Bounds on log-odds, and on probabilities.
 MOST_LOG_ODDS, LEAST_CHANCE = 20.0, 1e-12
 
@@ -46,15 +48,20 @@ class Calibration:
             self._features, self._right = before._features.copy(), before._right.copy()
             self._count, self._weights = before._count, before._weights.copy()
 
-    def probabilities(self, features: Floats) -> Floats:
-        """Probability that a draft is right if its parent is, shape (n,)."""
-        return _sigmoid(features @ self._weights)
+    def probabilities(self, features: Sequence[Features]) -> list[float]:
+        """Probability of each of n drafts that it is right if its parent is."""
+        # Not by NumPy, which takes longer for so few.
+        constant, slope, by_depth, by_rank = self._weights.tolist()
+        return [
+            0.5 + 0.5 * math.tanh(0.5 * (constant + slope * x + by_depth * depth + by_rank * rank))
+            for _, x, depth, rank in features
+        ]
 
-    def add(self, features: Floats, found: Sequence[tuple[int, bool]]) -> None:
+    def add(self, features: Sequence[Features], found: Sequence[tuple[int, bool]]) -> None:
         """Take in drafts whose parents were right.
 
         Args:
-            features: `draft_features` of a tree, shape (n, 4).
+            features: `draft_features` of a tree.
             found: Indices of drafts, and whether these were right.
         """
         for draft, is_right in found:
@@ -81,12 +88,11 @@ class Calibration:
         self._weights += step / max(1.0, float(np.abs(step).max()))
 
 
-def draft_features(drafts: Drafts) -> Floats:
-    """What the probabilities of drafts depend on, shape (n, 4)."""
+def draft_features(drafts: Drafts) -> list[Features]:
+    """What the probabilities of n drafts depend on."""
     above, rows = [0.0, *drafts.scores], []
     # Siblings come best first: how many of each node's children came before.
     ranks = [0] * len(above)
-    # Not by NumPy, which takes longer for so few.
     for score, depth, parent in zip(drafts.scores, drafts.depths, drafts.parents, strict=True):
         chance = math.exp(min(score - above[parent], 0.0))
         chance = min(max(chance, LEAST_CHANCE), 1 - LEAST_CHANCE)
@@ -94,7 +100,7 @@ def draft_features(drafts: Drafts) -> Floats:
         log_odds = min(max(log_odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
         rows.append((1.0, log_odds, depth - 1.0, math.log1p(ranks[parent])))
         ranks[parent] += 1
-    return np.array(rows)
+    return rows
 
 
 def _sigmoid(x: Floats) -> Floats:

@@ -5,6 +5,9 @@ Axes: W widths on offer, L lengths, S numbers of nodes, n drafts of a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,9 +46,9 @@ _PLACES = np.ogrid[: len(WIDTHS), : len(LENGTHS), :1]
 _LEVEL_NODES = [DraftShape(width, 2).level_nodes for width in WIDTHS]
 
 
-def best_first(chances: Floats) -> npt.NDArray[np.int64]:
-    """Indices of drafts, the likeliest first and of equals their parents, shape (n,)."""
-    return np.argsort(-chances, kind="stable")
+def best_first(chances: Sequence[float]) -> list[int]:
+    """Indices of n drafts, the likeliest first and of equals their parents."""
+    return sorted(range(len(chances)), key=lambda draft: -chances[draft])
 
 
 def highest(values: Floats) -> tuple[float, tuple[int, ...]]:
@@ -58,12 +61,14 @@ def highest(values: Floats) -> tuple[float, tuple[int, ...]]:
     return highest, tuple(reversed(place))
 
 
-def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple[Floats, Floats]:
+def expected_drafts(
+    drafts: Drafts, chances: Sequence[float], shape: DraftShape
+) -> tuple[Floats, Floats]:
     """Expected number of accepted drafts of every shape within a search's own, and size.
 
     Args:
         drafts: The best drafts of the search.
-        chances: Probability of each that it is accepted, shape (n,).
+        chances: Probability of each of the n that it is accepted.
         shape: Shape of the search.
 
     Returns:
@@ -76,13 +81,13 @@ def expected_drafts(drafts: Drafts, chances: Floats, shape: DraftShape) -> tuple
     widths = WIDTHS.index(shape.width) + 1
     shallow = np.array(drafts.depths) <= _DEEPEST[: LENGTHS.index(shape.length) + 1]
     inside = _insides(drafts, widths)[:, None] & shallow
-    order = best_first(chances)
-    return _sums_of_first(inside, chances), _sums_of_first(inside[:, :, order], chances[order])
+    values, order = np.array(chances), best_first(chances)
+    return _sums_of_first(inside, values), _sums_of_first(inside[:, :, order], values[order])
 
 
-def _sums_of_chain(chances: Floats) -> Floats:
+def _sums_of_chain(chances: Sequence[float]) -> Floats:
     """The same sums for a chain, whose drafts have one order and one per level, (1, L, S)."""
-    sums = np.concatenate([[0.0], np.cumsum(chances)])
+    sums = np.array(list(accumulate(chances, initial=0.0)))
     found: Floats = sums[np.minimum(CHAIN, len(chances))][None]
     return found
 

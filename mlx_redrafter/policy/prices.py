@@ -5,6 +5,10 @@ Axes: W widths on offer, L lengths, S numbers of nodes.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +17,6 @@ from mlx_redrafter.policy.slowdowns import Slowdowns
 from mlx_redrafter.policy.step_costs import StepCosts
 
 Floats = npt.NDArray[np.float64]
-
-_SIZES = np.array(SIZES)
 
 
 class Prices:
@@ -28,7 +30,7 @@ class Prices:
         timed_drafting: Drafting, as timed beforehand, shape (W, L).
         plain: A step without drafts.
         drafting: Drafting, shape (W, L).
-        verify: Verifying, infinite for sizes that were not timed, shape (S,).
+        verify: Verifying, by size, infinite for those that were not timed.
         step: Both, infinite where the size does not fit, shape (W, L, S).
         looking: Steps that look at the drafts first, and verify none of them or so many, shape
             (W, L, 1 + S).
@@ -38,9 +40,6 @@ class Prices:
         self._costs = costs
         # Infinite for numbers of nodes, after none verified, that do not fit; shape (W, L, 1 + S).
         self._unfit = np.where(np.insert(fits, 0, True, axis=-1), 0.0, np.inf)
-        # Places of the sizes that were timed, and their seconds then.
-        self._places = [SIZES.index(size) for size in costs.verify]
-        self._timed_verify = np.array(list(costs.verify.values()))
         self.timed_drafting: Floats = np.zeros(FITS.shape[:2])
         for place, shape in SHAPES.items() if costs.level else ():
             self.timed_drafting[place] = costs.drafting(shape)
@@ -48,33 +47,32 @@ class Prices:
 
     def update(self, slowdowns: Slowdowns, in_vain: float) -> None:
         """Take in how much slower steps are, and beyond that those whose drafts are in vain."""
-        wait, factors = self._costs.wait, slowdowns.factors
-        self.plain: float = self._costs.plain * float(factors[0])
+        wait, (common, *factors) = self._costs.wait, slowdowns.factors
+        self.plain: float = self._costs.plain * common
         # What slows plain steps down, but for a longer text, slows drafting down as well.
-        drafting = self.timed_drafting * (in_vain * float(factors[0]))
-        drafting += (in_vain - 1) * (self.plain + wait)
+        drafting = self.timed_drafting * (in_vain * common) + (in_vain - 1) * (self.plain + wait)
         self.drafting: Floats = np.maximum(0.0, drafting)
-        self.verify: Floats = np.full(len(SIZES), np.inf)
         # What took less than a plain step was timed in a quieter moment.
-        self.verify[self._places] = np.maximum(self.plain, self._timed_verify * factors[1:])
-        every = np.empty(self._unfit.shape)
-        every[..., 0], every[..., 1:] = self.plain, self.verify
-        every += self.drafting[..., None] + self._unfit
+        timed = zip(self._costs.verify.items(), factors, strict=True)
+        known = {size: max(self.plain, seconds * factor) for (size, seconds), factor in timed}
+        self.verify: list[float] = [known.get(size, math.inf) for size in SIZES]
+        every = self.drafting[..., None] + (self._unfit + np.array([self.plain, *self.verify]))
         self.step: Floats = every[..., 1:]
         self.looking: Floats = every + wait
 
-    def worth(self, chances: Floats, rate: float) -> list[int]:
+    def worth(self, chances: Sequence[float], rate: float) -> list[int]:
         """The drafts with the most tokens beyond what their time gives otherwise, the best first.
 
         Args:
-            chances: Probability of each draft that it is accepted, shape (n,), which are there:
-                to verify none takes a plain step.
+            chances: Probability of each draft that it is accepted, which are there: to verify none
+                takes a plain step.
             rate: Tokens per second otherwise.
         """
         order = best_first(chances)
-        gains = np.concatenate([[0.0], np.cumsum(chances[order])])
-        is_there = _SIZES <= len(gains)
-        values = gains[np.minimum(_SIZES, len(gains)) - 1] - rate * self.verify
-        best = int(np.argmax(np.where(is_there, values, -np.inf)))
-        num_nodes = SIZES[best] if values[best] > -rate * self.plain else 1
-        return [int(draft) for draft in order[: num_nodes - 1]]
+        gains = list(accumulate((chances[draft] for draft in order), initial=0.0))
+        best, num_nodes = -rate * self.plain, 1
+        # Not by NumPy, which takes longer for so few.
+        for size, seconds in zip(SIZES, self.verify, strict=True):
+            if size <= len(gains) and gains[size - 1] - rate * seconds > best:
+                best, num_nodes = gains[size - 1] - rate * seconds, size
+        return order[: num_nodes - 1]

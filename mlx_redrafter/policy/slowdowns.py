@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from itertools import pairwise
 
 # Variances relative to that of one step's time: of what slows all steps down, which changes, and
 # of what a size takes beyond that, 1 / n after n steps: `TIMED` of them are the times measured
@@ -64,10 +62,10 @@ class Slowdowns:
             self._own, self._counts = dict(before._own), dict(before._counts)
             self._unused = dict.fromkeys(before._unused, 0)
         # Interpolated when they are asked for: most steps are of sizes in use.
-        self._factors: npt.NDArray[np.float64] | None = None
+        self._factors: list[float] | None = None
 
     @property
-    def factors(self) -> npt.NDArray[np.float64]:
+    def factors(self) -> list[float]:
         """Slowdown by size, in the order of the sizes."""
         if self._factors is None:
             self._factors = self._interpolate()
@@ -77,7 +75,7 @@ class Slowdowns:
         """The slowdown of one size."""
         if num_nodes in self._own:
             return self._common * self._own[num_nodes]
-        return float(self.factors[self._sizes.index(num_nodes)])
+        return self.factors[self._sizes.index(num_nodes)]
 
     @property
     def show_long_times(self) -> bool:
@@ -107,9 +105,14 @@ class Slowdowns:
         self._counts[num_nodes] = min(count + num_steps, MOST_KNOWN)
         self._factors = None
 
-    def _interpolate(self) -> npt.NDArray[np.float64]:
-        used, slowdowns = zip(*sorted((self._ends | self._own).items()), strict=True)
-        factors: npt.NDArray[np.float64] = self._common * np.interp(self._sizes, used, slowdowns)
+    def _interpolate(self) -> list[float]:
+        used = sorted((self._ends | self._own).items())
+        factors = [self._common * used[0][1]]
+        # Not by NumPy, which takes longer for so few.
+        for (low, start), (high, end) in pairwise(used):
+            slope = (end - start) / (high - low)
+            between = (size - low for size in self._sizes if low < size <= high)
+            factors.extend(self._common * (start + slope * nodes) for nodes in between)
         return factors
 
     @property

@@ -14,8 +14,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_redrafter import Engine, generate, generate_batch, load
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.forest import Forest
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.candidates import LONGEST, SHORTEST, WIDEST
+from mlx_redrafter.policy.choice import Choice
 from mlx_redrafter.target.target import Target, TargetOutputs
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 

@@ -44,7 +44,7 @@ def _search(width: int, length: int, seed: int) -> Drafts:
 @settings(max_examples=25, deadline=None)
 def test_a_wide_search_shows_what_narrower_and_shorter_ones_find(seed: int, shape: object) -> None:
     wide = _search(WIDTHS[-1], LENGTHS[-1], seed)
-    found, chosen = expected_drafts(wide, np.exp(wide.scores), LONGEST.shape)
+    found, chosen = expected_drafts(wide, np.exp(wide.scores).tolist(), LONGEST.shape)
     w, length = PLACES[shape]  # type: ignore[index]
     own = _search(WIDTHS[w], LENGTHS[length], seed)
     sums = [0.0, *accumulate(np.exp(own.scores).tolist())]
@@ -56,7 +56,7 @@ def test_a_wide_search_shows_what_narrower_and_shorter_ones_find(seed: int, shap
 
 def test_drafts_chosen_by_their_chances_are_worth_more() -> None:
     drafts = Drafts([-0.1, -0.2, -0.3, -1.0], [1, 2, 3, 1], [0, 1, 2, 0], [1, 2, 3, 4])
-    found, chosen = expected_drafts(drafts, np.array([0.5, 0.2, 0.1, 0.4]), SHAPES[1, 2])
+    found, chosen = expected_drafts(drafts, [0.5, 0.2, 0.1, 0.4], SHAPES[1, 2])
     assert found[1, 2, :3].tolist() == pytest.approx([0.5, 0.7, 0.8])
     assert chosen[1, 2, :3].tolist() == pytest.approx([0.5, 0.9, 1.1])
 

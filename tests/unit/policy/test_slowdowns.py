@@ -15,7 +15,7 @@ def _learnt(*steps: tuple[int, float]) -> dict[int, float]:
     slowdowns = Slowdowns(SIZES)
     for num_nodes, ratio in steps:
         slowdowns.learn(num_nodes, ratio)
-    return dict(zip(SIZES, slowdowns.factors.tolist(), strict=True))
+    return dict(zip(SIZES, slowdowns.factors, strict=True))
 
 
 def test_nothing_is_slower_until_it_is_seen() -> None:
@@ -85,7 +85,7 @@ def test_half_of_what_slowed_all_steps_down_is_carried_over() -> None:
     for size, ratio in [(CHAIN, 1.0), (TREE, 1.0)] * 40 + [(CHAIN, 2.0), (TREE, 2.0)] * 40:
         before.learn(size, ratio)
     after = Slowdowns(SIZES, before)
-    assert after.factors.tolist() == pytest.approx([1.5] * len(SIZES), rel=0.05)
+    assert after.factors == pytest.approx([1.5] * len(SIZES), rel=0.05)
     assert before.of(CHAIN) == pytest.approx(2.0, rel=0.05)
 
 
