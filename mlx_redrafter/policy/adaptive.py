@@ -117,7 +117,7 @@ class AdaptivePolicy:
         self._taken: list[Taken] = []
         self._outcomes: list[Outcome] = []
         self._awaited = AwaitedDrafts()
-        self._time = LearningTime(clock)
+        self._time = LearningTime(clock, costs.plain)
         self._best = PLAIN
         self._decide()
 
@@ -186,8 +186,9 @@ class AdaptivePolicy:
         # for both: the first of some plain steps takes twice its time, and the last one none.
         is_plain = step.plan is None
         is_inner = (self._last is None) == is_plain == (self._next.plan is None)
-        # Learning takes the host's time, which is not the step's.
+        # Learning takes the host's time, which is a part of what drafts take where they are in use.
         is_disturbed = self._time.take(num_steps * (step.seconds or self._prices.plain))
+        is_disturbed &= is_plain or self._best is PLAIN
         self._last = step.plan
         is_typical = num_steps > 1 or (is_inner and not is_disturbed)
         self._taken.append(Taken(step, is_typical, self.waits, num_steps))
@@ -251,8 +252,8 @@ class AdaptivePolicy:
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
             self._expected = 1 + float(gains.mean[w, length, size])
-        drafts, seconds = gains.chosen
-        speeds = (1 + drafts) / seconds * self._offered
+        drafts, relative = gains.chosen
+        speeds = (1 + drafts) / (relative * self._prices.looking[..., 1]) * self._offered
         speed, (w, length) = highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
@@ -263,7 +264,7 @@ class AdaptivePolicy:
     @property
     def _is_trying(self) -> bool:
         """Whether drafts are in a trial, whose steps teach as much together, in less time."""
-        return self._best is PLAIN and 1 - TRIAL < self.experience.until_trial <= 0
+        return self._best is PLAIN and -TRIAL < self.experience.until_trial <= 0
 
     @property
     def _num_taken(self) -> int:

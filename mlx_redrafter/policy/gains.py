@@ -40,7 +40,8 @@ class Gains:
     Attributes:
         mean: Shape (W, L, S).
         chosen: Mean number of accepted drafts of steps that verify as many as are worth it, and
-            mean seconds of those steps, shape (2, W, L).
+            mean of what those steps take by what one takes that verifies the fewest drafts, shape
+            (2, W, L): what all steps take changes before the next draft is learnt from.
     """
 
     def __init__(self, before: Gains | None = None, num_texts: int | None = None):
@@ -82,7 +83,7 @@ class Gains:
         self._chosen_count = min(self._chosen_count + 1, MEMORY)
         self.mean = self.mean + (gains[..., 1:] - self.mean) / self._count
         best = (chosen - rate * seconds).argmax(axis=-1) + _FIRST
-        newest = np.array([chosen.take(best), seconds.take(best)])
+        newest = np.array([chosen.take(best), seconds.take(best) / seconds[..., 1]])
         self.chosen = self.chosen + (newest - self.chosen) / self._chosen_count
 
     def _typical_of_texts(self) -> tuple[Floats, Floats]:

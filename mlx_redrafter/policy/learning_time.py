@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Share of the time for learning, and seconds for it at first, when there is most to learn.
-SHARE, AT_FIRST = 0.01, 2e-3
+# Share of the time for learning, and seconds for it at first, when there is most to learn, but at
+# most so much of a step.
+SHARE, AT_FIRST, MOST_OF_STEP = 0.01, 2e-3, 0.6
 # How many tokens fewer than expected drafts have to bring to be learnt from beyond that, and how
 # much of what they lack still counts after a step.
 LACKING, FADING = 3.0, 0.9
@@ -21,11 +22,12 @@ class LearningTime:
 
     Args:
         clock: Seconds so far.
+        step: Seconds of a step without drafts.
     """
 
-    def __init__(self, clock: Callable[[], float]):
+    def __init__(self, clock: Callable[[], float], step: float):
         self._clock = clock
-        self._left, self._since = AT_FIRST, EVERY
+        self._left, self._since = min(AT_FIRST, MOST_OF_STEP * step), EVERY
         # Tokens that drafts have brought less than was expected, of late.
         self._lacking = 0.0
         # Seconds of learning since the newest step, and whether they disturbed the one before.

@@ -154,12 +154,41 @@ def test_plain_steps_are_timed_now_and_then_where_drafts_gain_little() -> None:
 
 
 def test_drafts_that_nearly_pay_get_a_trial_of_their_times() -> None:
-    scenario = _scenario(-0.8, _costs("steep"))
+    scenario = _scenario(-0.7, _costs("steep"))
     second = _decode(scenario, _decode(scenario), TOKENS)
     places = [i for i, step in enumerate(second.steps) if step.num_nodes > 1]
     assert TRIAL <= len(places) <= 2 * TRIAL
     assert places[TRIAL - 1] == places[0] + TRIAL - 1, "one after another"
     assert places[0] >= TRIAL_AT_FIRST - 1
+
+
+def test_the_steps_of_a_trial_are_learnt_from_together() -> None:
+    scenario, reads = _scenario(-0.7, _costs("steep")), itertools.count()
+    before = _decode(scenario).policy.experience
+    times: list[int] = []
+
+    class Counted(Watched):
+        def observe(self, step: Step) -> None:
+            super().observe(step)
+            times.append(next(reads))  # between two, the policy has read the clock
+
+    watched = Counted(AdaptivePolicy(scenario.timed, before, lambda: float(next(reads))))
+    run_policy(SimulatedText(scenario), watched, 0, TOKENS)
+    first = next(i for i, step in enumerate(watched.steps) if step.num_nodes > 1)
+    since = np.diff(times)[first : first + TRIAL]
+    assert since.tolist() == [1] * (TRIAL - 1) + [3]
+
+
+def test_what_drafts_that_are_chosen_take_follows_what_steps_take() -> None:
+    costs = _costs()
+    before = Experience([1, *costs.verify])
+    before.gains.mean = 0 * before.gains.mean
+    before.gains.chosen = np.ones_like(before.gains.chosen)
+    assert AdaptivePolicy(costs, before).choose([]) is not None
+    for size in list(costs.verify) * 20:
+        before.slowdowns.learn(size, 4.0)
+        before.slowdowns.learn(1, 1.0)
+    assert AdaptivePolicy(costs, before).choose([]) is None
 
 
 def test_drafts_are_looked_at_while_there_is_too_little_for_a_trial() -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from mlx_redrafter.policy.learning_time import AT_FIRST, EVERY, LACKING, SHARE, LearningTime
+from mlx_redrafter.policy.learning_time import (
+    AT_FIRST,
+    EVERY,
+    LACKING,
+    MOST_OF_STEP,
+    SHARE,
+    LearningTime,
+)
 
 
 class Clock:
@@ -22,16 +29,25 @@ def _learn(time: LearningTime, clock: Clock, seconds: float) -> None:
 
 def test_there_is_some_time_at_first_and_then_a_share_of_all() -> None:
     clock = Clock()
-    time = LearningTime(clock)
+    time = LearningTime(clock, 1.0)
     _learn(time, clock, 2 * AT_FIRST)
     assert not time.is_left
     time.take(AT_FIRST / SHARE)
     assert time.is_left
 
 
+def test_where_steps_are_short_there_is_less_at_first() -> None:
+    clock = Clock()
+    time = LearningTime(clock, AT_FIRST)
+    _learn(time, clock, 0.9 * MOST_OF_STEP * AT_FIRST)
+    assert time.is_left
+    _learn(time, clock, 0.2 * MOST_OF_STEP * AT_FIRST)
+    assert not time.is_left
+
+
 def test_drafts_that_bring_less_than_expected_are_learnt_from_beyond_that() -> None:
     clock = Clock()
-    time = LearningTime(clock)
+    time = LearningTime(clock, 1.0)
     _learn(time, clock, 2 * AT_FIRST)
     time.compare(LACKING, LACKING + 2)
     time.compare(LACKING, 1)
@@ -46,7 +62,7 @@ def test_drafts_that_bring_less_than_expected_are_learnt_from_beyond_that() -> N
 
 def test_short_steps_are_learnt_from_together() -> None:
     clock = Clock()
-    time = LearningTime(clock)
+    time = LearningTime(clock, 1.0)
     assert time.is_due
     _learn(time, clock, 1e-4)
     time.take(0.6 * EVERY)
@@ -57,7 +73,7 @@ def test_short_steps_are_learnt_from_together() -> None:
 
 def test_a_step_in_which_the_host_learnt_is_no_measure_where_others_go_without() -> None:
     clock = Clock()
-    time = LearningTime(clock)
+    time = LearningTime(clock, 1.0)
     assert not time.take(1.0)
     _learn(time, clock, 0.2)
     assert time.take(1.0)
