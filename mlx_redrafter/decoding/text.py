@@ -120,6 +120,8 @@ class Text:
                 return []
             last = mx.array(self.request.prompt[-1:], dtype=mx.int32)
             self._flight = yield from self._advance(last, num_nodes=0)
+            if self.drafting is not None:
+                self.drafting.outlook()  # a lookup indexes the prompt while the device is busy
             yield None
             self._is_read, self._is_told = True, False
             return self._accept(self._flight)

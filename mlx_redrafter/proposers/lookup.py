@@ -96,7 +96,7 @@ class Lookup:
 class LookupDrafting:
     """One text's drafts; see `Drafting`.
 
-    The prompt is indexed when something is asked for first, so not before the first token is out.
+    The prompt is indexed when something is asked for first, not while a text waits for its turn.
     """
 
     reader = None
