@@ -79,7 +79,7 @@ SECONDS = np.ones((*FITS.shape[:2], 1 + len(SIZES)))
 
 def _learn(gains: Gains, found: np.ndarray, times: int = 1) -> None:
     for _ in range(times):
-        gains.learn(found, found, SECONDS, 1.0)
+        gains.learn(found, found, SECONDS, SECONDS[..., 1], 1.0)
 
 
 def test_the_first_draft_outweighs_all_hope() -> None:
@@ -132,9 +132,9 @@ def test_steps_that_verify_what_is_worth_it_take_less_where_nothing_is() -> None
     gains, found = Gains(), np.zeros(FITS.shape)
     seconds = 3 * SECONDS
     seconds[..., 0] = 1.0
-    gains.learn(found, found, seconds, 1.0)
+    gains.learn(found, found, seconds, seconds[..., 1], 1.0)
     assert gains.chosen[0].max() == 0
     assert gains.chosen[1].max() == pytest.approx(1 / 3), "of a step that verifies some"
-    gains.learn(found + 9, found + 9, seconds, 1.0)
+    gains.learn(found + 9, found + 9, seconds, seconds[..., 1], 1.0)
     assert gains.chosen[0].max() == pytest.approx(4.5)
     assert gains.chosen[1].max() == pytest.approx(2 / 3)
