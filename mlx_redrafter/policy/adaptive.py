@@ -341,8 +341,7 @@ class AdaptivePolicy:
             if self.experience.until_trial < 0 or self._credits.trials >= loss:
                 return Choice(PLANS[w, length], SIZES[size])
             self.experience.until_trial = 1
-        looking = float(self._prices.drafting[w, length])
-        if self._until_survey > 0 or not self._credits.pay(looking):
+        if self._until_survey > 0 or not self._credits.pay(float(self._prices.drafting[w, length])):
             return PLAIN
         if self._until_survey <= 1 - LOOKS:
             self._until_survey = LOOK_EVERY

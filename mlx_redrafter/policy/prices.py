@@ -49,10 +49,10 @@ class Prices:
 
     def update(self, slowdowns: Slowdowns, in_vain: float) -> None:
         """Take in how much slower steps are, and beyond that those whose drafts are in vain."""
-        wait, (common, *factors) = self._costs.wait, slowdowns.factors
-        self.plain: float = self._costs.plain * common
+        wait, (of_plain, *factors) = self._costs.wait, slowdowns.factors
+        self.plain: float = self._costs.plain * of_plain
         # What slows plain steps down, but for a longer text, slows drafting down as well.
-        drafting = self.timed_drafting * (in_vain * common) + (in_vain - 1) * (self.plain + wait)
+        drafting = self.timed_drafting * (in_vain * of_plain) + (in_vain - 1) * (self.plain + wait)
         self.drafting: Floats = np.maximum(0.0, drafting)
         # What took less than a plain step was timed in a quieter moment.
         timed = zip(self._costs.verify.items(), factors, strict=True)
