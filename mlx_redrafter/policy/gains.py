@@ -77,7 +77,7 @@ class Gains:
             chosen: The same where the drafts verified are chosen by their chances.
             seconds: Duration of steps that look at the drafts first, and verify none of them or
                 so many, (W, L, 1 + S).
-            shortest: Of the shortest of those steps, see `Prices`, (W, L).
+            shortest: Duration of the shortest of those steps, see `Prices`, (W, L).
             rate: Tokens per second that time is worth.
         """
         gains, chosen = self._extrapolation.extend(found, chosen)

@@ -34,8 +34,8 @@ class Prices:
         step: Both, infinite where the size does not fit, shape (W, L, S).
         looking: Steps that look at the drafts first, and verify none of them or so many, shape
             (W, L, 1 + S).
-        shortest: Those of them that take least of those that verify any, also of shapes that do not
-            fit, shape (W, L).
+        shortest: The shortest step that looks at the drafts and verifies some, for shapes that do
+            not fit as well, shape (W, L).
     """
 
     def __init__(self, costs: StepCosts, fits: npt.NDArray[np.bool_]):
