@@ -253,7 +253,7 @@ class AdaptivePolicy:
             self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
             self._expected = 1 + float(gains.mean[w, length, size])
         drafts, relative = gains.chosen
-        speeds = (1 + drafts) / (relative * self._prices.shortest) * self._offered
+        speeds = (1 + drafts) / (relative * self._prices.fewest) * self._offered
         speed, (w, length) = highest(speeds)
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
@@ -388,4 +388,4 @@ class AdaptivePolicy:
         for seen in drafts:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
             prices, rate = self._prices, self._rate
-            self.experience.gains.learn(best, chosen, prices.looking, prices.shortest, rate)
+            self.experience.gains.learn(best, chosen, prices.looking, prices.fewest, rate)

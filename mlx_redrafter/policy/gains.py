@@ -40,8 +40,8 @@ class Gains:
     Attributes:
         mean: Shape (W, L, S).
         chosen: Mean number of accepted drafts of steps that verify as many as are worth it, and
-            mean of what those steps take by what the shortest of them does, shape (2, W, L): what
-            all steps take changes before the next draft is learnt from.
+            mean of what those steps take by what those that verify the fewest do, shape (2, W, L):
+            what all steps take changes before the next draft is learnt from.
     """
 
     def __init__(self, before: Gains | None = None, num_texts: int | None = None):
@@ -68,7 +68,7 @@ class Gains:
             self._chosen_count = min(before._chosen_count, CARRIED_OVER)
 
     def learn(
-        self, found: Floats, chosen: Floats, seconds: Floats, shortest: Floats, rate: float
+        self, found: Floats, chosen: Floats, seconds: Floats, fewest: Floats, rate: float
     ) -> None:
         """Take in the gains of one draft.
 
@@ -77,7 +77,7 @@ class Gains:
             chosen: The same where the drafts verified are chosen by their chances.
             seconds: Duration of steps that look at the drafts first, and verify none of them or
                 so many, (W, L, 1 + S).
-            shortest: Duration of the shortest of those steps, see `Prices`, (W, L).
+            fewest: Duration of steps that verify the fewest, see `Prices`, (W, L).
             rate: Tokens per second that time is worth.
         """
         gains, chosen = self._extrapolation.extend(found, chosen)
@@ -86,7 +86,7 @@ class Gains:
         self._chosen_count = min(self._chosen_count + 1, MEMORY)
         self.mean = self.mean + (gains[..., 1:] - self.mean) / self._count
         best = (chosen - rate * seconds).argmax(axis=-1) + _FIRST
-        newest = np.array([chosen.take(best), seconds.take(best) / shortest])
+        newest = np.array([chosen.take(best), seconds.take(best) / fewest])
         self.chosen = self.chosen + (newest - self.chosen) / self._chosen_count
 
     def _typical_of_texts(self) -> tuple[Floats, Floats]:

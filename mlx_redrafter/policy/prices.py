@@ -34,8 +34,8 @@ class Prices:
         step: Both, infinite where the size does not fit, shape (W, L, S).
         looking: Steps that look at the drafts first, and verify none of them or so many, shape
             (W, L, 1 + S).
-        shortest: The shortest step that looks at the drafts and verifies some, for shapes that do
-            not fit as well, shape (W, L).
+        fewest: Steps that look at the drafts first, and verify the fewest of them, for shapes that
+            do not fit as well, shape (W, L).
     """
 
     def __init__(self, costs: StepCosts, fits: npt.NDArray[np.bool_]):
@@ -61,7 +61,7 @@ class Prices:
         every = self.drafting[..., None] + (self._unfit + np.array([self.plain, *self.verify]))
         self.step: Floats = every[..., 1:]
         self.looking: Floats = every + wait
-        self.shortest: Floats = self.drafting + (min(self.verify) + wait)
+        self.fewest: Floats = self.drafting + (self.verify[0] + wait)
 
     def worth(self, chances: Sequence[float], rate: float) -> list[int]:
         """The drafts with the most tokens beyond what their time gives otherwise, the best first.
