@@ -181,7 +181,7 @@ class KeyedChooser:
         if not 0 <= number < len(self._of_roots):
             # More at once where roots follow each other, as in plain decoding.
             count = 2 * number if number == len(self._of_roots) else 1
-            count = min(max(1, count), MOST_ROOTS, max(1, MOST_NOISE // self.vocab_size))
+            count = max(1, min(count, MOST_ROOTS, MOST_NOISE // self.vocab_size))
             self._of_roots, self._first_root, number = self._draw(position, count), position, 0
         return self._of_roots[number]
 

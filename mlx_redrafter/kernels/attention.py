@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import unwrap
@@ -28,6 +27,7 @@ from mlx_redrafter.kernels.tree_attention import tree_attention
 from mlx_redrafter.kernels.variant import DTYPES
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.hooks import Call, HookPoint, install
+from mlx_redrafter.target.setting import Setting
 from mlx_redrafter.tree import TokenTree
 
 
@@ -97,7 +97,7 @@ def attention_shapes(model: nn.Module) -> dict[AttentionShape, int]:
     for file in _files(model):
         install(HookPoint(file, scaled_dot_product_attention.__name__, _attend))
     found: list[AttentionShape] = []
-    with _bound(_seen, found):
+    with Setting(_seen, found):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     return {shape: found.count(shape) for shape in dict.fromkeys(found) if shape.is_offered}
 
@@ -119,7 +119,7 @@ def _files(model: nn.Module) -> Iterator[ModuleType]:
 
 def _run(call: MethodType, *args: Any, **kwargs: Any) -> Any:
     """Hook for a model that uses the kernel."""
-    with _bound(_choices, cast(Any, call.__self__).redrafter_kernel):
+    with Setting(_choices, cast(Any, call.__self__).redrafter_kernel):
         return call(*args, **kwargs)
 
 
@@ -164,12 +164,3 @@ def _tree(cache: Any, mask: Any) -> TokenTree | None:
     if type(cache) is not FullCache or cache.step.tree is None or mask is not cache.step.tree_mask:
         return None
     return cache.step.tree
-
-
-@contextmanager
-def _bound(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)

@@ -127,8 +127,8 @@ class AdaptivePolicy:
             self._left -= 1
             return None
         self._catch_up()
-        has_drafts = any(outcome.seen for outcome in self._outcomes)
-        if has_drafts and self._time.is_due and not self._is_trying:
+        may_learn = self._time.is_due and not self._is_trying
+        if may_learn and any(outcome.seen for outcome in self._outcomes):
             with self._time.spent():
                 self._learn()
                 self._decide()
@@ -385,7 +385,7 @@ class AdaptivePolicy:
             awaited.teach(calibration, tokens)
         calibration.fit()
         drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
+        prices, rate = self._prices, self._rate
         for seen in drafts:
             best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
-            prices, rate = self._prices, self._rate
             self.experience.gains.learn(best, chosen, prices.looking, prices.fewest, rate)

@@ -23,7 +23,7 @@ class Taken(NamedTuple):
     Attributes:
         step: The step.
         is_inner: Whether it stood between two of its kind, with drafts or without, and the host did
-            not learn meanwhile.
+            not learn meanwhile, unless from drafts in use.
         waits: Whether the drafts were looked at before they were verified.
         num_steps: Number of steps.
     """

@@ -14,16 +14,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
 from types import MethodType, ModuleType
-from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar, cast
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.setting import Setting
 
 Call = Callable[..., Any]
 Hook = Callable[..., Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,9 @@ _replacement: ContextVar[mx.array | None] = ContextVar("replacement", default=No
 _inputs: ContextVar[dict[int, mx.array] | None] = ContextVar("inputs", default=None)
 
 
-class _Setting(Generic[T]):
-    """A context variable's value for the time of a ``with``, which is given the value.
-
-    Every token meets two of them: one of contextlib's takes three times as long.
-    """
-
-    def __init__(self, variable: ContextVar[T | None], value: T):
-        self._variable = variable
-        self._value = value
-
-    def __enter__(self) -> T:
-        self._token = self._variable.set(self._value)
-        return self._value
-
-    def __exit__(self, *error: object) -> None:
-        self._variable.reset(self._token)
-
-
-def tree_positions(positions: TreePositions) -> _Setting[TreePositions]:
+def tree_positions(positions: TreePositions) -> Setting[TreePositions]:
     """Place the tokens of forward passes built inside at these positions."""
-    return _Setting(_positions, positions)
+    return Setting(_positions, positions)
 
 
 def is_verifying() -> bool:
@@ -94,19 +76,19 @@ def is_verifying() -> bool:
     return _positions.get() is not None
 
 
-def captured_output() -> _Setting[list[mx.array]]:
+def captured_output() -> Setting[list[mx.array]]:
     """Collect the outputs of modules hooked with `capture` that are called inside."""
-    return _Setting(_outputs, [])
+    return Setting(_outputs, [])
 
 
-def replaced_output(output: mx.array) -> _Setting[mx.array]:
+def replaced_output(output: mx.array) -> Setting[mx.array]:
     """Let modules hooked with `capture` that are called inside return this."""
-    return _Setting(_replacement, output)
+    return Setting(_replacement, output)
 
 
-def captured_inputs() -> _Setting[dict[int, mx.array]]:
+def captured_inputs() -> Setting[dict[int, mx.array]]:
     """Collect what modules hooked with `capture_input` are given inside, by their ``id``."""
-    return _Setting(_inputs, {})
+    return Setting(_inputs, {})
 
 
 def install(point: HookPoint) -> None:

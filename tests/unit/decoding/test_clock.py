@@ -52,5 +52,5 @@ def test_time_away_is_counted_when_the_caller_never_comes_back(time: Time) -> No
     _step(clock, time, 1.0)
     clock.absence.__enter__()
     time.now += 1.0
-    clock.absence.__exit__(GeneratorExit, GeneratorExit(), None)
+    assert not clock.absence.__exit__(GeneratorExit, GeneratorExit(), None)
     assert clock.lap() is None
