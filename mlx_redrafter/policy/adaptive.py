@@ -123,9 +123,10 @@ class AdaptivePolicy:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        if self._left and not outlook:
+        if self._left and not self._looks_up(outlook):
             self._left -= 1
             return None
+        looks_up = self._left > 0
         self._catch_up()
         may_learn = self._time.is_due and not self._is_trying
         if may_learn and any(outcome.seen for outcome in self._outcomes):
@@ -138,7 +139,8 @@ class AdaptivePolicy:
             plain = self._costs.plain * self.experience.slowdowns.of(1)
             if has_drafted or abs(plain - self._prices.plain) > LEAST_CHANGE:
                 self._decide()
-        self._next = Choice(LOOKUP) if self._looks_up(outlook) else self._explore(self._best)
+        looks_up = looks_up or self._looks_up(outlook)
+        self._next = Choice(LOOKUP) if looks_up else self._explore(self._best)
         if self._next is PLAIN:
             self._ahead = self._left = self._steps_ahead()
         return self._next.plan

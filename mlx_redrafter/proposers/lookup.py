@@ -11,7 +11,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -96,14 +98,18 @@ class Lookup:
 class LookupDrafting:
     """One text's drafts; see `Drafting`.
 
-    The prompt is indexed when something is asked for first, not while a text waits for its turn.
+    The prompt is indexed when something is asked for first, not while a text waits for its turn;
+    then tokens wait to be indexed until two in a row stood in the text before, as nothing else
+    matches.
     """
 
     reader = None
 
     def __init__(self, prompt: Sequence[int], rates: MatchRates):
         self._prompt = prompt
-        self._index: SuffixIndex | None = None
+        self._index = SuffixIndex()
+        self._waiting = list(prompt)
+        self._newest = prompt[-1]
         # What followed the present match, once asked for.
         self._following: list[Continuation] | None = None
         self._rates = rates
@@ -111,9 +117,15 @@ class LookupDrafting:
     @property
     def index(self) -> SuffixIndex:
         """The text so far."""
-        if self._index is None:
-            self._index = SuffixIndex(self._prompt)
+        for token in self._waiting:
+            self._index.add(token)
+        self._waiting.clear()
         return self._index
+
+    @cached_property
+    def _pairs(self) -> set[tuple[int, int]]:
+        """Tokens in a row, `LEAST_MATCH` of them."""
+        return set(pairwise(self._prompt))
 
     def outlook(self) -> list[float]:
         """See `Drafting.outlook`; the most frequent continuation of the token in flight."""
@@ -175,8 +187,11 @@ class LookupDrafting:
             following = self._foreseen()
             if following:
                 self._rates.learn(self.index.match.length, following[0].token == token)
-            self.index.add(token)
-            self._following = None
+            pair = self._newest, token
+            self._following = None if pair in self._pairs else []
+            self._pairs.add(pair)
+            self._waiting.append(token)
+            self._newest = token
 
     def _foreseen(self) -> list[Continuation]:
         """The most frequent continuation of the text, if there is one."""

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.host import to_ints
@@ -99,6 +101,16 @@ def test_the_prompt_teaches_no_frequencies() -> None:
     lookup = Lookup()
     _open([1, 2, 3, 4] * 50, lookup).outlook()
     assert [lookup.rates.rate(length) for length in LENGTHS] == list(PRIORS)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3)))
+def test_tokens_that_wait_to_be_indexed_are_not_missed(prompt: list[int], more: list[int]) -> None:
+    lookup = Lookup()
+    drafting = _open(prompt, lookup)
+    for count, token in enumerate(more, start=1):
+        drafting.skip(_flight(token))
+        anew = LookupDrafting([*prompt, *more[:count]], lookup.rates)
+        assert drafting.outlook() == anew.outlook()
 
 
 def test_rates_forget() -> None:
