@@ -231,7 +231,7 @@ class _Bench:
 
         def work() -> list[int]:
             length, depths = self.plan.shape.length, self.tree.depths
-            noise = self.chooser.noise(mx.array([self.cache.length]), length)
+            noise = self.chooser.noise(self.cache.length, length)
             chosen = choose(self.chooser, self.logits, depths, noise, length).checked
             path, num_accepted, bonus = accept(self.tree, chosen)
             return to_ints(mx.concatenate([num_accepted, bonus, path, self.tree.tokens[path]]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from struct import pack, unpack
 from typing import NamedTuple
 
@@ -56,8 +56,11 @@ class TokenTree:
         scores: Natural logarithm of the probability that the proposer gives to a draft and all
             above it, for nodes 1 to N - 1, best first, float32, shape (N - 1,); None where the
             nodes are in another order.
-        packed: All that `read` reads, int32, shape (4 (N - 1),); None where there are no scores.
+        packed: All that `read` reads, int32, shape (4 (N - 1),), of a chain the tokens and scores
+            alone, (2 (N - 1),); None where there are no scores.
         known: Drafts that the host knows without waiting for the device.
+        is_chain: Whether every draft is a child of the node before: so it is where beams are one
+            wide, and such trees take far fewer operations.
     """
 
     tokens: mx.array
@@ -70,6 +73,25 @@ class TokenTree:
     scores: mx.array | None = None
     packed: mx.array | None = None
     known: Drafts | None = None
+    is_chain: bool = False
+
+    @classmethod
+    def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
+        """The tree in which each token but the first is the only child of the one before.
+
+        Args:
+            tokens: Token ids, the root's first, int32, shape (N,).
+            num_unmerged: See above.
+        """
+        num_nodes = tokens.shape[0]
+        return cls(
+            tokens,
+            *_chain(num_nodes),
+            num_nodes=num_nodes,
+            num_unmerged=num_unmerged,
+            max_depth=num_nodes - 1,
+            is_chain=True,
+        )
 
     @classmethod
     def of(
@@ -91,25 +113,30 @@ class TokenTree:
         for node in range(1, len(tokens)):
             depths[node] = depths[parents[node]] + 1
         bound = max(depths) if max_depth is None else max_depth
-        parent_nodes = mx.array(list(parents), dtype=mx.int32)
-        return cls(
-            tokens=mx.array(list(tokens), dtype=mx.int32),
-            parents=parent_nodes,
-            depths=mx.array(depths, dtype=mx.int32),
-            ancestors=ancestor_mask(parent_nodes, bound),
-            num_nodes=len(tokens),
-            num_unmerged=len(tokens),
-            max_depth=bound,
-            scores=None if scores is None else mx.array(list(scores), dtype=mx.float32),
-            known=None
-            if scores is None
-            else Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:])),
-        )
+        nodes = mx.array(list(tokens), dtype=mx.int32)
+        if depths == list(range(bound + 1)):
+            tree = cls.chain(nodes, num_unmerged=len(tokens))
+        else:
+            parent_nodes = mx.array(list(parents), dtype=mx.int32)
+            tree = cls(
+                tokens=nodes,
+                parents=parent_nodes,
+                depths=mx.array(depths, dtype=mx.int32),
+                ancestors=ancestor_mask(parent_nodes, bound),
+                num_nodes=len(tokens),
+                num_unmerged=len(tokens),
+                max_depth=bound,
+            )
+        if scores is None:
+            return tree
+        known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
+        return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
 
     def scored(self, scores: mx.array) -> TokenTree:
         """The same tree with scores."""
-        columns = self.tokens[1:], self.parents[1:], self.depths[1:], scores.view(mx.int32)
-        return replace(self, scores=scores, packed=mx.concatenate(list(columns)))
+        places = [] if self.is_chain else [self.parents[1:], self.depths[1:]]
+        columns = [self.tokens[1:], scores.view(mx.int32), *places]
+        return replace(self, scores=scores, packed=mx.concatenate(columns))
 
     @property
     def size(self) -> int:
@@ -119,6 +146,8 @@ class TokenTree:
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What the device has to compute for this tree, or for any part of it."""
+        if self.is_chain:  # all that depends on the size alone is there
+            return (self.tokens,) if self.packed is None else (self.tokens, self.packed)
         known = self.tokens, self.parents, self.depths
         return (*known, self.ancestors) if self.packed is None else (*known, self.packed)
 
@@ -130,7 +159,9 @@ class TokenTree:
     def _drafts(self) -> Drafts:
         assert self.packed is not None
         values, count = to_ints(self.packed), self.size - 1
-        tokens, parents, depths, bits = (
+        if self.is_chain:
+            values += [*range(count), *range(1, count + 1)]
+        tokens, bits, parents, depths = (
             values[start : start + count] for start in range(0, 4 * count, count)
         )
         return Drafts(list(unpack(f"{count}f", pack(f"{count}i", *bits))), depths, parents, tokens)
@@ -167,14 +198,19 @@ class TokenTree:
             return self
         drafts = num_nodes - 1
         known = self.known and self.known.first(drafts)
-        parents, max_depth = self.parents[:num_nodes], min(self.max_depth, drafts)
+        max_depth = min(self.max_depth, drafts)
+        if self.is_chain:
+            parents, depths, ancestors = _chain(num_nodes)
+        else:
+            parents, depths = self.parents[:num_nodes], self.depths[:num_nodes]
+            # Not a part of its own mask, which may be that of many more nodes.
+            ancestors = ancestor_mask(parents, max_depth)
         return replace(
             self,
             tokens=self.tokens[:num_nodes],
             parents=parents,
-            depths=self.depths[:num_nodes],
-            # Not a part of its own mask, which may be that of many more nodes.
-            ancestors=ancestor_mask(parents, max_depth),
+            depths=depths,
+            ancestors=ancestors,
             num_nodes=num_nodes,
             max_depth=max_depth,
             scores=None if self.scores is None else self.scores[:drafts],
@@ -198,7 +234,17 @@ class TokenTree:
             scores=None,
             packed=None,
             known=None,
+            is_chain=False,
         )
+
+
+@cache
+def _chain(num_nodes: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Parents, depths and ancestors of a chain, computed already: threads share them."""
+    nodes = range(num_nodes)
+    parents = mx.array([max(node - 1, 0) for node in nodes], dtype=mx.int32)
+    ancestors = mx.array([[node >= above for above in nodes] for node in nodes])
+    return parents, mx.array(list(nodes), dtype=mx.int32), ancestors
 
 
 def ancestor_mask(parents: mx.array, depth: int) -> mx.array:

@@ -41,6 +41,8 @@ def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
         chosen: The target's token after every node, integer, shape (N,).
     """
     chosen = chosen.astype(mx.int32)
+    if tree.is_chain and tree.size > 1:
+        return _accept_chain(tree, chosen)
     size, length = tree.size, tree.max_depth + 1
     is_root = mx.arange(size) == 0
     # Functions, not operators: under mx.vmap those do not broadcast (MLX 0.32.4).
@@ -53,6 +55,13 @@ def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
     if size < length:
         path = mx.pad(path, (0, length - size))
     return Acceptance(path, num_accepted, chosen[path[num_accepted]])
+
+
+def _accept_chain(tree: TokenTree, chosen: mx.array) -> Acceptance:
+    """The same in a fraction of the operations, which small models and fast GPUs notice."""
+    matches = (tree.tokens[1:] == chosen[:-1]).astype(mx.int32)
+    num_accepted = mx.sum(mx.cumprod(matches), keepdims=True)
+    return Acceptance(tree.depths, num_accepted, chosen[num_accepted])
 
 
 def count_matches(

@@ -114,11 +114,9 @@ class InFlight:
         return mx.zeros((1,), dtype=mx.int32) if self.path is None else self.outcome[1:2]
 
     @property
-    def position(self) -> mx.array:
-        """Position of `root`, int32, shape (1,)."""
-        if self.path is None:
-            return mx.array([self.length + 1], dtype=mx.int32)
-        return self.num_accepted + (self.length + 1)
+    def most_accepted(self) -> int:
+        """Most drafts that can be accepted."""
+        return 0 if self.path is None else self.path.shape[0] - 1
 
     @property
     def path_tokens(self) -> mx.array:

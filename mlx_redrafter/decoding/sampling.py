@@ -26,9 +26,9 @@ Sampler = Callable[[mx.array], mx.array]
 
 # The width of the noise is a multiple of this, so that vector units treat every token alike.
 NOISE_ALIGNMENT = 64
-# Numbers of noise that are drawn at once, at most, for the roots to come, and of how many of them:
+# Numbers of noise that are drawn at once, at most, for steps to come, and of how many positions:
 # where the vocabulary is small, the operations cost more than the numbers.
-MOST_NOISE, MOST_ROOTS = 2**14, 16
+MOST_NOISE, MOST_POSITIONS = 2**14, 16
 # Bounds of factors in float32: what is less may be 0 there, what is more infinite. A nucleus of
 # mass 0 is none, and mlx-lm would read past the end of the vocabulary to find it.
 LEAST, MOST = 1e-30, 1e30
@@ -37,12 +37,16 @@ LEAST, MOST = 1e-30, 1e30
 class TokenChooser(Protocol):
     """Chooses the target's token after every node of a tree."""
 
-    def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
+    def noise(
+        self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
+    ) -> GumbelNoise | None:
         """Noise of the choices after a tree's nodes.
 
         Args:
-            position: Position of the root, the number of tokens before it, integer, shape (1,).
+            position: Position of the root, the number of tokens before it, or the least it can be.
             num_levels: Levels of the tree, the root's included, L.
+            further: Distance of the root from there, int32, shape (1,), unless ``furthest`` is 0.
+            furthest: Upper bound of ``further``.
 
         Returns:
             Noise for the choice after a node of each depth; None if there is none, or none that
@@ -155,43 +159,66 @@ class KeyedChooser:
             )
         self.params = params
         self.vocab_size = vocab_size
-        # Noise of the choices after some roots in a row, and the position of the first of these.
-        self._of_roots: list[GumbelNoise] = []
-        self._first_root = 0
+        # Noise of the choices at some positions in a row, shape (n, V), the first of these, and
+        # the rows one by one, once asked for.
+        self._rows = mx.zeros((0, vocab_size))
+        self._first = 0
+        self._single: list[mx.array] = []
 
     @cached_property
     def unseeded(self) -> SamplingParams:
         """The parameters but for the seed: where they are equal, one set of operations chooses."""
         return replace(self.params, seed=0)
 
-    def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
+    def noise(
+        self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
+    ) -> GumbelNoise | None:
         """See `TokenChooser.noise`."""
         if self.params.temp == 0:
             return None
         # The token after a node of depth d stands d + 1 after the root.
-        positions = position + 1 + mx.arange(num_levels)
-        values = gumbel_noise(self.params.seed, positions, self.vocab_size)
-        return GumbelNoise(self.params, values)
+        first, count = position + 1, furthest + num_levels
+        if count > self._most_positions:
+            positions = mx.arange(first, first + num_levels)
+            if further is not None and furthest:
+                positions = further + positions
+            values = gumbel_noise(self.params.seed, positions, self.vocab_size)
+            return GumbelNoise(self.params, values)
+        if not self._first <= first <= self._first + len(self._rows) - count:
+            self._draw(first, self._most_positions)
+        start, stop = first - self._first, first - self._first + num_levels
+        if further is None or not furthest:
+            return GumbelNoise(self.params, self._rows[start:stop])
+        return GumbelNoise(self.params, self._rows[further + mx.arange(start, stop)])
 
     def noise_of_root(self, position: int) -> GumbelNoise | None:
         """See `TokenChooser.noise_of_root`."""
         if self.params.temp == 0:
             return None
-        number = position - self._first_root
-        if not 0 <= number < len(self._of_roots):
+        number = position + 1 - self._first
+        if not 0 <= number < len(self._rows):
             # More at once where roots follow each other, as in plain decoding.
-            count = 2 * number if number == len(self._of_roots) else 1
-            count = max(1, min(count, MOST_ROOTS, MOST_NOISE // self.vocab_size))
-            self._of_roots, self._first_root, number = self._draw(position, count), position, 0
-        return self._of_roots[number]
+            count = 2 * number if number == len(self._rows) else 1
+            self._draw(position + 1, max(1, min(count, self._most_positions)))
+            number = 0
+        if not self._single:
+            count = len(self._rows)
+            self._single = list(mx.split(self._rows, count)) if count > 1 else [self._rows]
+        return GumbelNoise(self.params, self._single[number])
 
-    def _draw(self, first: int, count: int) -> list[GumbelNoise]:
-        """Noise of the choices after ``count`` roots in a row."""
+    @property
+    def _most_positions(self) -> int:
+        """Most positions whose noise is drawn at once."""
+        return min(MOST_POSITIONS, MOST_NOISE // self.vocab_size)
+
+    def _draw(self, first: int, count: int) -> None:
+        """Draw the noise of the choices at ``count`` positions in a row."""
         seed, size = self.params.seed, self.vocab_size
+        self._first, self._single = first, []
         if count == 1:
-            return [GumbelNoise(self.params, gumbel_noise_at(seed, first + 1, size))]
-        rows = gumbel_noise(seed, first + 1 + mx.arange(count), size)
-        return [GumbelNoise(self.params, row) for row in mx.split(rows, count)]
+            self._rows = gumbel_noise_at(seed, first, size)
+        else:
+            self._rows = gumbel_noise(seed, mx.arange(first, first + count), size)
 
     def sample(
         self,
@@ -246,7 +273,9 @@ class StockChooser:
         self.sampler = sampler
         self._keys = mx.zeros((0, 2), dtype=mx.uint32)
 
-    def noise(self, position: mx.array, num_levels: int) -> GumbelNoise | None:
+    def noise(
+        self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
+    ) -> GumbelNoise | None:
         """None: a sampler draws as it chooses."""
         return None
 

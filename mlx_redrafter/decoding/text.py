@@ -130,7 +130,6 @@ class Text:
             self._is_read, self._is_told = False, True
             proposal = self._draft(self._choose(), self._flight)
             self._flight = yield from self._verify(proposal, self._flight)
-
         flight, plan = self._flight, self._choose()
         if plan is None and flight.path is None:
             # From one token to the next: the length is known before the outcome is.
@@ -309,7 +308,8 @@ class Text:
             self._skip(flight)
             return None
         with mx.stream(generation_stream):
-            noise = self.chooser.noise(flight.position, plan.shape.length)
+            accepted = flight.num_accepted, flight.most_accepted
+            noise = self.chooser.noise(flight.length + 1, plan.shape.length, *accepted)
             tree = self.drafting.propose(flight, plan, noise)
             if tree is not None and tree.known is None:
                 mx.async_eval(tree.arrays)

@@ -118,8 +118,11 @@ def judge_tree(
     choices = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
     log_probs = choices.log_probs
     path, num_accepted, bonus = accept(tree, choices.checked)
-    hidden_state = outputs.hidden_states[path[num_accepted]][0]
-    outcome = mx.concatenate([bonus, num_accepted, path, tree.tokens[path]])
+    last, tokens = num_accepted, tree.tokens
+    if not tree.is_chain:
+        last, tokens = path[num_accepted], tree.tokens[path]
+    hidden_state = outputs.hidden_states[last].squeeze(0)
+    outcome = mx.concatenate([bonus, num_accepted, path, tokens])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
     root = mx.maximum(bonus, 0)
     return Verdict(outcome, root, log_probs, hidden_state, outputs.states, path)

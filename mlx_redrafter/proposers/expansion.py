@@ -63,7 +63,8 @@ def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
     """
     shape = plan.shape
     if shape.width == 1:
-        return _chain(expansion, root, plan.num_nodes)
+        tree = _chain(expansion, root, plan.num_nodes)
+        return tree.scored(expansion.scores[: plan.num_nodes - 1])
     best = mx.argsort(-expansion.scores)[: plan.num_nodes - 1].astype(mx.int32)
     tree = _pack(expansion, root, best, 1 + best // _level_size(expansion, shape), shape)
     return tree.scored(expansion.scores[best])
@@ -71,18 +72,9 @@ def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
 
 def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
     """The first nodes of a search of width 1: each is the only child of the one before."""
-    nodes = mx.arange(num_nodes, dtype=mx.int32)
-    before = mx.maximum(nodes - 1, 0)
-    tree = TokenTree(
-        tokens=mx.concatenate([root.astype(mx.int32), expansion.tokens[: num_nodes - 1]]),
-        parents=before,
-        depths=nodes,
-        ancestors=nodes[:, None] >= nodes,
-        num_nodes=num_nodes,
-        num_unmerged=expansion.tokens.shape[0] + 1,
-        max_depth=num_nodes - 1,
-    )
-    return tree.scored(expansion.scores[: num_nodes - 1])
+    drafts = expansion.tokens[: num_nodes - 1]
+    tokens = mx.concatenate([root.astype(mx.int32), drafts])
+    return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
@@ -97,6 +89,8 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
         shape: W and L.
     """
     scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
+    if shape.width == 1:
+        return _chain(expansion, root, shape.length)
     lineage = [mx.arange(shape.width, dtype=mx.int32) + (scored - level)]
     for _ in range(shape.levels - 1):
         lineage.append(expansion.parents[lineage[-1]])

@@ -75,7 +75,7 @@ def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expan
     Returns:
         The scored nodes. Nothing is read by the host.
     """
-    return search_all(levels, shape, rank).of_root(0)
+    return Expansion(*(array.squeeze(0) for array in search_all(levels, shape, rank)))
 
 
 def search_all(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
@@ -92,14 +92,15 @@ def search_all(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> E
     width, rows, log_probs = shape.width, levels.num_rows, levels.first()
     roots, count = log_probs.shape[0], min(shape.level_nodes, rows)
 
-    def best_of(log_probs: mx.array, before: mx.array, depth: int) -> TopK:
-        """The best continuations of nodes with scores (R, W), (R, K) of (W * V)."""
+    def best_of(log_probs: mx.array, before: mx.array | None, depth: int) -> TopK:
+        """The best continuations of nodes with scores (R, W) or of the roots, (R, K) of (W * V)."""
         if rank is not None:
             log_probs = rank(log_probs, depth)
-        sums = before[..., None] + log_probs.reshape(*before.shape, rows)
-        return top_k(bounded(sums).reshape(roots, -1), count)
+        if before is not None:
+            log_probs = before.reshape(-1, 1) + log_probs
+        return top_k(bounded(log_probs).reshape(roots, -1), count)
 
-    best = best_of(log_probs, mx.zeros((roots, 1)), 0)
+    best = best_of(log_probs, None, 0)
     tokens, scores = levels.to_token_ids(best.indices), best.values
     found = [(tokens, scores, mx.full((roots, count), -1, dtype=mx.int32))]
     first_beams = mx.arange(roots, dtype=mx.int32)[:, None]

@@ -293,7 +293,9 @@ class Target:
             Outputs of every node.
         """
         cache.expect(tree)
-        tokens = mx.maximum(tree.tokens, 0)  # padding nodes are embedded as token 0
+        tokens = tree.tokens
+        if tree.num_nodes < tree.size:
+            tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
         with tree_positions(TreePositions(nodes, cache.length, tree.max_depth + 1)):
             return self._process(tokens[None], cache.layers, layers).alone

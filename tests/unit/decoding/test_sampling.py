@@ -25,7 +25,7 @@ def _choose(params: SamplingParams, logits: list[float], count: int) -> np.ndarr
     rows, _ = normalise(mx.array([logits] * count))
     depths = mx.arange(count, dtype=mx.int32)
     chooser = KeyedChooser(params, len(logits))
-    noise = chooser.noise(mx.array([0]), count)
+    noise = chooser.noise(0, count)
     return np.array(chooser.sample(rows, depths, noise, count))
 
 
@@ -84,7 +84,7 @@ def test_chi_square_notices_a_wrong_distribution() -> None:
     assert ((counts - expected) ** 2 / expected).sum() > 22.5
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 65, 512, 1000])
+@pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 65, 512, 1000, 4096, 20_000])
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
 def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) -> None:
     block = np.array(gumbel_noise(seed, 1000 + mx.arange(16), vocab_size))
@@ -95,6 +95,15 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
         assert np.array_equal(alone[0], block[i])
     chooser = KeyedChooser(SamplingParams(temp=1.0, seed=seed), vocab_size)
     for i in (*range(16), 3, 4, 5, 9, 10, 0, 15):  # as roots come, with trees between them or not
+        root = chooser.noise_of_root(999 + i)
+        assert root is not None
+        assert np.array_equal(np.array(root.values), block[i : i + 1])
+    # As trees come, after passes of which the host knows how many drafts they accepted, or not.
+    for i, further, furthest in ((0, 0, 0), (1, 2, 2), (3, 0, 4), (4, 4, 4), (8, 1, 3), (2, 1, 1)):
+        accepted = mx.array([further], dtype=mx.int32) if furthest else None
+        tree = chooser.noise(999 + i, 3, accepted, furthest)
+        assert tree is not None
+        assert np.array_equal(np.array(tree.values), block[i + further : i + further + 3])
         root = chooser.noise_of_root(999 + i)
         assert root is not None
         assert np.array_equal(np.array(root.values), block[i : i + 1])
