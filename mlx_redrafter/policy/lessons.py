@@ -88,10 +88,10 @@ def learn_time(taken: Taken, costs: StepCosts, prices: Prices, experience: Exper
     shape = None if plan.from_text else plan.shape
     wait = costs.wait if taken.waits and shape is not None else 0.0
     if num_nodes > 1:
-        drafting = 0.0 if shape is None else prices.drafting[PLACES[shape]]
+        drafting = 0.0 if shape is None else prices.drafting.item(PLACES[shape])
         timed = costs.step(None, num_nodes, waits=False)
         verifying = max(LEAST_VERIFYING * timed, seconds - drafting - wait)
         experience.slowdowns.learn(num_nodes, verifying / timed)
     elif shape is not None:
-        drafting = prices.timed_drafting[PLACES[shape]] * experience.slowdowns.of(1)
+        drafting = prices.timed_drafting.item(PLACES[shape]) * experience.slowdowns.of(1)
         experience.in_vain.learn(1, seconds / (prices.plain + drafting + wait))

@@ -112,6 +112,8 @@ class LookupDrafting:
         self._newest = prompt[-1]
         # What followed the present match, once asked for.
         self._following: list[Continuation] | None = None
+        # Tokens of the target that were not read yet.
+        self._unread: list[int] = []
         self._rates = rates
 
     @property
@@ -129,6 +131,7 @@ class LookupDrafting:
 
     def outlook(self) -> list[float]:
         """See `Drafting.outlook`; the most frequent continuation of the token in flight."""
+        self._read()
         found: list[float] = []
         probability, following = 1.0, self._foreseen()
         while following and len(found) < OUTLOOK:
@@ -144,12 +147,13 @@ class LookupDrafting:
         self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
         """See `Drafting.propose`; waits for the pass."""
-        self._read(flight.tokens)
+        self.skip(flight)
+        self._read()
         return self.build_tree(flight.tokens[-1], plan)
 
     def skip(self, flight: InFlight) -> None:
-        """See `Drafting.skip`."""
-        self._read(flight.tokens)
+        """See `Drafting.skip`; the tokens are read when something is asked for."""
+        self._unread += flight.tokens
 
     def settle(self, length: int) -> None:
         """See `Drafting.settle`; there are no caches."""
@@ -181,9 +185,10 @@ class LookupDrafting:
             expand(len(tokens) - 1, depth, -negative, match)
         return None if len(tokens) == 1 else TokenTree.of(tokens, parents, scores[1:])
 
-    def _read(self, tokens: Sequence[int]) -> None:
+    def _read(self) -> None:
         """Append tokens of the target, and count which of them were foreseen."""
-        for token in tokens:
+        unread, self._unread = self._unread, []
+        for token in unread:
             following = self._foreseen()
             if following:
                 self._rates.learn(self.index.match.length, following[0].token == token)

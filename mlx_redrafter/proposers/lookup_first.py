@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -14,6 +15,10 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.proposers.lookup import Lookup, LookupDrafting
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.tree import TokenTree
+
+# Looks in a row that nothing was drafted by, after which only one step in so many looks, unless
+# looking takes less than that share of the time.
+IN_VAIN, SELDOM, LITTLE = 32, 4, 0.01
 
 
 class LookupFirst:
@@ -63,19 +68,46 @@ class LookupFirst:
 
 
 class LookupFirstDrafting:
-    """One text's drafts; see `Drafting`."""
+    """One text's drafts; see `Drafting`.
 
-    def __init__(self, lookup: LookupDrafting, network: Drafting):
+    Args:
+        lookup: Drafts where a plan is ``from_text``.
+        network: Drafts for all other plans.
+        clock: Seconds so far.
+    """
+
+    def __init__(
+        self,
+        lookup: LookupDrafting,
+        network: Drafting,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.lookup = lookup
         self.network = network
         self.reader = network.reader
+        self._clock = clock
+        # When the first look ended, which indexes the prompt, and seconds of looking since.
+        self._start: float | None = None
+        self._looking = 0.0
+        # Looks since drafts were looked up, and steps since the last look.
+        self._in_vain = self._waited = 0
         # A pass that the lookup does not know yet, as the host had not read it.
         self._unseen: InFlight | None = None
 
     def outlook(self) -> Sequence[float]:
-        """See `Drafting.outlook`; the lookup's alone."""
+        """See `Drafting.outlook`; the lookup's alone, and now and then where that is of no use."""
+        self._waited += 1
+        begin = self._clock()
+        if self._in_vain >= IN_VAIN and self._waited < SELDOM and self._takes_time(begin):
+            return ()
+        self._in_vain, self._waited = self._in_vain + 1, 0
         self._show_lookup()
-        return self.lookup.outlook()
+        outlook, end = self.lookup.outlook(), self._clock()
+        if self._start is None:
+            self._start = end
+        else:
+            self._looking += end - begin
+        return outlook
 
     def propose(
         self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None
@@ -83,6 +115,7 @@ class LookupFirstDrafting:
         """See `Drafting.propose`."""
         self._show_lookup()
         if plan.from_text:
+            self._in_vain = 0
             tree = self.lookup.propose(flight, plan, noise)
             self.network.skip(flight)
             return tree
@@ -98,6 +131,10 @@ class LookupFirstDrafting:
     def settle(self, length: int) -> None:
         """See `Drafting.settle`."""
         self.network.settle(length)
+
+    def _takes_time(self, now: float) -> bool:
+        """Whether looking has taken a share of the time that short steps notice."""
+        return self._start is not None and self._looking > LITTLE * (now - self._start)
 
     def _show_lookup(self) -> None:
         unseen, self._unseen = self._unseen, None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import exp
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,12 @@ from mlx_redrafter.proposers.lookup import (
     LookupDrafting,
     MatchRates,
 )
-from mlx_redrafter.proposers.lookup_first import LookupFirst
+from mlx_redrafter.proposers.lookup_first import (
+    IN_VAIN,
+    SELDOM,
+    LookupFirst,
+    LookupFirstDrafting,
+)
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
 
@@ -91,9 +97,11 @@ def test_frequencies_are_learnt_from_tokens_that_were_not_drafted() -> None:
     before = lookup.rates.rate(8)
     for token in range(4, 30):
         drafting.skip(_flight(token))
+    drafting.outlook()  # which reads the tokens
     assert lookup.rates.rate(8) > before
     for token in (7, 7, 9, 12, 1, 2, 3, 4, 30, 1, 2, 3, 4, 31, 1, 2, 3, 4, 32):
         drafting.skip(_flight(token))
+    drafting.outlook()
     assert lookup.rates.rate(4) < PRIORS[LENGTHS.index(4)]
 
 
@@ -127,24 +135,26 @@ def test_earlier_texts_are_looked_up_too() -> None:
     assert to_ints(tree.tokens) == [3, 4, 5]
 
 
+class _Network:
+    """Notes what it is asked."""
+
+    reader = None
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[int]]] = []
+
+    def open(self, *_: Any) -> Any:
+        return self
+
+    def propose(self, flight: Any, plan: DraftPlan, noise: Any) -> None:
+        self.seen.append(("propose", flight.tokens))
+
+    def skip(self, flight: Any) -> None:
+        self.seen.append(("skip", flight.tokens))
+
+
 def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
-    seen: list[tuple[str, list[int]]] = []
-
-    class Network:
-        """Notes what it is asked."""
-
-        reader = None
-
-        def open(self, *_: Any) -> Any:
-            return self
-
-        def propose(self, flight: Any, plan: DraftPlan, noise: Any) -> None:
-            seen.append(("propose", flight.tokens))
-
-        def skip(self, flight: Any) -> None:
-            seen.append(("skip", flight.tokens))
-
-    network: Any = Network()
+    network: Any = _Network()
     nothing: Any = None
     drafting = LookupFirst(Lookup(), network).open(nothing, [1, 2, 3, 4, 5, 1], True, [])
     assert drafting.propose(_flight(2), PLAN, None) is None
@@ -153,6 +163,38 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     tree = drafting.propose(_flight(4), from_text, None)
     assert tree is not None
     assert to_ints(tree.tokens)[:2] == [4, 5]
-    assert seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
+    assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
     assert len(drafting.lookup.index) == 9
     assert drafting.outlook() == pytest.approx(drafting.lookup.outlook())
+
+
+@pytest.mark.parametrize("step_seconds", [1e-3, 1.0])
+def test_where_it_takes_a_share_of_the_time_in_vain_the_text_is_looked_up_now_and_then(
+    step_seconds: float,
+) -> None:
+    now, network = 0.0, cast(Any, _Network())
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-4  # a look reads it twice
+        return now
+
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4]
+    drafting = LookupFirstDrafting(_open(prompt), network, clock)
+
+    def look(tokens: Iterable[int]) -> list[bool]:
+        nonlocal now
+        found = []
+        for token in tokens:
+            found.append(bool(drafting.outlook()))
+            drafting.skip(_flight(token))
+            now += step_seconds
+        return found
+
+    copy = [prompt[i % 4] for i in range(4 * SELDOM)]
+    assert all(look(copy))
+    look(range(100, 100 + IN_VAIN))
+    is_short = step_seconds < 1
+    assert sum(look(copy)[SELDOM:]) == (len(copy) // SELDOM - 1 if is_short else 3 * SELDOM)
+    drafting.propose(_flight(1), DraftPlan(PLAN.shape, PLAN.num_nodes, from_text=True), None)
+    assert all(look([2, 3, 4, *copy]))
