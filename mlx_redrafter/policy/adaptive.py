@@ -117,7 +117,7 @@ class AdaptivePolicy:
         self._taken: list[Taken] = []
         self._outcomes: list[Outcome] = []
         self._awaited = AwaitedDrafts()
-        self._time = LearningTime(clock, costs.plain)
+        self._time = LearningTime(clock, costs.plain, is_first=before is None)
         self._best = PLAIN
         self._decide()
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Share of the time for learning, and seconds for it at first, when there is most to learn, but at
-# most so much of a step.
-SHARE, AT_FIRST, MOST_OF_STEP = 0.01, 2e-3, 0.6
+# most so much of a step: of the first text, and of those that go on from another.
+SHARE, AT_FIRST, MOST_OF_STEP, MOST_LATER = 0.01, 2e-3, 0.6, 0.3
 # How many tokens fewer than expected drafts have to bring to be learnt from beyond that, and how
 # much of what they lack still counts after a step.
 LACKING, FADING = 3.0, 0.9
@@ -23,11 +23,13 @@ class LearningTime:
     Args:
         clock: Seconds so far.
         step: Seconds of a step without drafts.
+        is_first: Whether no text came before.
     """
 
-    def __init__(self, clock: Callable[[], float], step: float):
+    def __init__(self, clock: Callable[[], float], step: float, is_first: bool = True):
         self._clock = clock
-        self._left, self._since = min(AT_FIRST, MOST_OF_STEP * step), EVERY
+        most = MOST_OF_STEP if is_first else MOST_LATER
+        self._left, self._since = min(AT_FIRST, most * step), EVERY
         # Tokens that drafts have brought less than was expected, of late.
         self._lacking = 0.0
         # Seconds of learning since the newest step, and whether they disturbed the one before.
