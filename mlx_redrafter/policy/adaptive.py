@@ -61,8 +61,9 @@ MOST_CALM = 4
 NEAR = 0.9
 # How much slower they may seem for a trial.
 CLOSE = 1.5
-# Steps that teach nothing but their times until those are learnt from: that takes the host's time.
-LOOK_AGAIN = 8
+# Steps that teach nothing but their times until those are learnt from, which takes the host's time:
+# plain ones, and those with drafts in use, whose times are mostly learnt from with some drafts.
+LOOK_AGAIN, LOOK_AGAIN_DRAFTING = 8, 32
 # Seconds by which plain steps' time has to change for choices to be compared again, which takes the
 # host's time as well: all times change with it, mostly alike.
 LEAST_CHANGE = 1e-4
@@ -115,6 +116,7 @@ class AdaptivePolicy:
         self._seen: SeenDrafts | None = None
         # What is to be learnt from.
         self._taken: list[Taken] = []
+        self._num_taken = 0
         self._outcomes: list[Outcome] = []
         self._awaited = AwaitedDrafts()
         self._time = LearningTime(clock, costs.plain, is_first=before is None)
@@ -127,13 +129,14 @@ class AdaptivePolicy:
             self._left -= 1
             return None
         looks_up = self._left > 0
-        self._catch_up()
+        if self._ahead:
+            self._catch_up()
         may_learn = self._time.is_due and not self._is_trying
         if may_learn and any(outcome.seen for outcome in self._outcomes):
             with self._time.spent():
                 self._learn()
                 self._decide()
-        elif self._num_taken >= LOOK_AGAIN:
+        elif self._num_taken >= (LOOK_AGAIN if self._best is PLAIN else LOOK_AGAIN_DRAFTING):
             has_drafted = any(taken.step.plan for taken in self._taken)
             self._learn()
             plain = self._costs.plain * self.experience.slowdowns.of(1)
@@ -174,6 +177,8 @@ class AdaptivePolicy:
         most = min(wanted, tree.size)
         if most == 1:
             return tree.first(1)
+        if most in self._costs.verify:
+            return tree.first(most)
         return tree.first(max(size for size in self._costs.verify if size <= most))
 
     def observe(self, step: Step) -> None:
@@ -194,6 +199,7 @@ class AdaptivePolicy:
         self._last = step.plan
         is_typical = num_steps > 1 or (is_inner and not is_disturbed)
         self._taken.append(Taken(step, is_typical, self.waits, num_steps))
+        self._num_taken += num_steps
         if step.plan is not None and step.plan.from_text and self._promised:
             promises, promised = self._promised.pop(0)
             promises.learn(promised, len(step.tokens) - 1)
@@ -244,6 +250,7 @@ class AdaptivePolicy:
         self._best, self._rate = PLAIN, (1 + MARGIN) / self._prices.plain
         self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
         self._hope = self._expected = 1.0
+        self._extra = 0.0  # seconds that a survey takes beyond drafts in use
         if not self._costs.level:
             return
         gains = self.experience.gains
@@ -260,6 +267,9 @@ class AdaptivePolicy:
         if speed > self._rate:
             self._best, self._rate = Choice(PLANS[w, length]), speed
             self._expected = 1 + float(drafts[w, length])
+        if self._best.plan is not None:
+            drafting, own = self._prices.drafting, PLACES[self._best.plan.shape]
+            self._extra = drafting.item(PLACES[self._longest.shape]) - drafting.item(own)
         if was_drafting != (self._best.plan is not None):
             self.experience.until_trial = min(self.experience.until_trial, TRIAL_EVERY)
 
@@ -267,10 +277,6 @@ class AdaptivePolicy:
     def _is_trying(self) -> bool:
         """Whether drafts are in a trial, whose steps teach as much together, in less time."""
         return self._best is PLAIN and -TRIAL < self.experience.until_trial <= 0
-
-    @property
-    def _num_taken(self) -> int:
-        return sum(taken.num_steps for taken in self._taken)
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""
@@ -287,12 +293,9 @@ class AdaptivePolicy:
             return self._explore_drafts()
         if self.experience.until_trial <= 0 and self._rate * self._prices.plain < CLOSE:
             return PLAIN
-        if self._until_survey <= 0:
-            longest, shape = self._longest.shape, best.plan.shape
-            extra = self._prices.drafting[PLACES[longest]] - self._prices.drafting[PLACES[shape]]
-            if self._credits.pay(extra):
-                self._until_survey = SURVEY_EVERY
-                return best._replace(plan=self._longest)
+        if self._until_survey <= 0 and self._credits.pay(self._extra):
+            self._until_survey = SURVEY_EVERY
+            return best._replace(plan=self._longest)
         return best
 
     def _steps_ahead(self) -> int:
@@ -371,7 +374,7 @@ class AdaptivePolicy:
 
     def _learn_times(self) -> None:
         """Learn from the times of the steps since the last time; waits for nothing."""
-        taken, self._taken = self._taken, []
+        taken, self._taken, self._num_taken = self._taken, [], 0
         for one in taken:
             self._credits.take(one, self._prices, self._hope, self._best.plan is not None)
             learn_time(one, self._costs, self._prices, self.experience)
