@@ -178,16 +178,17 @@ class KeyedChooser:
             return None
         # The token after a node of depth d stands d + 1 after the root.
         first, count = position + 1, furthest + num_levels
+        if not furthest:
+            further = None
         if count > self._most_positions:
             positions = mx.arange(first, first + num_levels)
-            if further is not None and furthest:
-                positions = further + positions
+            positions = positions if further is None else further + positions
             values = gumbel_noise(self.params.seed, positions, self.vocab_size)
             return GumbelNoise(self.params, values)
         if not self._first <= first <= self._first + len(self._rows) - count:
             self._draw(first, self._most_positions)
         start, stop = first - self._first, first - self._first + num_levels
-        if further is None or not furthest:
+        if further is None:
             return GumbelNoise(self.params, self._rows[start:stop])
         return GumbelNoise(self.params, self._rows[further + mx.arange(start, stop)])
 

@@ -125,10 +125,10 @@ class AdaptivePolicy:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
-        if self._left and not self._looks_up(outlook):
+        looks_up = self._looks_up(outlook)
+        if self._left and not looks_up:
             self._left -= 1
             return None
-        looks_up = self._left > 0
         if self._ahead:
             self._catch_up()
         may_learn = self._time.is_due and not self._is_trying
@@ -142,7 +142,6 @@ class AdaptivePolicy:
             plain = self._costs.plain * self.experience.slowdowns.of(1)
             if has_drafted or abs(plain - self._prices.plain) > LEAST_CHANGE:
                 self._decide()
-        looks_up = looks_up or self._looks_up(outlook)
         self._next = Choice(LOOKUP) if looks_up else self._explore(self._best)
         if self._next is PLAIN:
             self._ahead = self._left = self._steps_ahead()

@@ -81,7 +81,8 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     """The paper's dynamic tree attention: the W beams with shared prefixes merged.
 
     Node for node what deduplicating and packing the W x L beams gives (``dedup_prefix`` and
-    ``pack_beam`` of ml-recurrent-drafter). Reads the number of nodes, so the device is waited for.
+    ``pack_beam`` of ml-recurrent-drafter). Of several beams the number of nodes is read, so the
+    device is waited for.
 
     Args:
         expansion: Scored nodes, M.

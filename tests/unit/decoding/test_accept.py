@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_redrafter.decoding.accept import accept
-from mlx_redrafter.tree import NO_TOKEN
+from mlx_redrafter.tree import NO_TOKEN, TokenTree
 from tests.helpers.drafts import make_tree
 from tests.helpers.oracles import walk
 
@@ -64,3 +66,16 @@ def test_tree_smaller_than_a_beam() -> None:
     assert acceptance.path.shape == (5,)
     assert np.array(acceptance.num_accepted).tolist() == [0]
     assert np.array(acceptance.bonus).tolist() == [8]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=8))
+def test_a_chain_is_accepted_as_any_other_tree(nodes: list[tuple[int, int]]) -> None:
+    tokens, chosen = zip(*nodes, strict=True)
+    chain = TokenTree.of(tokens, [max(node - 1, 0) for node in range(len(tokens))])
+    assert chain.is_chain
+    choices = mx.array(chosen, dtype=mx.int32)
+    found, expected = accept(chain, choices), accept(replace(chain, is_chain=False), choices)
+    count = int(expected.num_accepted[0])
+    assert int(found.num_accepted[0]) == count
+    assert int(found.bonus[0]) == int(expected.bonus[0])
+    assert np.array_equal(found.path[: count + 1], expected.path[: count + 1])
