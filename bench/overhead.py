@@ -233,8 +233,8 @@ class _Bench:
             length, depths = self.plan.shape.length, self.tree.depths
             noise = self.chooser.noise(self.cache.length, length)
             chosen = choose(self.chooser, self.logits, depths, noise, length).checked
-            path, num_accepted, bonus = accept(self.tree, chosen)
-            return to_ints(mx.concatenate([num_accepted, bonus, path, self.tree.tokens[path]]))
+            path, num_accepted, bonus, _, tokens = accept(self.tree, chosen)
+            return to_ints(mx.concatenate([num_accepted, bonus, path, tokens]))
 
         with mx.stream(generation_stream):
             return timed(work)

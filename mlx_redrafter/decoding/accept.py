@@ -22,11 +22,15 @@ class Acceptance(NamedTuple):
             valid, the rest is junk.
         num_accepted: Drafts accepted, 0 to L - 1, int32, shape (1,).
         bonus: The target's own token after the path, the next root, int32, shape (1,).
+        last: Node index of the last accepted node, int32, shape (1,).
+        tokens: Tokens of the path, int32, shape (L,); junk where that is.
     """
 
     path: mx.array
     num_accepted: mx.array
     bonus: mx.array
+    last: mx.array
+    tokens: mx.array
 
 
 def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
@@ -54,14 +58,15 @@ def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
     path = mx.argsort(mx.where(on_path, tree.depths, length))[:length].astype(mx.int32)
     if size < length:
         path = mx.pad(path, (0, length - size))
-    return Acceptance(path, num_accepted, chosen[path[num_accepted]])
+    last = path[num_accepted]
+    return Acceptance(path, num_accepted, chosen[last], last, tree.tokens[path])
 
 
 def _accept_chain(tree: TokenTree, chosen: mx.array) -> Acceptance:
     """The same in a fraction of the operations, which small models and fast GPUs notice."""
     matches = (tree.tokens[1:] == chosen[:-1]).astype(mx.int32)
     num_accepted = mx.sum(mx.cumprod(matches), keepdims=True)
-    return Acceptance(tree.depths, num_accepted, chosen[num_accepted])
+    return Acceptance(tree.depths, num_accepted, chosen[num_accepted], num_accepted, tree.tokens)
 
 
 def count_matches(

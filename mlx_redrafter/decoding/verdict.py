@@ -117,10 +117,7 @@ def judge_tree(
     num_levels = tree.max_depth + 1
     choices = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
     log_probs = choices.log_probs
-    path, num_accepted, bonus = accept(tree, choices.checked)
-    last, tokens = num_accepted, tree.tokens
-    if not tree.is_chain:
-        last, tokens = path[num_accepted], tree.tokens[path]
+    path, num_accepted, bonus, last, tokens = accept(tree, choices.checked)
     hidden_state = outputs.hidden_states[last].squeeze(0)
     outcome = mx.concatenate([bonus, num_accepted, path, tokens])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
@@ -185,11 +182,10 @@ def judge_trees(
     logits = outputs.logits.reshape(num_rows, -1)
     choices = choose(choosers[0], logits, rows.reshape(-1), noise, num_rows)
     log_probs = choices.log_probs
-    paths, num_accepted, bonus = _accept_all(forest, choices.checked.reshape(count, size))
-    last = mx.take_along_axis(paths, num_accepted, axis=1)
+    accepted = _accept_all(forest, choices.checked.reshape(count, size))
+    paths, num_accepted, bonus, last, tokens = accepted
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
-    path_tokens = mx.take_along_axis(forest.tokens, paths, axis=1)
-    outcomes = _Outcomes(mx.concatenate([bonus, num_accepted, paths, path_tokens], axis=1))
+    outcomes = _Outcomes(mx.concatenate([bonus, num_accepted, paths, tokens], axis=1))
     mx.async_eval(outcomes.values, hidden_states, log_probs, outputs.states)
     states = [None] * count if outputs.states is None else outputs.states
     parts = zip(

@@ -116,7 +116,6 @@ class AdaptivePolicy:
         self._seen: SeenDrafts | None = None
         # What is to be learnt from.
         self._taken: list[Taken] = []
-        self._num_taken = 0
         self._outcomes: list[Outcome] = []
         self._awaited = AwaitedDrafts()
         self._time = LearningTime(clock, costs.plain, is_first=before is None)
@@ -129,8 +128,7 @@ class AdaptivePolicy:
         if self._left and not looks_up:
             self._left -= 1
             return None
-        if self._ahead:
-            self._catch_up()
+        self._catch_up()
         may_learn = self._time.is_due and not self._is_trying
         if may_learn and any(outcome.seen for outcome in self._outcomes):
             with self._time.spent():
@@ -176,8 +174,6 @@ class AdaptivePolicy:
         most = min(wanted, tree.size)
         if most == 1:
             return tree.first(1)
-        if most in self._costs.verify:
-            return tree.first(most)
         return tree.first(max(size for size in self._costs.verify if size <= most))
 
     def observe(self, step: Step) -> None:
@@ -198,7 +194,6 @@ class AdaptivePolicy:
         self._last = step.plan
         is_typical = num_steps > 1 or (is_inner and not is_disturbed)
         self._taken.append(Taken(step, is_typical, self.waits, num_steps))
-        self._num_taken += num_steps
         if step.plan is not None and step.plan.from_text and self._promised:
             promises, promised = self._promised.pop(0)
             promises.learn(promised, len(step.tokens) - 1)
@@ -276,6 +271,10 @@ class AdaptivePolicy:
     def _is_trying(self) -> bool:
         """Whether drafts are in a trial, whose steps teach as much together, in less time."""
         return self._best is PLAIN and -TRIAL < self.experience.until_trial <= 0
+
+    @property
+    def _num_taken(self) -> int:
+        return sum(taken.num_steps for taken in self._taken)
 
     def _explore(self, best: Choice) -> Choice:
         """The best choice, or now and then one that shows more."""
@@ -373,7 +372,7 @@ class AdaptivePolicy:
 
     def _learn_times(self) -> None:
         """Learn from the times of the steps since the last time; waits for nothing."""
-        taken, self._taken, self._num_taken = self._taken, [], 0
+        taken, self._taken = self._taken, []
         for one in taken:
             self._credits.take(one, self._prices, self._hope, self._best.plan is not None)
             learn_time(one, self._costs, self._prices, self.experience)

@@ -16,18 +16,13 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[DraftPlan | None, int], list[int]] = {}
-        # Those of the newest step, whose kind the next one mostly is.
-        self._newest: tuple[DraftPlan | None, int, list[int]] = (None, 0, [])
 
     def __bool__(self) -> bool:
         return bool(self._counts)
 
     def count(self, step: Step, num_steps: int = 1) -> None:
         """Take in a step, or several with the tokens of all."""
-        plan, num_nodes, counts = self._newest
-        if step.plan is not plan or step.num_nodes != num_nodes:
-            counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
-            self._newest = step.plan, step.num_nodes, counts
+        counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
         counts[0] += num_steps
         counts[1] += len(step.tokens)
 

@@ -75,7 +75,7 @@ def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expan
     Returns:
         The scored nodes. Nothing is read by the host.
     """
-    return Expansion(*(array.squeeze(0) for array in search_all(levels, shape, rank)))
+    return search_all(levels, shape, rank).alone
 
 
 def search_all(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
