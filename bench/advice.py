@@ -13,12 +13,12 @@ from pathlib import Path
 from mlx_redrafter.bench.model_shape import EXAMPLE, ModelShape, shape_of_config, shape_of_family
 from mlx_redrafter.bench.outlook import Outlook, Trial
 from mlx_redrafter.bench.training_cost import TrainingCost
-from mlx_redrafter.bundled import find_bundled
-from mlx_redrafter.checkpoint import find_checkpoint, read_config
+from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
+from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
-from mlx_redrafter.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 from mlx_redrafter.training.resources import format_bytes, read_total_memory
 

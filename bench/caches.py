@@ -19,7 +19,7 @@ from mlx_redrafter.bench.model_shape import make_model
 from mlx_redrafter.bench.timing import Estimate, Job, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.bench.turns import part_of
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 WARM_UP = 2
 WINDOW = 512

@@ -27,11 +27,11 @@ from mlx_redrafter.bench.turns import (
     make_turns,
     reference_arm,
 )
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.proposers.predrafted import Hits, Predrafted
+from mlx_redrafter.proposers.speculate_ahead import Hits, Predrafted
 from mlx_redrafter.target.target import Target
 
 # A way of decoding whose drafts are made ahead.

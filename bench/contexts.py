@@ -7,7 +7,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 # Prompt tokens per forward pass. Below mlx-lm's 2,048, so that the memory of attention scores,
 # which both ways of decoding need, does not hide the difference.

@@ -19,8 +19,8 @@ from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, Arm, EncodedPrompt, Setting
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.bench.turns import decode_in_turns, make_turns, part_of
-from mlx_redrafter.engine import AnyDrafter
-from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.engine.engine import AnyDrafter
+from mlx_redrafter.engine.generation import stream_generate
 
 LOOKUP = "lookup alone"
 # Added to the logit of the token that is to be written.

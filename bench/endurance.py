@@ -22,13 +22,15 @@ from mlx_redrafter.bench.memory import Finding, allocated_rows, num_bytes
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.timing import take_turns, timed
 from mlx_redrafter.bench.turns import arm_name
-from mlx_redrafter.config import MAX_BEAM_LENGTH, DraftPlan, SamplingParams, check_int
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.profiling import step_costs
@@ -39,7 +41,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 # The windows that the end is compared with; the first one has the drafter's first steps in it.
 EARLY = slice(1, 5)
@@ -270,7 +272,9 @@ class _Bench:
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
         request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
         drafting = proposer.open(target, prompt, True, [])
-        self.text = Text(target, target.new_cache(), chooser, request, drafting, self.watch)
+        self.text = SequenceDecoder(
+            target, target.new_cache(), chooser, request, drafting, self.watch
+        )
         self.tokens: Iterator[object] = decode(self.text)
         self.beside = target.blank_cache(longest + FIXED_NODES)
         self.root = mx.array([prompt[-1]], dtype=mx.int32)

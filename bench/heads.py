@@ -29,9 +29,9 @@ from mlx_redrafter.bench.runs import (
 )
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.bench.turns import decode_in_turns, make_turns, part_of, reference_arm
-from mlx_redrafter.checkpoint import named_parameters
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.loading import LoadedDrafter
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.loading import LoadedDrafter
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.profiling import step_costs
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 
 from mlx_redrafter.bench.chips import BYTES, Chip
+from mlx_redrafter.kernels.metal_source import MOST_ROWS, tile
 from mlx_redrafter.kernels.small_t import ROWS
-from mlx_redrafter.kernels.source import MOST_ROWS, tile
 
 CONVERSION = 4
 # Instructions for an input, by the bits of weights.

@@ -22,17 +22,18 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
-from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
-from mlx_redrafter.target.caches.kinds import parts_of
 from mlx_redrafter.target.target import Target
 
 NUM_TOKENS = 64
@@ -226,7 +227,9 @@ def _drafted_tokens(
     request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
     drafting = RecurrentProposer(drafter).open(target, prompt, True, [])
     cache = target.new_cache(caches)
-    return caches, decode(Text(target, cache, chooser, request, drafting, FixedPolicy(plan)))
+    return caches, decode(
+        SequenceDecoder(target, cache, chooser, request, drafting, FixedPolicy(plan))
+    )
 
 
 def _capacities(

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.bench.chips import BYTES
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.target.architectures import REFUSED
 from mlx_redrafter.target.inspection import MLX_LM_MODELS, check_config, find_parts

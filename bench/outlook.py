@@ -23,14 +23,14 @@ from mlx_redrafter.bench.predict import (
     predict,
 )
 from mlx_redrafter.bench.training_cost import TrainingCost
-from mlx_redrafter.engine import AnyDrafter
-from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.engine.engine import AnyDrafter
+from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.policy.profiling import step_costs
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.duration import Timetable
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.resources import count_drafter_weights
-from mlx_redrafter.training.students.kinds import new_student
+from mlx_redrafter.training.students.student_kinds import new_student
 
 # Tokens per forward pass whose cost is told.
 TOLD = (4, 8)

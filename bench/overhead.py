@@ -19,15 +19,16 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from mlx_redrafter.bench.contexts import PREFILL_STEP, filled_cache
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
-from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, choose
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
@@ -35,7 +36,7 @@ from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 WARM_UP = 5
 
@@ -244,7 +245,7 @@ class _Bench:
         request = Request(self.prompt, prefill_step_size=PREFILL_STEP)
         drafting = RecurrentProposer(self.drafter).open(self.target, self.prompt, True, [])
         cache, policy = self.target.new_cache(), _ReadingPolicy(self.plan)
-        self.text = Text(self.target, cache, self.chooser, request, drafting, policy)
+        self.text = SequenceDecoder(self.target, cache, self.chooser, request, drafting, policy)
         self.texts.append(self.text.stats)
         self.tokens: Iterator[object] = decode(self.text)
         prompt = mx.array(self.prompt)

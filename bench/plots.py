@@ -18,8 +18,8 @@ from mlx_redrafter.bench.runs import AUTO, STOCK
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.throughput import Throughput
 from mlx_redrafter.bench.timing import Estimate
-from mlx_redrafter.checkpoint import write_atomically
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import RedrafterError
 
 NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.config import check_int
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

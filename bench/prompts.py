@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.chat import encode_question
+from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.errors import ConfigError, explain
 
 # Spec-Bench counts MT-bench's eight categories as one of its six.

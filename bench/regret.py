@@ -18,7 +18,7 @@ from mlx_redrafter.bench.scenarios import make_scenario
 from mlx_redrafter.bench.simulation import Outcome, play
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate
 from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 

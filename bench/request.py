@@ -13,8 +13,8 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns, timed
-from mlx_redrafter.engine import AnyDrafter, Engine
-from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.engine.engine import AnyDrafter, Engine
+from mlx_redrafter.engine.generation import stream_generate
 
 WARM_UP = 3
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.machine import describe
-from mlx_redrafter.checkpoint import shared_name, write_atomically
+from mlx_redrafter.checkpoint_files import shared_name, write_atomically
+from mlx_redrafter.checkpoints.loading import LoadedDrafter
 from mlx_redrafter.errors import CheckpointError, explain
-from mlx_redrafter.loading import LoadedDrafter
 from mlx_redrafter.proposers.kinds import as_proposer
 
 FORMAT = 1

@@ -15,11 +15,11 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.generation import stream_generate
-from mlx_redrafter.loading import LoadedDrafter
-from mlx_redrafter.proposers.predrafted import Predrafted
-from mlx_redrafter.responses import GenerationResponse
+from mlx_redrafter.checkpoints.loading import LoadedDrafter
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.generation import stream_generate
+from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.proposers.speculate_ahead import Predrafted
 
 STOCK = "mlx-lm"
 PLAIN = "plain"

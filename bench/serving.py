@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import DataError
 
 # Longest waits of a client before a request, and before it goes away, in seconds.

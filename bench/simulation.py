@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_redrafter.bench.scenarios import FIRST_TEXT, LEVELS, SECOND_TEXT, Scenario
-from mlx_redrafter.config import DraftPlan, DraftShape
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.policy.candidates import LENGTHS
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
 # From times of steps and the policy of the text before to the policy of a text.

@@ -37,7 +37,7 @@ from mlx_redrafter.bench.turns import (
     part_of,
     reference_arm,
 )
-from mlx_redrafter.config import DraftPlan, Selection
+from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.kinds import as_proposer
 

@@ -17,7 +17,7 @@ from mlx_redrafter.bench.disturbance import find_disturbances
 from mlx_redrafter.bench.pooled_heads import pool
 from mlx_redrafter.bench.runs import AUTO, PLAIN, Run
 from mlx_redrafter.bench.timing import Estimate
-from mlx_redrafter.checkpoint import write_atomically
+from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 FOLDER = Path(__file__).parent / "results"

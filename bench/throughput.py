@@ -17,8 +17,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, EncodedPrompt, Setting
 from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns
 from mlx_redrafter.bench.turns import arm_name, part_of, reference_arm
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.engine import Engine
 
 WARM_UP = 1
 

@@ -20,7 +20,7 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import OnProgress
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 
 
 def compared_arms(setting: Setting, plans: Sequence[DraftPlan]) -> dict[str, Arm]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.bench.llama_shape import LlamaShape, widened_shape
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
     find_checkpoint,
     read_config,

@@ -19,12 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     find_checkpoint,
     named_parameters,
     read_config,
     write_checkpoint,
 )
+from mlx_redrafter.checkpoints.recognition import Kind
 from mlx_redrafter.convert.publication import check_new, publish
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_network import quantization_of
@@ -36,7 +37,6 @@ from mlx_redrafter.proposers.mtp.checkpoint import load_mtp, save_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer.checkpoint import load_specformer, save_specformer
 from mlx_redrafter.proposers.specformer.network import SpecFormer
-from mlx_redrafter.recognition import Kind
 
 # Layers that read no states, but what is within the head.
 INNER = ("down_proj", "o_proj")

@@ -8,8 +8,8 @@ import typer
 
 from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
-from mlx_redrafter.cli.loading import AnyDrafter
-from mlx_redrafter.cli.options import Debug
+from mlx_redrafter.cli.model_options import AnyDrafter
+from mlx_redrafter.cli.text_options import Debug
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def advise(
 
 def _measure(subject: Subject, cost: TrainingCost) -> tuple[Outlook, Trial | None]:
     from mlx_redrafter.bench.outlook import measure_outlook, try_drafter
-    from mlx_redrafter.loading import load
+    from mlx_redrafter.checkpoints.loading import load
 
     folder = None if subject.is_bundled else subject.folder
     model, tokenizer, loaded = load(folder, subject.usable_drafter)

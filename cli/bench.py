@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_redrafter.cli.application import Application
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_caches import caches
 from mlx_redrafter.cli.bench_endurance import endurance
 from mlx_redrafter.cli.bench_guard import guard
@@ -21,7 +21,7 @@ from mlx_redrafter.cli.bench_requests import copy, request
 from mlx_redrafter.cli.bench_serving import serving
 from mlx_redrafter.cli.bench_speed import compare, sweep
 from mlx_redrafter.cli.bench_throughput import throughput
-from mlx_redrafter.config import check_int
+from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError
 
 app = Application(
@@ -85,9 +85,9 @@ def widen(
     count = parse_count(parameters)
     from mlx_redrafter.bench.widen import widen_drafter, widen_target
     from mlx_redrafter.bench.widen_heads import widen_head
-    from mlx_redrafter.checkpoint import find_checkpoint
+    from mlx_redrafter.checkpoint_files import find_checkpoint
+    from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.convert.publication import check_new
-    from mlx_redrafter.recognition import recognise
 
     if drafter is not None and drafter_out is not None:  # before the long work
         check_new(drafter_out, find_checkpoint(drafter))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Out
 from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
-from mlx_redrafter.cli.options import MODEL
-from mlx_redrafter.config import check_int
+from mlx_redrafter.cli.text_options import MODEL
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.caches import CacheCost
@@ -40,8 +40,8 @@ def caches(
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.plots import machine_name, plot_caches
     from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
-    from mlx_redrafter.checkpoint import find_checkpoint, read_config
-    from mlx_redrafter.recognition import CONFIG_ONLY
+    from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
+    from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY
 
     configs = MODELS
     if model is not None:

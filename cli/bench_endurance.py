@@ -10,8 +10,8 @@ from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, TextPrompt
 from mlx_redrafter.cli.bench_output import draw, progress, show, warn
-from mlx_redrafter.cli.options import Sizes
-from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import Sizes
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.endurance import Window
@@ -36,7 +36,7 @@ def endurance(
     from mlx_redrafter.bench.endurance import endure, judge
     from mlx_redrafter.bench.plots import plot_endurance, title
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
-    from mlx_redrafter.chat import encode_question
+    from mlx_redrafter.engine.prompt_encoding import encode_question
 
     ids = encode_question(tokenizer, prompt, use_template=False)
     windows: list[Window] = []

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import RecurrentPair, Resume, TextTokens
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
-from mlx_redrafter.cli.options import IgnoreChatTemplate, Seed, Temp
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import SamplingParams, check_int
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import IgnoreChatTemplate, Seed, Temp
+from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.guard import Verdict

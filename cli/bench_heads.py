@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
 from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
-from mlx_redrafter.cli.loading import Pair
-from mlx_redrafter.cli.options import MODEL, Seed
-from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import MODEL, Seed
 from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.cli.train_options import Schedule, Texts
-from mlx_redrafter.config import SamplingParams, check_int
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.heads import Head, Heads
-    from mlx_redrafter.loading import LoadedDrafter
+    from mlx_redrafter.checkpoints.loading import LoadedDrafter
 
 
 @takes_records
@@ -104,7 +105,7 @@ def _load(model: str | None, drafters: Sequence[str]) -> tuple[Any, Any, list[He
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two drafters are called {name}; rename one of the folders")
-    from mlx_redrafter.loading import load
+    from mlx_redrafter.checkpoints.loading import load
 
     target, tokenizer, first = Pair(model, drafters[0]).load()
     # The others come with a target of their own each, which is not kept; none is None.

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.loading import Model, Pair
-from mlx_redrafter.cli.options import MODEL, IgnoreChatTemplate, library_option
-from mlx_redrafter.config import DraftPlan, DraftShape, Selection, check_int
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.model_options import Model, Pair
+from mlx_redrafter.cli.text_options import MODEL, IgnoreChatTemplate, library_option
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape, Selection
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, Shape, TextPrompt
 from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
-from mlx_redrafter.cli.loading import NamedModel
-from mlx_redrafter.cli.options import Temp
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import DraftPlan, SamplingParams, check_int
+from mlx_redrafter.cli.model_options import NamedModel
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import Temp
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.overhead import Overhead
@@ -51,7 +53,7 @@ def overhead(
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.overhead import measure_overhead
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
-    from mlx_redrafter.chat import encode_question
+    from mlx_redrafter.engine.prompt_encoding import encode_question
 
     ids = encode_question(tokenizer, prompt, use_template=False)
     watch = LoadWatch()

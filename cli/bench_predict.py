@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import Out
 from mlx_redrafter.cli.bench_output import parse_count, show
-from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
 from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.bench_speed import speed_table
-from mlx_redrafter.cli.loading import Pair
-from mlx_redrafter.cli.options import Seed, Temp
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import SamplingParams, check_int
+from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import Seed, Temp
+from mlx_redrafter.generation_options import SamplingParams
 
 
 @takes_records

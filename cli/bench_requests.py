@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Out, Repeats, Resume, TextTokens
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
 from mlx_redrafter.cli.bench_speed import speed_table
-from mlx_redrafter.cli.loading import Pair
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import check_int
+from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.result_records import takes_records
 
 REQUEST_PROMPT = [1, 2, 3]
 
@@ -29,7 +29,7 @@ def request(
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.request import measure_request
     from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
-    from mlx_redrafter.checkpoint import named_parameters
+    from mlx_redrafter.checkpoint_files import named_parameters
 
     watch = LoadWatch()
     with progress("Rounds") as on_progress:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_output import progress
-from mlx_redrafter.cli.loading import WritingPair
-from mlx_redrafter.cli.options import MaxTokens, Seed
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import check_int
+from mlx_redrafter.cli.model_options import WritingPair
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import MaxTokens, Seed
 from mlx_redrafter.errors import DataError
 
 # Beginnings that share a prefix, or begin in another's.
@@ -45,7 +45,7 @@ def serving(
     check_int("seed", seed, 0, 2**32 - 1)
     model, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.serving import make_cases, run_clients
-    from mlx_redrafter.engine import Engine
+    from mlx_redrafter.engine.engine import Engine
 
     engine = Engine(model, tokenizer, None if pair.no_draft else drafter)
     cases = make_cases(engine, PROMPTS, max_tokens)

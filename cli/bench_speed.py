@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Prompts, Resume, Rounds, Shape, ShortRounds
 from mlx_redrafter.cli.bench_output import (
     draw,
@@ -21,10 +22,11 @@ from mlx_redrafter.cli.bench_output import (
     show,
     warn,
 )
-from mlx_redrafter.cli.loading import Pair, Predraft
-from mlx_redrafter.cli.options import Seed, Temp, library_option
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import MAX_OUTCOMES, SamplingParams, check_int
+from mlx_redrafter.cli.model_options import Pair, Predraft
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import Seed, Temp, library_option
+from mlx_redrafter.draft_plan import MAX_OUTCOMES
+from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
@@ -46,7 +48,7 @@ class StockDrafting:
 
     def load(self) -> Any:
         """The small model, None if there is none."""
-        from mlx_redrafter.loading import load
+        from mlx_redrafter.checkpoints.loading import load
 
         return None if self.stock_draft_model is None else load(self.stock_draft_model)[0]
 

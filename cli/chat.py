@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.loading import WritingPair
-from mlx_redrafter.cli.options import Debug, Drafting, MaxTokens, TextOptions, generation_options
+from mlx_redrafter.cli.model_options import WritingPair
 from mlx_redrafter.cli.prompting import ChatTemplateConfig, SystemPrompt, parse_template_options
-from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import (
+    Debug,
+    Drafting,
+    MaxTokens,
+    TextOptions,
+    generation_options,
+)
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_redrafter.conversation import Conversation
+    from mlx_redrafter.engine.conversation import Conversation
 
 COMMANDS = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
@@ -51,8 +57,8 @@ def chat(
         raise ConfigError("no model given, and the bundled one only continues prose; say --model")
     model, tokenizer, drafter = pair.load()
 
-    from mlx_redrafter.conversation import Conversation
-    from mlx_redrafter.engine import Engine
+    from mlx_redrafter.engine.conversation import Conversation
+    from mlx_redrafter.engine.engine import Engine
 
     engine = Engine(model, tokenizer, None if pair.no_draft else drafter)
 

@@ -10,9 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.check_kernels import check_available, check_kernels
-from mlx_redrafter.cli.loading import AdaptedPair
-from mlx_redrafter.cli.options import (
+from mlx_redrafter.cli.model_options import AdaptedPair
+from mlx_redrafter.cli.prompting import Prompting
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import (
     PROMPT,
     Debug,
     Drafting,
@@ -23,9 +26,6 @@ from mlx_redrafter.cli.options import (
     TextOptions,
     generation_options,
 )
-from mlx_redrafter.cli.prompting import Prompting
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import check_int
 
 PROMPTS = (
     "Once upon a time, there was a little girl who",
@@ -86,7 +86,7 @@ def check(
     target, tokenizer, drafter = pair.load()
 
     from mlx_redrafter.cli.progress import progress_bar
-    from mlx_redrafter.parity import compare_decoding
+    from mlx_redrafter.engine.text_comparison import compare_decoding
 
     results = []
     for one in prompt or PROMPTS:

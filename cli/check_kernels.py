@@ -16,8 +16,8 @@ from mlx_redrafter.version import __version__
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_redrafter.policy.attention_trials import AttentionTrial
-    from mlx_redrafter.policy.kernel_trials import Trial
+    from mlx_redrafter.kernels.attention_trials import AttentionTrial
+    from mlx_redrafter.kernels.product_trials import Trial
 
 # Rows T of the table, nodes in case of attention; `--json` has all.
 SHOWN = (2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -41,9 +41,9 @@ def check_kernels(model: nn.Module, as_json: bool) -> None:
     Raises:
         typer.Exit: A kernel is not equal, or cannot be compiled or run; the exit code is 1.
     """
+    from mlx_redrafter.kernels.attention_trials import try_attentions
     from mlx_redrafter.kernels.layers import layers_by_shape
-    from mlx_redrafter.policy.attention_trials import try_attentions
-    from mlx_redrafter.policy.kernel_trials import try_kernel
+    from mlx_redrafter.kernels.product_trials import try_kernel
 
     trials: list[Trial | AttentionTrial] = [
         *(try_kernel(shape, layers) for shape, layers in layers_by_shape(model).items()),

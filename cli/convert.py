@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_redrafter.cli.application import Application, Command, Group
 from mlx_redrafter.cli.convert_options import (
     Destination,
     Dtype,
@@ -18,11 +17,12 @@ from mlx_redrafter.cli.convert_options import (
     TreeKind,
     VocabularyOptions,
 )
-from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.typer_app import Application, Command, Group
 
 if TYPE_CHECKING:
+    from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
     from mlx_redrafter.convert.inspection import Inspection
-    from mlx_redrafter.convert.options import Conversion, ConversionOptions
 
 DEFAULT_COMMAND = "run"
 
@@ -94,7 +94,7 @@ def convert(
     `redrafter-mlx convert inspect SRC` describes a checkpoint without converting it.
     """
     from mlx_redrafter.convert.conversion import convert_drafter
-    from mlx_redrafter.convert.options import ConversionOptions
+    from mlx_redrafter.convert.conversion_options import ConversionOptions
 
     if to is Layout.PYTORCH:
         if quantization.quantize or vocabulary.target or rnn_activation or tree:

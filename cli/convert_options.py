@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mlx_redrafter.convert.options import Quantization, VocabularySlice
+    from mlx_redrafter.convert.conversion_options import Quantization, VocabularySlice
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub repository.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")]
@@ -55,7 +55,7 @@ class QuantizationOptions:
 
     def read(self) -> Quantization | None:
         """The quantisation, None if there is none."""
-        from mlx_redrafter.convert.options import Quantization
+        from mlx_redrafter.convert.conversion_options import Quantization
 
         return Quantization(self.q_bits, self.q_group_size) if self.quantize else None
 
@@ -92,7 +92,7 @@ class VocabularyOptions:
 
     def read(self) -> VocabularySlice | None:
         """The part of the vocabulary, None for all of it."""
-        from mlx_redrafter.convert.options import VocabularySlice
+        from mlx_redrafter.convert.conversion_options import VocabularySlice
 
         if self.vocab_slice is None:
             return None

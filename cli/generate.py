@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from mlx_redrafter.cli.grammar import Held
-from mlx_redrafter.cli.loading import WritingPair
-from mlx_redrafter.cli.options import Debug, Drafting, TextOptions, generation_options
+from mlx_redrafter.cli.grammar_options import Held
+from mlx_redrafter.cli.model_options import WritingPair
 from mlx_redrafter.cli.prompting import Prompting
-from mlx_redrafter.cli.records import takes_records
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import Debug, Drafting, TextOptions, generation_options
 
 if TYPE_CHECKING:
-    from mlx_redrafter.config import GenerationOptions
     from mlx_redrafter.decoding.stats import ShapeStats
+    from mlx_redrafter.engine.responses import GenerationResponse
+    from mlx_redrafter.generation_options import GenerationOptions
     from mlx_redrafter.grammar import Grammar
-    from mlx_redrafter.proposers.predrafted import Hits
-    from mlx_redrafter.responses import GenerationResponse
+    from mlx_redrafter.proposers.speculate_ahead import Hits
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _generate(
     stream: bool,
 ) -> Result:
     from mlx_redrafter.cli.progress import prefill_progress
-    from mlx_redrafter.generation import stream_generate
+    from mlx_redrafter.engine.generation import stream_generate
 
     model, tokenizer, drafter = pair.load()
     cache = prompting.load_cache(pair.model)

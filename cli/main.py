@@ -16,7 +16,6 @@ from contextlib import suppress
 import typer
 
 from mlx_redrafter.cli.advise import advise
-from mlx_redrafter.cli.application import Application
 from mlx_redrafter.cli.bench import app as bench
 from mlx_redrafter.cli.chat import chat
 from mlx_redrafter.cli.check import check
@@ -24,6 +23,7 @@ from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
+from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError, RedrafterError, explain
 from mlx_redrafter.version import __version__
 

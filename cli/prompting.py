@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.options import PROMPT, IgnoreChatTemplate
+from mlx_redrafter.cli.text_options import PROMPT, IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Prompting:
         Raises:
             ConfigError: The prompt is not text, or the chat template rejects it.
         """
-        from mlx_redrafter.chat import encode_chat, encode_question
+        from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_question
 
         text = self.read()
         if self.ignore_chat_template or not tokenizer.has_chat_template:

@@ -10,12 +10,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.chat import AnswerOptions
-from mlx_redrafter.cli.loading import WritingPair
-from mlx_redrafter.cli.options import Debug, Drafting, library_option
-from mlx_redrafter.cli.records import takes_records
-from mlx_redrafter.config import GenerationOptions, check_int
+from mlx_redrafter.cli.model_options import WritingPair
+from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.text_options import Debug, Drafting, library_option
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 
 SERVER, LIMITS = "Server", "Limits"
@@ -116,7 +117,7 @@ def serve(
     listener = listen(address.host, address.port)
     model, tokenizer, drafter = pair.load()
 
-    from mlx_redrafter.engine import Engine
+    from mlx_redrafter.engine.engine import Engine
     from mlx_redrafter.server.worker import Worker
 
     engine = Engine(model, tokenizer, None if pair.no_draft else drafter)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mlx_redrafter.cli.records import pack, takes_records
+from mlx_redrafter.cli.result_records import pack, takes_records
 from mlx_redrafter.cli.train_options import Network, Run, Schedule, Target, Texts
 from mlx_redrafter.cli.train_progress import console_reporter
 from mlx_redrafter.errors import ConfigError

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from mlx_redrafter.cli.loading import AdapterPath, NamedModel, TrustRemoteCode
-from mlx_redrafter.cli.options import Debug
+from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
+from mlx_redrafter.cli.text_options import Debug
 
 TEXT, NETWORK, TRAINING = "Text", "Drafter", "Training"
 

@@ -10,10 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
 from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.convert.output import describe_provenance, write_conversion
 from mlx_redrafter.convert.publication import check_destination
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
@@ -23,7 +24,6 @@ from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.loading import load
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa

@@ -14,14 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint import find_checkpoint, read_config
+from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
+from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY
+from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.first_drafts import FirstDrafts, compare, decode_texts
 from mlx_redrafter.convert.names import NamedTensors
-from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.convert.output import describe_provenance, write_conversion
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.eagle.checkpoint import new_eagle, read_eagle_config, save_eagle
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -37,8 +39,6 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
     check_token_ids,
     quantize_drafter,
 )
-from mlx_redrafter.recognition import CONFIG_ONLY
-from mlx_redrafter.wording import join_shortened, quote
 
 FLOATS, INTEGERS = ("float32", "float16", "bfloat16"), ("int32", "int64")
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.checkpoint import find_checkpoint, shared_name, write_checkpoint
+from mlx_redrafter.checkpoint_files import find_checkpoint, shared_name, write_checkpoint
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.shapes import APPLE_TOP_K
 from mlx_redrafter.convert.weights import DTYPES

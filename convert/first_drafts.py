@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.chat import encode_question
+from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.selftest import (
     LEAST_ACCEPTANCE,
     PREFILL_STEP_SIZE,
     PROMPTS,
     TOKENS_PER_PROMPT,
 )
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.loading import load
-from mlx_redrafter.proposers.context_network import AutoregressiveNetwork
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.kinds import as_proposer
+from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.wording import quote
 
 # Where published heads say which model they are for.
 TARGET_KEY = "base_model_name_or_path"

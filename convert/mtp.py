@@ -9,21 +9,22 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
     find_checkpoint,
     named_parameters,
     read_config,
     shared_name,
 )
+from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.first_drafts import FirstDrafts, compare, decode_texts
-from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.convert.output import describe_provenance, write_conversion
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.draft_network import quantization_of
 from mlx_redrafter.proposers.eagle.published import is_eagle
 from mlx_redrafter.proposers.medusa.layouts import is_medusa
@@ -44,7 +45,6 @@ from mlx_redrafter.proposers.mtp.families import (
 )
 from mlx_redrafter.proposers.mtp.network import Mtp, MtpConfig
 from mlx_redrafter.proposers.redrafter.checkpoint import check_finite, quantize_drafter
-from mlx_redrafter.wording import quote
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:

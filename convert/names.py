@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.redrafter.checkpoint import UNUSED_TENSORS
-from mlx_redrafter.wording import join_shortened, quote
 
 NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.checkpoint import shared_name
+from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.convert.conversion_card import Config, render_conversion_card
-from mlx_redrafter.convert.options import Conversion, ConversionOptions
+from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.version import __version__

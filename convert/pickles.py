@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from mlx_redrafter.convert.stored import MAX_AXES, count_spanned
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.wording import describe_error, quote
+from mlx_redrafter.escaping import describe_error, quote
 
 # Largest pickle; a drafter's takes about 2 kB and a 70B model's about 100 kB, without the values.
 MAX_PICKLE_BYTES = 2**20

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_redrafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.errors import CheckpointError
 
 CARD_FILE = "README.md"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlx_redrafter.checkpoints.recognition import find_refused
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.medusa.layouts import heads_of, is_medusa
 from mlx_redrafter.proposers.mtp.families import is_mtp
-from mlx_redrafter.recognition import find_refused
-from mlx_redrafter.wording import quote
 
 # Kind of each other drafter by the model type in its config.
 _MODEL_TYPES = {

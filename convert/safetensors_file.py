@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.convert.stored import MAX_AXES, StoredTensor, contiguous_strides
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.wording import describe_error, quote
+from mlx_redrafter.escaping import describe_error, quote
 
 # Largest header; a 70B model's takes 200 kB, and the library's 100 MB would take gigabytes parsed.
 MAX_HEADER_BYTES = 2**22

@@ -18,23 +18,23 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.chat import encode_question
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.medusa import calibration as heads
-from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.calibration import (
+from mlx_redrafter.proposers.fit import (
     TOP_TOKENS,
     Calibration,
+    ObservedSequence,
     Prediction,
-    Text,
     calibrate,
     predict,
 )
+from mlx_redrafter.proposers.medusa import fit_heads as heads
+from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import Activation
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.topk import top_k
+from mlx_redrafter.trees.topk import top_k
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +151,12 @@ def _dequantised(network: N) -> N:
     return network
 
 
-def _decode_all(target: Target, tokenizer: TokenizerWrapper) -> list[Text]:
+def _decode_all(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
     logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
     return [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
 
 
-def _decode(target: Target, prompt: list[int]) -> Text:
+def _decode(target: Target, prompt: list[int]) -> ObservedSequence:
     """Continue a prompt greedily."""
     cache = target.new_cache()
     ids = mx.array(prompt, dtype=mx.int32)
@@ -171,12 +171,14 @@ def _decode(target: Target, prompt: list[int]) -> Text:
         columns.append((token, forward.hidden_states, best.indices.astype(mx.int32), log_probs))
         tokens += to_ints(token)
         if len(tokens) > TOKENS_PER_PROMPT:
-            return Text(*(mx.concatenate(list(rows)) for rows in zip(*columns, strict=True)))
+            return ObservedSequence(
+                *(mx.concatenate(list(rows)) for rows in zip(*columns, strict=True))
+            )
         forward = target.advance(token, cache)
 
 
 def _find_matches(
-    drafter: Drafter, target: Target, texts: Sequence[Text]
+    drafter: Drafter, target: Target, texts: Sequence[ObservedSequence]
 ) -> tuple[list[int], list[int]]:
     """Compare first and second drafts with the target's tokens.
 

@@ -10,9 +10,9 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.wording import join_shortened, quote
 
 Shapes = Mapping[str, tuple[int, ...]]
 

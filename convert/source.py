@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
     find_checkpoint,
     read_config,
@@ -18,7 +18,7 @@ from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.convert.torch_file import read_torch_file
 from mlx_redrafter.errors import CheckpointError, explain
-from mlx_redrafter.wording import join_shortened, quote
+from mlx_redrafter.escaping import join_shortened, quote
 
 TENSORRT_FILE = "rank0.safetensors"
 # Weight files in order of preference.

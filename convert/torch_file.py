@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.wording import describe_error, quote
+from mlx_redrafter.escaping import describe_error, quote
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

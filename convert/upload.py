@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.wording import describe_error
+from mlx_redrafter.escaping import describe_error
 
 
 def upload_folder(folder: Path, repo: str) -> str:

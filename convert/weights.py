@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.wording import join_shortened, quote
+from mlx_redrafter.escaping import join_shortened, quote
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 

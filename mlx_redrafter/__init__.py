@@ -4,6 +4,21 @@ from mlx_redrafter import load, generate, stream_generate
 
 model, tokenizer, drafter = load()  # the bundled pair, or a model and a drafter by name
 print(generate(model, tokenizer, "Once upon a time", drafter=drafter))
+
+Rooms by floor. A module imports from its own room and from the floors below it, never in a circle.
+The single files of floor 1 are one room, the ground.
+
+    10  cli
+    9  bench
+    8  convert  server  training
+    7  engine
+    6  checkpoints  policy
+    5  proposers
+    4  decoding  kernels
+    3  target
+    2  trees
+    1  backend  checkpoint_files  checks  device_read  draft_plan  errors  escaping
+    1  generation_options  grammar  measured  version
 """
 
 from importlib import import_module
@@ -15,39 +30,39 @@ from mlx_redrafter.version import __version__
 prepare()
 
 if TYPE_CHECKING:
-    from mlx_redrafter.conversation import Conversation
-    from mlx_redrafter.engine import Engine
+    from mlx_redrafter.checkpoints.loading import load
+    from mlx_redrafter.engine.conversation import Conversation
+    from mlx_redrafter.engine.engine import Engine
+    from mlx_redrafter.engine.generation import generate, generate_batch, stream_generate
+    from mlx_redrafter.engine.responses import GenerationResponse
     from mlx_redrafter.errors import RedrafterError
-    from mlx_redrafter.generation import generate, generate_batch, stream_generate
     from mlx_redrafter.grammar import Grammar
-    from mlx_redrafter.loading import load
     from mlx_redrafter.proposers.draft_model import DraftModel
     from mlx_redrafter.proposers.lookup import Lookup
-    from mlx_redrafter.proposers.predrafted import Predrafted
     from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
     from mlx_redrafter.proposers.redrafter.config import DrafterConfig
     from mlx_redrafter.proposers.redrafter.network import Drafter
-    from mlx_redrafter.responses import GenerationResponse
+    from mlx_redrafter.proposers.speculate_ahead import Predrafted
 
 # Where each public name lives. Imported on first use: mlx-lm alone takes seconds to import, which
 # `redrafter-mlx --help` should not have to wait for.
 _HOMES = {
-    "Conversation": "conversation",
+    "Conversation": "engine.conversation",
     "DraftModel": "proposers.draft_model",
     "Drafter": "proposers.redrafter.network",
     "DrafterConfig": "proposers.redrafter.config",
-    "Engine": "engine",
-    "GenerationResponse": "responses",
+    "Engine": "engine.engine",
+    "GenerationResponse": "engine.responses",
     "Grammar": "grammar",
     "Lookup": "proposers.lookup",
-    "Predrafted": "proposers.predrafted",
+    "Predrafted": "proposers.speculate_ahead",
     "RedrafterError": "errors",
-    "generate": "generation",
-    "generate_batch": "generation",
-    "load": "loading",
+    "generate": "engine.generation",
+    "generate_batch": "engine.generation",
+    "load": "checkpoints.loading",
     "load_drafter": "proposers.redrafter.checkpoint",
     "save_drafter": "proposers.redrafter.checkpoint",
-    "stream_generate": "generation",
+    "stream_generate": "engine.generation",
 }
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.wording import describe_error
+from mlx_redrafter.escaping import describe_error
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

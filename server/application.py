@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_redrafter.config import GenerationOptions
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.delivery import (
     CLIENT_CLOSED_REQUEST,
     EventStream,

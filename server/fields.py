@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from mlx_redrafter.config import is_number
+from mlx_redrafter.checks import is_number
 from mlx_redrafter.server.refusals import Refusal
 
 Value = TypeVar("Value")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mlx_redrafter.chat import check_prompt, encode_chat, encode_prompt
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest, TextRequest

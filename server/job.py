@@ -11,14 +11,14 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter.decoding.processors import LogitsProcessor
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.engine import Engine
-from mlx_redrafter.responses import ResponseStream
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.engine.scheduler import StepScheduler
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.parts import Answer, Part
 from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
-from mlx_redrafter.shared_passes import SharedPasses
 
 # Takes the parts of a request, then None, or what went wrong with it.
 Receiver = Callable[[Part | Refusal | None], None]
@@ -60,7 +60,7 @@ class Job:
         prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
-        shared: SharedPasses | None,
+        shared: StepScheduler | None,
     ) -> None:
         """Begin, in the worker's thread.
 
@@ -98,7 +98,7 @@ class Job:
         prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
-        shared: SharedPasses | None,
+        shared: StepScheduler | None,
     ) -> Generator[Part]:
         """The parts of one text; its cache is kept, however it ends."""
         request = self.request

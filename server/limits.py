@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import ConfigError
 
 

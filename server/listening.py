@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from mlx_redrafter.config import GenerationOptions
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.application import Front
 from mlx_redrafter.server.connection import Connection
 from mlx_redrafter.server.limits import Limits

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.host import to_floats, to_ints
-from mlx_redrafter.responses import GenerationResponse
+from mlx_redrafter.device_read import to_floats, to_ints
+from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
 
 # Stands for a probability of 0, whose logarithm JSON has no number for, as with OpenAI.

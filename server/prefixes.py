@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 
 

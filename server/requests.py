@@ -8,8 +8,8 @@ from typing import Any
 
 from mlx_lm.server import process_message_content
 
-from mlx_redrafter.config import GenerationOptions
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.server.fields import Fields, shortened
 from mlx_redrafter.server.refusals import Refusal

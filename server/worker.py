@@ -16,14 +16,14 @@ from contextlib import suppress
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.scheduler import StepScheduler
 from mlx_redrafter.errors import RedrafterError, UnsupportedTargetError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.shared_passes import SharedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Worker(threading.Thread):
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self._is_stopped = False
-        self._shared: SharedPasses | None = None
+        self._shared: StepScheduler | None = None
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue, from any thread.

@@ -1,81 +1,69 @@
-"""Imports go one way: a module imports only what stands below it."""
+"""Imports go one way: a module imports only from its own room and from the floors below it."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.helpers.models import ROOT
 
 PACKAGE = "mlx_redrafter"
-
-# From the bottom to the top; the names of packages stand for everything in them.
-ORDER = [
-    "version",
-    "errors",
-    "wording",
-    "config",
-    "grammar",
-    "backend",
-    "host",
-    "checkpoint",
-    "bundled",
-    "topk",
-    "tree",
-    "forest",
-    "target",
-    "kernels",
-    "decoding",
-    "proposers",
-    "policy",
-    "chat",
-    "shared_passes",
-    "memory",
-    "responses",
-    "batch_stream",
-    "claims",
-    "engine",
-    "conversation",
-    "generation",
-    "recognition",
-    "loading",
-    "parity",
-    "training",
-    "convert",
-    "bench",
-    "server",
-    "cli",
-    "__main__",
-]
-RANK = {name: rank for rank, name in enumerate(ORDER)}
 # The folders that stand inside the package once it is installed.
 FOLDERS = {
     PACKAGE: ROOT / PACKAGE,
     **{f"{PACKAGE}.{name}": ROOT / name for name in ("convert", "bench", "server", "cli")},
 }
-# Scripts that train and measure the bundled pair; they do not ship.
-NOT_SHIPPED = ("pair", "results")
+# The laboratory and its results do not ship.
+NOT_SHIPPED = ("lab", "pair", "results")
 
 
-def _sources() -> dict[str, Path]:
-    """Source files by dotted module name."""
+class Source(NamedTuple):
+    """One shipped file."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+
+def _sources() -> dict[str, Source]:
+    """Shipped files by dotted module name, each parsed once."""
     sources = {}
     for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
             if not set(parts) & set(NOT_SHIPPED):
                 name = ".".join((package, *parts)).removesuffix(".__init__")
-                sources[name] = path
+                text = path.read_text(encoding="utf-8")
+                sources[name] = Source(path, text, ast.parse(text))
     return sources
 
 
 SOURCES = _sources()
 
 
-def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+def read_floors(docstring: str) -> dict[str, int]:
+    """Floor of every room, from lines such as ``  3  target  kernels`` of a docstring."""
+    floors = {}
+    for line in docstring.splitlines():
+        if match := re.fullmatch(r" +(\d+) ((?: +\w+)+)", line):
+            floors |= dict.fromkeys(match[2].split(), int(match[1]))
+    return floors
+
+
+FLOORS = read_floors(ast.get_docstring(SOURCES[PACKAGE].tree) or "")
+
+
+def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Every module of this package that a source imports, in functions and type checks too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -96,74 +84,68 @@ def _is_own(name: str) -> bool:
     return name.partition(".")[0] == PACKAGE
 
 
-def _area(module: str) -> str:
-    """The name in `ORDER` that a module stands under, empty for the package itself."""
+def _place(module: str) -> str:
+    """The folder or single file that a module stands in, empty for the package itself."""
     return module.removeprefix(PACKAGE).strip(".").partition(".")[0]
 
 
-def test_every_module_has_a_rank() -> None:
-    areas = {_area(module) for module in SOURCES} - {""}
-    assert areas <= RANK.keys()
+def _room(module: str) -> str:
+    """The same, with the files of floor 1 as one room."""
+    place = _place(module)
+    return "ground" if FLOORS.get(place) == 1 else place
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_imports_go_down(module: str) -> None:
-    path = SOURCES[module]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if module == PACKAGE:  # the facade: it may name everything, and loads almost nothing
-        return
-    here = _area(module)
-    for imported in _imports(tree, module, path.name == "__init__.py"):
-        there = _area(imported)
-        if imported != PACKAGE and there != here:
-            assert RANK[there] < RANK[here], f"{module} imports {imported}"
-
-
-@pytest.mark.parametrize("area", ["training", "convert", "bench", "server", "cli"])
-def test_no_module_of_a_folder_imports_itself_in_a_circle(area: str) -> None:
-    edges = {
-        module: {
-            imported
-            for imported in _imports(
-                ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py"
-            )
-            if _area(imported) == area and imported != module
-        }
-        for module, path in SOURCES.items()
-        if _area(module) == area
+@cache
+def _edges() -> dict[str, set[str]]:
+    """Modules of this package that each module imports."""
+    return {
+        module: set(imports_of(source.tree, module, source.is_package)) - {module, PACKAGE}
+        for module, source in SOURCES.items()
     }
-    package = f"{PACKAGE}.{area}"  # importing a sibling runs the package first; that is no circle
-    done: set[str] = {package}
-    while True:
-        ready = {module for module in edges if edges[module] <= done} - done
-        if not ready:
-            break
+
+
+def test_every_room_has_a_floor_and_every_floor_a_room() -> None:
+    assert {_place(module) for module in SOURCES} - {"", "__main__"} == FLOORS.keys()
+    assert sorted(set(FLOORS.values())) == list(range(1, max(FLOORS.values()) + 1))
+
+
+def test_imports_go_down() -> None:
+    # The package itself is the facade: it may name everything, and loads almost nothing.
+    offenders = [
+        f"{module} imports {imported}"
+        for module, imports in _edges().items()
+        for imported in imports
+        if module not in (PACKAGE, f"{PACKAGE}.__main__") and _room(imported) != _room(module)
+        if FLOORS[_place(imported)] >= FLOORS[_place(module)]
+    ]
+    assert offenders == []
+
+
+def test_no_room_imports_itself_in_a_circle() -> None:
+    packages = {name for name, source in SOURCES.items() if source.is_package}
+    edges = {
+        module: {one for one in imports if _room(one) == _room(module)} - packages
+        for module, imports in _edges().items()
+    }
+    done: set[str] = packages - {PACKAGE}
+    while ready := {module for module in edges if edges[module] <= done} - done:
         done |= ready
-    assert set(edges) <= done, f"a circle among {sorted(set(edges) - done)}"
+    assert set(edges) - done == set()
 
 
 def test_the_facade_loads_the_back_end_only() -> None:
-    tree = ast.parse(SOURCES[PACKAGE].read_text(encoding="utf-8"))
-    at_import = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    own = {node.module for node in at_import if isinstance(node, ast.ImportFrom)}
-    assert {name for name in own if name and _is_own(name)} == {
-        f"{PACKAGE}.backend",
-        f"{PACKAGE}.version",
-    }
-
-
-def test_the_checker_notices_an_import_that_goes_up() -> None:
-    tree = ast.parse("def f():\n    from .cli import main\n")
-    assert list(_imports(tree, f"{PACKAGE}.topk", False)) == [f"{PACKAGE}.cli.main"]
-    assert RANK["cli"] > RANK["topk"]
+    at_import = [node for node in SOURCES[PACKAGE].tree.body if isinstance(node, ast.ImportFrom)]
+    own = {node.module for node in at_import if node.module and _is_own(node.module)}
+    assert own == {f"{PACKAGE}.backend", f"{PACKAGE}.version"}
 
 
 # Array code and counts that stand on MLX alone.
 WITHOUT_MLX_LM = (
-    "config",
-    "tree",
-    "forest",
-    "topk",
+    "draft_plan",
+    "generation_options",
+    "trees/tree",
+    "trees/tree_batch",
+    "trees/topk",
     "decoding/accept",
     "decoding/stats",
     "decoding/records",
@@ -175,57 +157,54 @@ WITHOUT_MLX_LM = (
 )
 
 
-@pytest.mark.parametrize("module", WITHOUT_MLX_LM)
-def test_the_core_does_not_know_mlx_lm(module: str) -> None:
-    tree = ast.parse((ROOT / PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            assert not any(alias.name.startswith("mlx_lm") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not (node.module or "").startswith("mlx_lm")
+def test_the_core_does_not_know_mlx_lm() -> None:
+    offenders = []
+    for module in WITHOUT_MLX_LM:
+        for node in ast.walk(SOURCES[f"{PACKAGE}.{module.replace('/', '.')}"].tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            offenders += [f"{module}: {name}" for name in names if name.startswith("mlx_lm")]
+    assert offenders == []
 
 
-def _reachable(area: str) -> set[str]:
-    """Areas that the modules of an area import, and those import, and so on."""
-    found, waiting = set(), [module for module in SOURCES if _area(module) == area]
+def _reachable(room: str) -> set[str]:
+    """Rooms that the modules of a room import, and those import, and so on."""
+    found, waiting = set(), [module for module in SOURCES if _room(module) == room]
     while waiting:
-        module = waiting.pop()
-        path = SOURCES[module]
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for imported in _imports(tree, module, path.name == "__init__.py"):
+        for imported in _edges()[waiting.pop()]:
             if imported in SOURCES and imported not in found:
                 found.add(imported)
                 waiting.append(imported)
-    return {_area(module) for module in found} - {area, ""}
+    return {_room(module) for module in found} - {room, ""}
 
 
 def test_decoding_knows_no_proposer_and_no_policy() -> None:
-    assert _reachable("decoding") <= {"config", "errors", "host", "tree", "forest", "target"}
+    assert _reachable("decoding") == {"ground", "trees", "target"}
 
 
 def test_trees_stand_on_the_ground() -> None:
-    assert _reachable("tree") == {"host"}
+    assert _reachable("trees") == {"ground"}
 
 
-MOST_LINES, MOST_BODY_LINES = 400, 50
+@pytest.mark.parametrize(
+    ("source", "imported"),
+    [
+        ("from mlx_redrafter.decoding import sequence", f"{PACKAGE}.decoding.sequence"),
+        ("from mlx_redrafter import errors", f"{PACKAGE}.errors"),
+        ("from . import errors", f"{PACKAGE}.errors"),
+        ("from .errors import ConfigError", f"{PACKAGE}.errors"),
+        ("def f():\n    import mlx_redrafter.cli.main", f"{PACKAGE}.cli.main"),
+    ],
+)
+def test_the_checker_sees_every_form_of_import(source: str, imported: str) -> None:
+    assert imported in set(imports_of(ast.parse(source), f"{PACKAGE}.backend", is_package=False))
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_files_and_functions_are_short(module: str) -> None:
-    source = SOURCES[module].read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= MOST_LINES
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-            assert lines <= MOST_BODY_LINES, node.name
-
-
-def test_a_step_fits_on_a_screen() -> None:
-    source = SOURCES[f"{PACKAGE}.decoding.text"].read_text(encoding="utf-8")
-    (step,) = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "step"
-    )
-    assert (step.end_lineno or 0) - step.lineno + 1 <= MOST_BODY_LINES
+def test_the_checker_reads_floors() -> None:
+    assert read_floors("Rooms.\n\n    2  a  b_c\n    1  d\n\n12 words\n") == {
+        "a": 2,
+        "b_c": 2,
+        "d": 1,
+    }

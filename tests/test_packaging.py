@@ -24,8 +24,8 @@ FOLDERS = {
 PAIR = ROOT / "mlx_redrafter" / "pair"
 OTHERS = {"mlx_redrafter/py.typed", "mlx_redrafter/server/page.html"}
 LARGEST_PAIR = 25 * 10**6
-NOT_SHIPPED = {"bench/pair", "bench/results"}
-COPIED = ("pyproject.toml", "README.md", "LICENSE", *FOLDERS)
+NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
+COPIED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", *FOLDERS)
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.options import LossOptions, TrainingOptions
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
 from mlx_redrafter.training.trainer import make_schedule
+from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
 
 # Consecutive tokens that attend to each other, whatever texts they are of, and tokens per step.
 STRETCH, BATCH_TOKENS = 512, 2048

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class Acceptance(NamedTuple):

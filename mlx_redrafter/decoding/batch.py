@@ -21,13 +21,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.records import Token
-from mlx_redrafter.decoding.text import Processing, Text, Wanted
-from mlx_redrafter.decoding.verdict import Verdict, judge_roots, judge_trees
-from mlx_redrafter.forest import Forest, tree_size
-from mlx_redrafter.target.caches.batch import SlotCache
+from mlx_redrafter.decoding.sequence import PassRequest, Processing, SequenceDecoder
+from mlx_redrafter.decoding.verdict import TargetChoice, judge_roots, judge_trees
+from mlx_redrafter.target.caches.batch_cache import SlotCache
 from mlx_redrafter.target.shared_prefill import prefill_together
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch, tree_size
 
 # Steps that leave half of the slots idle, until those are given up: a text that comes meanwhile
 # moves nobody else's rows.
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
         error: Reason why it cannot go on; None where it can.
     """
 
-    text: Text
+    text: SequenceDecoder
     tokens: list[Token]
     error: Exception | None = None
 
@@ -76,7 +76,7 @@ class Batch:
         return any(seat.text is text for seat in self._seats)
 
     @property
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[SequenceDecoder]:
         """Texts that are in it."""
         return [seat.text for seat in self._seats]
 
@@ -85,8 +85,8 @@ class Batch:
         """Slots of a forward pass, B; idle ones take time, too."""
         return self._cache.num_slots
 
-    def begin(self, texts: Sequence[Text]) -> None:
-        """Process the prompts of texts but for their last tokens, see `Text.begin`.
+    def begin(self, texts: Sequence[SequenceDecoder]) -> None:
+        """Process the prompts of texts but for their last tokens, see `SequenceDecoder.begin`.
 
         Those of similar lengths share forward passes.
         """
@@ -104,7 +104,7 @@ class Batch:
         for text in texts:
             text.begin()
 
-    def add(self, text: Text) -> None:
+    def add(self, text: SequenceDecoder) -> None:
         """Take in a text at rest, such as one that has just begun.
 
         Its own caches are empty until it leaves.
@@ -119,7 +119,7 @@ class Batch:
         text.cache = SlotCache(cache, slot)
         self._seats.append(_Seat(text, slot, stock))
 
-    def step(self, resting: Container[Text] = ()) -> list[Progress]:
+    def step(self, resting: Container[SequenceDecoder] = ()) -> list[Progress]:
         """One forward pass, and what it has brought every text whose step has ended.
 
         Args:
@@ -139,11 +139,11 @@ class Batch:
             self._shrink()
         return news
 
-    def is_between_steps(self, text: Text) -> bool:
+    def is_between_steps(self, text: SequenceDecoder) -> bool:
         """Whether a text has ended the step that it began."""
         return not self._seat_of(text).is_in_step
 
-    def remove(self, text: Text) -> None:
+    def remove(self, text: SequenceDecoder) -> None:
         """Let a text go, its caches its own again, with its rows if it may need them."""
         seat = self._seat_of(text)
         self._seats.remove(seat)
@@ -154,7 +154,7 @@ class Batch:
         if not self._seats:
             self._shrink()
 
-    def _seat_of(self, text: Text) -> _Seat:
+    def _seat_of(self, text: SequenceDecoder) -> _Seat:
         return next(seat for seat in self._seats if seat.text is text)
 
     def _take(self, seat: _Seat) -> Progress:
@@ -171,7 +171,7 @@ class Batch:
         for seat in asking:
             assert seat.wanted is not None
             drafts[seat.slot] = seat.wanted.drafts
-        forest = Forest(drafts)
+        forest = TreeBatch(drafts)
         with mx.stream(generation_stream):
             # One proposer drafts for all of them.
             outputs = self.target.verify_batch(forest, self._cache, asking[0].text.layers)
@@ -181,7 +181,7 @@ class Batch:
             for seats in _together(asking):
                 self._answer(seats, outputs, forest)
 
-    def _answer(self, seats: Sequence[_Seat], outputs: TargetOutputs, forest: Forest) -> None:
+    def _answer(self, seats: Sequence[_Seat], outputs: TargetOutputs, forest: TreeBatch) -> None:
         """Judge what several texts get with one set of operations, or leave one to judge."""
         slots = [seat.slot for seat in seats]
         choosers = [one for seat in seats if (one := seat.text.common_chooser) is not None]
@@ -213,13 +213,13 @@ class Batch:
             seat.text.cache = SlotCache(self._cache, slot)
 
 
-def _are_cancelled(texts: Sequence[Text]) -> bool:
+def _are_cancelled(texts: Sequence[SequenceDecoder]) -> bool:
     return all(text.is_cancelled for text in texts)
 
 
-def _of_similar_lengths(texts: Sequence[Text]) -> list[list[Text]]:
+def _of_similar_lengths(texts: Sequence[SequenceDecoder]) -> list[list[SequenceDecoder]]:
     """Texts in groups, no prompt in one more than a quarter shorter than the longest."""
-    groups: list[list[Text]] = []
+    groups: list[list[SequenceDecoder]] = []
     for text in sorted(texts, key=lambda text: -len(text.request.prompt)):
         if groups and 4 * len(text.request.prompt) >= 3 * len(groups[-1][0].request.prompt):
             groups[-1].append(text)
@@ -241,11 +241,11 @@ class _Seat:
         has_news: Whether its step has ended.
     """
 
-    def __init__(self, text: Text, slot: int, stock: Sequence[KVCache]):
+    def __init__(self, text: SequenceDecoder, slot: int, stock: Sequence[KVCache]):
         self.text = text
         self.slot = slot
         self.stock = stock
-        self.wanted: Wanted | None = None
+        self.wanted: PassRequest | None = None
         self.has_news = False
         self._steps: Processing[list[Token]] | None = None
         self._progress = Progress(text, [])
@@ -283,7 +283,7 @@ class _Seat:
         while self._steps is not None and self.wanted is None and not self.has_news:
             self.send(None)
 
-    def send(self, answer: TargetOutputs | Verdict | None) -> None:
+    def send(self, answer: TargetOutputs | TargetChoice | None) -> None:
         """Go on with the answer of the forward pass that was wanted, if one was."""
         assert self._steps is not None
         try:

@@ -8,7 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlx_redrafter.decoding.records import Token
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 
 # Tokens after which memory that MLX keeps for reuse is given back, as in mlx-lm.
 CLEAR_CACHE_EVERY = 256
@@ -17,23 +17,23 @@ CLEAR_CACHE_EVERY = 256
 class Scheduler(Protocol):
     """Decodes several texts, step by step."""
 
-    def step(self, text: Text) -> list[Token]:
+    def step(self, text: SequenceDecoder) -> list[Token]:
         """The tokens of a text's next step."""
         ...
 
-    def has_news(self, text: Text) -> bool:
+    def has_news(self, text: SequenceDecoder) -> bool:
         """Whether the tokens of its next step are there already."""
         ...
 
-    def leave(self, text: Text) -> None:
+    def leave(self, text: SequenceDecoder) -> None:
         """Let a text go, however it ended; its caches are its own again."""
         ...
 
 
-def decode(text: Text, scheduler: Scheduler | None = None) -> Iterator[Token]:
+def decode(text: SequenceDecoder, scheduler: Scheduler | None = None) -> Iterator[Token]:
     """Yield a text token by token.
 
-    However decoding ends, `Text.close` is told how many tokens were taken.
+    However decoding ends, `SequenceDecoder.close` is told how many tokens were taken.
 
     Args:
         text: The text.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.tree import NO_TOKEN, TokenTree
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class StateReader(Protocol):
         """Take in the states of the next prompt tokens, all but the last of them.
 
         Args:
-            states: States after a chunk of n tokens, as in `InFlight.states`, shape (n, S).
+            states: States after a chunk of n tokens, as in `PendingPass.states`, shape (n, S).
         """
         ...
 
@@ -98,7 +98,7 @@ class Drafting(Protocol):
         ...
 
     def propose(
-        self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None
+        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
         """Draft what may follow a forward pass.
 
@@ -115,7 +115,7 @@ class Drafting(Protocol):
         """
         ...
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """Take note of a pass after which nothing is drafted; the host knows its tokens."""
         ...
 

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -73,7 +73,7 @@ class Token:
 
 
 @dataclass
-class InFlight:
+class PendingPass:
     """A dispatched forward pass; the host may not have read its outcome yet.
 
     Attributes:

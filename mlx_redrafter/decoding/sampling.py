@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_redrafter.config import SamplingParams
 from mlx_redrafter.decoding.records import NOT_A_NUMBER
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 Sampler = Callable[[mx.array], mx.array]
 

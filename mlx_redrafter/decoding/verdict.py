@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.accept import Acceptance, accept
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, InFlight
+from mlx_redrafter.decoding.records import NOT_A_NUMBER, PendingPass
 from mlx_redrafter.decoding.sampling import (
     GumbelNoise,
     KeyedChooser,
@@ -25,25 +24,26 @@ from mlx_redrafter.decoding.sampling import (
     choose,
     gumbel_noise,
 )
-from mlx_redrafter.forest import Forest
-from mlx_redrafter.host import to_floats, to_ints
+from mlx_redrafter.device_read import to_floats, to_ints
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import TargetOutputs
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Made once: small models notice every operation between two tokens.
 _DEPTH_OF_ROOT = mx.zeros((1,), dtype=mx.int32)
 
 
-class Verdict(NamedTuple):
+class TargetChoice(NamedTuple):
     """The target's answer to one text.
 
     Attributes:
-        outcome: As in `InFlight`, shape (1,) for a root, (2 + 2 L,) for a tree.
-        root: As in `InFlight`.
+        outcome: As in `PendingPass`, shape (1,) for a root, (2 + 2 L,) for a tree.
+        root: As in `PendingPass`.
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
         hidden_state: Target state that predicted the bonus token, shape (H,).
         states: As in `TargetOutputs`.
-        path: As in `InFlight`; None for a root.
+        path: As in `PendingPass`; None for a root.
         read: Function that reads the outcome; None where it is read as it stands.
     """
 
@@ -55,15 +55,15 @@ class Verdict(NamedTuple):
     path: mx.array | None = None
     read: Callable[[], list[int]] | None = None
 
-    def of_root(self, length: int, num_nodes: int, plan: DraftPlan | None = None) -> InFlight:
+    def of_root(self, length: int, num_nodes: int, plan: DraftPlan | None = None) -> PendingPass:
         """The forward pass over a root.
 
         Args:
             length: Committed tokens, that root included.
-            num_nodes: As in `InFlight`.
-            plan: As in `InFlight`.
+            num_nodes: As in `PendingPass`.
+            plan: As in `PendingPass`.
         """
-        return InFlight(
+        return PendingPass(
             outcome=self.outcome,
             root=self.root,
             hidden_state=self.hidden_state,
@@ -77,9 +77,9 @@ class Verdict(NamedTuple):
             read=self.read,
         )
 
-    def of_tree(self, length: int, tree: TokenTree, plan: DraftPlan) -> InFlight:
+    def of_tree(self, length: int, tree: TokenTree, plan: DraftPlan) -> PendingPass:
         """The forward pass over a tree after ``length`` committed tokens."""
-        return InFlight(
+        return PendingPass(
             outcome=self.outcome,
             root=self.root,
             hidden_state=self.hidden_state,
@@ -95,7 +95,9 @@ class Verdict(NamedTuple):
         )
 
 
-def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise | None) -> Verdict:
+def judge_root(
+    chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise | None
+) -> TargetChoice:
     """The answer to a root, N = 1, dispatched.
 
     Instead of the device, which would have an operation more to do, the host looks for NaN.
@@ -107,12 +109,12 @@ def judge_root(chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise
         return to_ints(token) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
     hidden_state = outputs.hidden_states.squeeze(0)
-    return Verdict(token, token, log_probs, hidden_state, outputs.states, read=read)
+    return TargetChoice(token, token, log_probs, hidden_state, outputs.states, read=read)
 
 
 def judge_tree(
     chooser: TokenChooser, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
-) -> Verdict:
+) -> TargetChoice:
     """The answer to a tree, dispatched."""
     num_levels = tree.max_depth + 1
     choices = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
@@ -122,12 +124,12 @@ def judge_tree(
     outcome = mx.concatenate([bonus, num_accepted, path, tokens])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
     root = mx.maximum(bonus, 0)
-    return Verdict(outcome, root, log_probs, hidden_state, outputs.states, path)
+    return TargetChoice(outcome, root, log_probs, hidden_state, outputs.states, path)
 
 
 def judge_roots(
     choosers: Sequence[KeyedChooser], outputs: TargetOutputs, positions: Sequence[int]
-) -> list[Verdict]:
+) -> list[TargetChoice]:
     """The answers to the roots of several texts, dispatched.
 
     Args:
@@ -155,15 +157,15 @@ def judge_roots(
         states,
         strict=True,
     )
-    return [Verdict(*part, read=outcomes.reader(text)) for text, part in enumerate(parts)]
+    return [TargetChoice(*part, read=outcomes.reader(text)) for text, part in enumerate(parts)]
 
 
 def judge_trees(
     choosers: Sequence[KeyedChooser],
     outputs: TargetOutputs,
-    forest: Forest,
+    forest: TreeBatch,
     noises: Sequence[GumbelNoise | None],
-) -> list[Verdict]:
+) -> list[TargetChoice]:
     """The answers to the trees of several texts, dispatched.
 
     Args:
@@ -197,12 +199,12 @@ def judge_trees(
         strict=True,
     )
     return [
-        Verdict(*part, path, outcomes.reader(text))
+        TargetChoice(*part, path, outcomes.reader(text))
         for text, (part, path) in enumerate(zip(parts, paths, strict=True))
     ]
 
 
-def _accept_all(forest: Forest, chosen: mx.array) -> Acceptance:
+def _accept_all(forest: TreeBatch, chosen: mx.array) -> Acceptance:
     """What `accept` makes of each tree, given choices of shape (G, N)."""
     size, max_depth = forest.size, max(forest.max_depths)
 

@@ -27,8 +27,8 @@ from mlx_redrafter.kernels.tree_attention import tree_attention
 from mlx_redrafter.kernels.variant import DTYPES
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.hooks import Call, HookPoint, install
-from mlx_redrafter.target.setting import Setting
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.target.scoped import Scoped
+from mlx_redrafter.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def attention_shapes(model: nn.Module) -> dict[AttentionShape, int]:
     for file in _files(model):
         install(HookPoint(file, scaled_dot_product_attention.__name__, _attend))
     found: list[AttentionShape] = []
-    with Setting(_seen, found):
+    with Scoped(_seen, found):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     return {shape: found.count(shape) for shape in dict.fromkeys(found) if shape.is_offered}
 
@@ -119,7 +119,7 @@ def _files(model: nn.Module) -> Iterator[ModuleType]:
 
 def _run(call: MethodType, *args: Any, **kwargs: Any) -> Any:
     """Hook for a model that uses the kernel."""
-    with Setting(_choices, cast(Any, call.__self__).redrafter_kernel):
+    with Scoped(_choices, cast(Any, call.__self__).redrafter_kernel):
         return call(*args, **kwargs)
 
 

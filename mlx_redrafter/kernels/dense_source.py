@@ -10,7 +10,7 @@ Axes: T rows of inputs, K inputs, N outputs.
 from __future__ import annotations
 
 from mlx_redrafter.kernels.dense import DenseVariant
-from mlx_redrafter.kernels.source import SIMD_GROUPS, Source
+from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, Source
 from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
 
 # Outputs per lane: as many as leave a thread's sums in its registers.

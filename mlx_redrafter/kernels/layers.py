@@ -16,7 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.kernels.dense import AnyShape, AnyVariant, DenseShape
 from mlx_redrafter.kernels.small_t import small_t
 from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape

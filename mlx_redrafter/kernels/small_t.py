@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
-from mlx_redrafter.kernels.source import MOST_ROWS, Source, metal_source
+from mlx_redrafter.kernels.metal_source import MOST_ROWS, Source, metal_source
 from mlx_redrafter.kernels.variant import LANES
 
 # Rows that there are kernels for; more than `MOST_ROWS` take two launches.

@@ -18,9 +18,9 @@ from math import exp
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.awaited_drafts import AwaitedDrafts
 from mlx_redrafter.policy.candidates import (
     FITS,
@@ -43,7 +43,7 @@ from mlx_redrafter.policy.promises import Promises
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.tally import Tally
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
 

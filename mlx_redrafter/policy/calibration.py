@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
 

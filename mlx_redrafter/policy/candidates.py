@@ -11,8 +11,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.config import DraftPlan, DraftShape
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.trees.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
 

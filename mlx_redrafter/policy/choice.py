@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 
 
 class Choice(NamedTuple):

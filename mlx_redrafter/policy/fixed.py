@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts
 
 # Children of a node that are looked at, the best ones; nearly all others are wrong.
 MOST_CHILDREN = 3

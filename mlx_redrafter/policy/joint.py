@@ -11,14 +11,14 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 import numpy as np
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.awaited_drafts import AwaitedDrafts
 from mlx_redrafter.policy.experience import Experience
 from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:

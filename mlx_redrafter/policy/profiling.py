@@ -19,19 +19,20 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan, DraftShape, Quantisation, SamplingParams
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
-from mlx_redrafter.decoding.records import InFlight, Request
+from mlx_redrafter.decoding.records import PendingPass, Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.kernels.layers import choices
+from mlx_redrafter.measured import Timed, load_or_measure, measure_again
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.policy.timing_cache import Timed, load_or_measure, measure_again
-from mlx_redrafter.proposers.predrafted import Predrafted
+from mlx_redrafter.proposers.speculate_ahead import Predrafted
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def time_steps(
     chooser = _Contrary(SamplingParams(), target.vocab_size)
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
     cache = target.blank_cache(context, quantisation)
-    text = Text(target, cache, chooser, Request([0]), drafting, schedule)
+    text = SequenceDecoder(target, cache, chooser, Request([0]), drafting, schedule)
     with closing(decode(text)) as tokens:  # type: ignore[type-var]
         while not schedule.is_done:
             next(tokens)
@@ -304,13 +305,13 @@ class _Junk:
         """See `Drafting.outlook`."""
         return [1.0]
 
-    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """See `Drafting.propose`; a chain."""
         drafts = range(plan.num_nodes - 1)
         scores = [-1.0 * node for node in drafts]
         return TokenTree.of([flight.tokens[-1], *(0 for _ in drafts)], [0, *drafts], scores)
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """See `Drafting.skip`."""
 
     def settle(self, length: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.calibration import Calibration, Features, draft_features
-from mlx_redrafter.tree import Drafts, TokenTree
+from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 # Drafts of a tree that are looked at, the best ones; a wide search finds many of no worth.
 MOST_SEEN = 64

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlx_redrafter.config import DraftShape
+from mlx_redrafter.draft_plan import DraftShape
 
 # Share of the time that padding must save, so that no noise decides.
 LEAST_GAIN = 0.05

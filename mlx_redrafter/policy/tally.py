@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.candidates import PLACES
 from mlx_redrafter.policy.prices import Prices
 from mlx_redrafter.policy.slowdowns import Slowdowns

@@ -20,17 +20,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.search import Levels, Rank, search
-from mlx_redrafter.target.caches.kinds import describe
-from mlx_redrafter.target.caches.levels import Descent, LevelCache, LevelMask, hook_attention
+from mlx_redrafter.proposers.search import LevelScorer, Rank, search
+from mlx_redrafter.target.caches.cache_kinds import describe
+from mlx_redrafter.target.caches.draft_rows import Descent, LevelCache, LevelMask, hook_attention
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 # Most tokens per forward pass while the model reads what it has not seen yet.
 READ_STEP_SIZE = 512
@@ -156,15 +156,15 @@ class ModelDrafting:
         self._ahead = 0
         # A pass after which was drafted: the rows of its tokens are there, the host learns later
         # how many they are.
-        self._flight: InFlight | None = None
+        self._flight: PendingPass | None = None
 
     def outlook(self) -> None:
         """See `Drafting.outlook`."""
 
-    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """See `Drafting.propose`."""
         self._count_flight(flight)
-        levels: Levels
+        levels: LevelScorer
         if plan.shape.width == 1:
             levels = _ChainLevels(self, flight)
         else:
@@ -183,10 +183,10 @@ class ModelDrafting:
             return None
         return partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
 
-    def origin(self, flight: InFlight) -> None:
+    def origin(self, flight: PendingPass) -> None:
         """See `Branching.origin`; the rows of the text are enough."""
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """See `Drafting.skip`."""
         self._count_flight(flight)
         self._take(flight.tokens)
@@ -208,7 +208,7 @@ class ModelDrafting:
         self._forward(mx.array(list(tokens), dtype=mx.int32))
         mx.eval([layer.stock.state for layer in self.cache.layers])
 
-    def read_flight(self, flight: InFlight) -> mx.array:
+    def read_flight(self, flight: PendingPass) -> mx.array:
         """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
         self.cache.keep(self.length)
         self._shorten_unread()
@@ -271,7 +271,7 @@ class ModelDrafting:
     def _forward(self, tokens: mx.array) -> mx.array:
         return self.model.model(tokens[None], cache=self.cache.layers)[0]
 
-    def _count_flight(self, following: InFlight | None = None) -> None:
+    def _count_flight(self, following: PendingPass | None = None) -> None:
         if self._flight is not None:
             self.length += len(self._flight.tokens)
             self._flight = None
@@ -280,42 +280,42 @@ class ModelDrafting:
 
 
 class _DraftLevels:
-    """A draft model after some root; see `Levels`. The token ids that both have are the same."""
+    """A draft model after some root; see `LevelScorer`. Both have the same token ids."""
 
     def __init__(self, drafting: ModelDrafting):
         self.drafting = drafting
         self.num_rows = drafting.num_rows
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
-        """See `Levels.to_token_ids`."""
+        """See `LevelScorer.to_token_ids`."""
         return rows.astype(mx.int32)
 
 
 class _ChainLevels(_DraftLevels):
     """A draft model that drafts a chain; waits for the pass."""
 
-    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+    def __init__(self, drafting: ModelDrafting, flight: PendingPass):
         super().__init__(drafting)
         self.flight = flight
 
     def first(self) -> mx.array:
-        """See `Levels.first`."""
+        """See `LevelScorer.first`."""
         return log_probs(self.drafting.read_tokens(self.flight.tokens), self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `Levels.following`."""
+        """See `LevelScorer.following`."""
         return log_probs(self.drafting.read_draft(tokens), self.num_rows)
 
 
 class _TreeLevels(_DraftLevels):
     """A draft model that drafts a tree, each level in one pass."""
 
-    def __init__(self, drafting: ModelDrafting, flight: InFlight):
+    def __init__(self, drafting: ModelDrafting, flight: PendingPass):
         super().__init__(drafting)
         self.flight = flight
 
     def first(self) -> mx.array:
-        """See `Levels.first`."""
+        """See `LevelScorer.first`."""
         logits = self.drafting.read_flight(self.flight)
         length = self.drafting.length
         root = length + self.flight.num_accepted
@@ -323,7 +323,7 @@ class _TreeLevels(_DraftLevels):
         return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `Levels.following`."""
+        """See `LevelScorer.following`."""
         logits = self.drafting.read_level(
             tokens, *self._descent.extend(beams, tokens.shape[0], depth)
         )
@@ -353,11 +353,11 @@ class _Branches(_DraftLevels):
         self._nodes, self._tokens = nodes, tokens
 
     def first(self) -> mx.array:
-        """See `Levels.first`."""
+        """See `LevelScorer.first`."""
         return self._extend(self._nodes, self._tokens, 0)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `Levels.following`."""
+        """See `LevelScorer.following`."""
         return self._extend(beams, tokens, depth)
 
     def _extend(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:

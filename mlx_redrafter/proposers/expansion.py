@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftPlan, DraftShape
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.tree import TokenTree, ancestor_mask
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 
 class Expansion(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_redrafter.config import check_int, is_number
+from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
 

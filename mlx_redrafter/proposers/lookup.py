@@ -19,12 +19,12 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.suffix_index import Continuation, Match, SuffixIndex
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import NO_TOKEN, TokenTree
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 # Shortest suffix that is looked up, in tokens.
 LEAST_MATCH = 2
@@ -144,14 +144,14 @@ class LookupDrafting:
         return found[1:]  # the first is not a draft but the token in flight
 
     def propose(
-        self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None
+        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
         """See `Drafting.propose`; waits for the pass."""
         self.skip(flight)
         self._read()
         return self.build_tree(flight.tokens[-1], plan)
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """See `Drafting.skip`; the tokens are read when something is asked for."""
         self._unread += flight.tokens
 

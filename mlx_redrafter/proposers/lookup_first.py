@@ -8,13 +8,13 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Drafting, Proposer
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.lookup import Lookup, LookupDrafting
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 # Looks in a row that nothing was drafted by, after which only one step in so many looks, unless
 # looking takes less than that share of the time.
@@ -92,7 +92,7 @@ class LookupFirstDrafting:
         # Looks since drafts were looked up, and steps since the last look.
         self._in_vain = self._waited = 0
         # A pass that the lookup does not know yet, as the host had not read it.
-        self._unseen: InFlight | None = None
+        self._unseen: PendingPass | None = None
 
     def outlook(self) -> Sequence[float]:
         """See `Drafting.outlook`; the lookup's alone, and now and then where that is of no use."""
@@ -110,7 +110,7 @@ class LookupFirstDrafting:
         return outlook
 
     def propose(
-        self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None
+        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
         """See `Drafting.propose`."""
         self._show_lookup()
@@ -122,7 +122,7 @@ class LookupFirstDrafting:
         self._unseen = flight
         return self.network.propose(flight, plan, noise)
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """See `Drafting.skip`."""
         self._show_lookup()
         self.lookup.skip(flight)

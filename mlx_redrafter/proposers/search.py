@@ -14,9 +14,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftShape
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.topk import TopK, top_k
+from mlx_redrafter.trees.topk import TopK, top_k
 
 # Stands for log-probabilities that are NaN or minus infinity, so that order stays defined.
 LEAST_LOG_PROB = -1e30
@@ -26,7 +26,7 @@ LEAST_LOG_PROB = -1e30
 Rank = Callable[[mx.array, int | mx.array], mx.array]
 
 
-class Levels(Protocol):
+class LevelScorer(Protocol):
     """A network about to draft after R roots, mostly one: it scores one level after another."""
 
     @property
@@ -63,7 +63,7 @@ def bounded(scores: mx.array) -> mx.array:
     return mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
 
 
-def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
+def search(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """Score the best continuations of the root, and those of the W best nodes of every level.
 
     Args:
@@ -78,7 +78,7 @@ def search(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expan
     return search_all(levels, shape, rank).alone
 
 
-def search_all(levels: Levels, shape: DraftShape, rank: Rank | None = None) -> Expansion:
+def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """`search` for every root by itself, all in the same calls of the network.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from mlx_redrafter.config import is_number
+from mlx_redrafter.checks import is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Bounds on what a config file may claim, far above any model.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mlx_redrafter.tree import NO_TOKEN
+from mlx_redrafter.trees.tree import NO_TOKEN
 
 # States whose counts a new token updates, the longest suffixes first. Texts that repeat one token
 # have as many as tokens; the short ones are not what drafts are read from.

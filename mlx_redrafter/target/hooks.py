@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.errors import UnsupportedTargetError
-from mlx_redrafter.target.setting import Setting
+from mlx_redrafter.target.scoped import Scoped
 
 Call = Callable[..., Any]
 Hook = Callable[..., Any]
@@ -66,9 +66,9 @@ _replacement: ContextVar[mx.array | None] = ContextVar("replacement", default=No
 _inputs: ContextVar[dict[int, mx.array] | None] = ContextVar("inputs", default=None)
 
 
-def tree_positions(positions: TreePositions) -> Setting[TreePositions]:
+def tree_positions(positions: TreePositions) -> Scoped[TreePositions]:
     """Place the tokens of forward passes built inside at these positions."""
-    return Setting(_positions, positions)
+    return Scoped(_positions, positions)
 
 
 def is_verifying() -> bool:
@@ -76,19 +76,19 @@ def is_verifying() -> bool:
     return _positions.get() is not None
 
 
-def captured_output() -> Setting[list[mx.array]]:
+def captured_output() -> Scoped[list[mx.array]]:
     """Collect the outputs of modules hooked with `capture` that are called inside."""
-    return Setting(_outputs, [])
+    return Scoped(_outputs, [])
 
 
-def replaced_output(output: mx.array) -> Setting[mx.array]:
+def replaced_output(output: mx.array) -> Scoped[mx.array]:
     """Let modules hooked with `capture` that are called inside return this."""
-    return Setting(_replacement, output)
+    return Scoped(_replacement, output)
 
 
-def captured_inputs() -> Setting[dict[int, mx.array]]:
+def captured_inputs() -> Scoped[dict[int, mx.array]]:
     """Collect what modules hooked with `capture_input` are given inside, by their ``id``."""
-    return Setting(_inputs, {})
+    return Scoped(_inputs, {})
 
 
 def install(point: HookPoint) -> None:

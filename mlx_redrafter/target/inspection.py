@@ -24,7 +24,7 @@ from mlx_redrafter.target.architectures import (
     WRAPPERS,
     Config,
 )
-from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, holds_trees
+from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, holds_trees
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.hooks import Hook, HookPoint, capture, install
 

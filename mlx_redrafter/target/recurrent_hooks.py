@@ -20,8 +20,8 @@ from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, fo
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.hooks import Call
-from mlx_redrafter.target.setting import Setting
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.target.scoped import Scoped
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class _Layer(NamedTuple):
@@ -49,7 +49,7 @@ def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
     if not caches or caches[0].tree is None:
         return call(*args, **kwargs)
     arrays_after: list[Callable[[Sequence[int]], mx.array]] = []
-    with Setting(_layer, _Layer(caches[0].step, caches[0].tree, arrays_after)):
+    with Scoped(_layer, _Layer(caches[0].step, caches[0].tree, arrays_after)):
         result = call(*args, **kwargs)
     caches[0].branch(lambda path: [array_after(path) for array_after in arrays_after])
     return result

@@ -15,12 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.config import Quantisation
 from mlx_redrafter.errors import UnsupportedTargetError
-from mlx_redrafter.forest import Forest
-from mlx_redrafter.target.caches.batch import BatchCache
+from mlx_redrafter.generation_options import Quantisation
+from mlx_redrafter.target.caches.batch_cache import BatchCache
+from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
-from mlx_redrafter.target.caches.kinds import LAYER_CACHES, describe, parts_of
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -35,7 +34,8 @@ from mlx_redrafter.target.hooks import (
     tree_positions,
 )
 from mlx_redrafter.target.inspection import find_parts
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 ProgressCallback = Callable[[int, int], None]
 StatesCallback = Callable[[mx.array], None]
@@ -301,7 +301,7 @@ class Target:
             return self._process(tokens[None], cache.layers, layers).alone
 
     def verify_batch(
-        self, forest: Forest, cache: BatchCache, layers: Sequence[int] = ()
+        self, forest: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         """Process the trees of several texts at once, as `verify` does one.
 

@@ -27,25 +27,25 @@ from mlx_redrafter.training.initial import (
     select_frequent_tokens,
 )
 from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.options import (
-    DataOptions,
-    LossOptions,
-    NetworkOptions,
-    TrainingOptions,
-)
 from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.resources import Estimate, check_resources, estimate
 from mlx_redrafter.training.run import TrainingResult, train_drafter
 from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.students.kinds import new_student
-from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from mlx_redrafter.training.trainer import Optimiser, Trainer, TrainingTask
 from mlx_redrafter.training.training_card import write_training_card
+from mlx_redrafter.training.training_options import (
+    DataOptions,
+    LossOptions,
+    NetworkOptions,
+    TrainingOptions,
+)
 
 __all__ = [
     "Batch",

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch
-from mlx_redrafter.training.options import Recipe
 from mlx_redrafter.training.teacher_cache import (
     OPTIONAL,
     Shard,
@@ -25,6 +24,7 @@ from mlx_redrafter.training.teacher_cache import (
     TeacherCache,
     find_draftable_steps,
 )
+from mlx_redrafter.training.training_options import Recipe
 
 # Upper limit of the cached arrays in memory at one time; the shards below it are shuffled together.
 GROUP_BYTES = 2**29

@@ -25,13 +25,13 @@ from mlx_redrafter.training.data import (
     TokenSequence,
     split_text,
 )
-from mlx_redrafter.training.options import DataOptions
 from mlx_redrafter.training.self_generated import (
     AnswerLimits,
     PromptSource,
     TextGenerator,
     plan_jobs,
 )
+from mlx_redrafter.training.training_options import DataOptions
 
 # Largest number of uses of a text as a prompt: its beginning has another length each time.
 MAX_PASSES = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.checkpoint import write_atomically
+from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.training.state import CurvePoint
 
 CSV_FILE, PNG_FILE = "curves.csv", "curves.png"

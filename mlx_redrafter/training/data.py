@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
-from mlx_redrafter.chat import encode_chat, encode_prompt
+from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError, DataError
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"

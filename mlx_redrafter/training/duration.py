@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlx_redrafter.proposers.redrafter.calibration import ENOUGH
+from mlx_redrafter.proposers.fit import ENOUGH
 from mlx_redrafter.training.request import TrainingRequest
 
 # Least share of the given minutes that is left for training, whatever the other stages take.

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint import read_json, write_atomically
+from mlx_redrafter.checkpoint_files import read_json, write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 Arrays = dict[str, mx.array]

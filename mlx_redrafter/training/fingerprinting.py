@@ -11,7 +11,7 @@ import hashlib
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.redrafter.calibration import Text
+from mlx_redrafter.proposers.fit import ObservedSequence
 from mlx_redrafter.training.posterior_noise import sample_posterior_noise
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.tree import NO_TOKEN
+from mlx_redrafter.trees.tree import NO_TOKEN
 
 # Token after the end of a text; no node of a tree has it, so no draft is accepted there.
 END = NO_TOKEN - 1
@@ -49,12 +49,12 @@ def find_generated(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
 
 
-def iterate_generated_texts(shard: Shard) -> Iterator[Text]:
+def iterate_generated_texts(shard: Shard) -> Iterator[ObservedSequence]:
     """Iterate over the generated part of each text, with the target's outputs."""
     for start, generated in find_generated(shard):
         first, last = start + int(generated[0]), start + int(generated[-1]) + 1
         states = slice(first - 1, last - 1)
-        yield Text(
+        yield ObservedSequence(
             shard.tokens[first:last],
             shard.hidden[states],
             shard.top_ids[states],

@@ -26,8 +26,8 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.options import NetworkOptions
 from mlx_redrafter.training.target_size import TargetSize
+from mlx_redrafter.training.training_options import NetworkOptions
 
 DEFAULT_EXIT_DIM, DEFAULT_BLOCKS = 1024, 2
 # Columns of the head matrix computed at once.

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import DataError
-from mlx_redrafter.loading import load
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import HeadRows
 from mlx_redrafter.training.corpus import (
@@ -41,9 +41,9 @@ from mlx_redrafter.training.resources import (
 )
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
-from mlx_redrafter.training.students.kinds import new_student
-from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.target_size import TargetSize
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import TeacherCache

@@ -14,7 +14,7 @@ from typing import TypeVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import Group, HeadRows, gather
 from mlx_redrafter.training.data import TokenSequence

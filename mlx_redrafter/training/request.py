@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.redrafter.calibration import TOP_TOKENS
-from mlx_redrafter.training.options import (
+from mlx_redrafter.proposers.fit import TOP_TOKENS
+from mlx_redrafter.training.state import has_state
+from mlx_redrafter.training.training_options import (
     READING_CONTEXT,
     DataOptions,
     LossOptions,
@@ -16,7 +17,6 @@ from mlx_redrafter.training.options import (
     TrainingOptions,
     check_dtype,
 )
-from mlx_redrafter.training.state import has_state
 
 STATE_FOLDER, CACHE_FOLDER = "state", "cache"
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint import shared_name
+from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.curves import write_csv, write_picture
 from mlx_redrafter.training.files import remove_leftovers
-from mlx_redrafter.training.options import TrainingOptions
 from mlx_redrafter.training.preparation import DistillationInputs, Preparation
 from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.request import STATE_FOLDER, TrainingRequest
@@ -26,6 +25,7 @@ from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask, stretch_of
 from mlx_redrafter.training.training_card import TrainingSummary, write_training_card
+from mlx_redrafter.training.training_options import TrainingOptions
 
 
 @dataclass(frozen=True)

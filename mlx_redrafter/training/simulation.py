@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.training.hindsight import find_generated
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard

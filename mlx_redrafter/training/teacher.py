@@ -14,18 +14,18 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.topk import top_k
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import save_arrays
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences
 from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
-from mlx_redrafter.tree import TokenTree, ancestor_mask
+from mlx_redrafter.trees.topk import top_k
+from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384

@@ -18,12 +18,12 @@ from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import Arrays
 from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.options import LossOptions, TrainingOptions
 from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.simulation import simulate
 from mlx_redrafter.training.state import CurvePoint, Progress, has_state, load_state, save_state
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
 
 # Largest size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_redrafter.checkpoint import write_atomically
+from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.options import LossOptions, TrainingOptions
 from mlx_redrafter.training.state import Progress
 from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
 from mlx_redrafter.version import __version__
 
 # Training objective of each recipe, as the card describes it.

@@ -13,8 +13,8 @@ from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.model_shape import FAMILIES, shape_of_config, shape_of_family
 from mlx_redrafter.bench.outlook import Outlook, Trial, predict_outlook
 from mlx_redrafter.bench.training_cost import TrainingCost
-from mlx_redrafter.bundled import find_bundled
-from mlx_redrafter.checkpoint import read_config
+from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
 from tests.helpers.cli import run
 

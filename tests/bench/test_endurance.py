@@ -10,9 +10,9 @@ from mlx_redrafter.bench import endurance
 from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.cli.bench import app
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding import clock as step_clock
 from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.candidates import PLANS, SIZES, WIDTHS
 from mlx_redrafter.policy.fixed import FixedPolicy

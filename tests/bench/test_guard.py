@@ -27,7 +27,7 @@ from mlx_redrafter.bench.runs import (
     run,
 )
 from mlx_redrafter.cli.bench import app
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig

@@ -16,8 +16,8 @@ from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.runs import EncodedPrompt, Setting
 from mlx_redrafter.bench.tables import fill
 from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import ConfigError, RedrafterError
-from mlx_redrafter.loading import load
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa

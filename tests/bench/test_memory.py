@@ -2,7 +2,7 @@
 
 from mlx_redrafter.bench import memory
 from mlx_redrafter.bench.memory import Finding, Peaks, measure_memory
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 
 
 def test_bounds_hold(pair):

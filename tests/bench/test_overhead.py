@@ -4,8 +4,8 @@ import pytest
 
 from mlx_redrafter.bench import overhead
 from mlx_redrafter.bench.overhead import measure_overhead
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def test_parts(pair, max_tokens):
 def test_a_text_begins_again(pair, monkeypatch, max_tokens, begins):
     made = []
 
-    class Counted(Text):
+    class Counted(SequenceDecoder):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)

@@ -4,7 +4,7 @@ from mlx_redrafter.bench.plots import _arm, _frontier, _groups, _shape
 from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.timing import estimate
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 
 
 def point(width, length, nodes=None, select="top_n", speed=1.0, tokens=1.0, temp=0.0):

@@ -16,7 +16,7 @@ from mlx_redrafter.bench.simulation import (
     run_fixed,
     run_policy,
 )
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.fixed import FixedPolicy
 from tests.bench.test_bench_cli import run
 

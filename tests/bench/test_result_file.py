@@ -14,7 +14,7 @@ from mlx_redrafter.bench.result_file import (
 )
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.policy.precision import quantised_copy
+from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.helpers.models import random_drafter
 
 

@@ -7,7 +7,7 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import Run
 from mlx_redrafter.bench.sweep import Grid, _Cast
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.network import Drafter
 

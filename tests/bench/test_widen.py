@@ -12,9 +12,9 @@ from mlx_lm.models import llama
 
 from mlx_redrafter.bench.llama_shape import LlamaShape, widened_shape
 from mlx_redrafter.bench.widen import widen_drafter, widen_target, widened_drafter
-from mlx_redrafter.checkpoint import write_checkpoint
+from mlx_redrafter.checkpoint_files import write_checkpoint
 from mlx_redrafter.cli.main import main
-from mlx_redrafter.config import DraftShape
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter

@@ -10,16 +10,16 @@ import pytest
 
 from mlx_redrafter.bench.widen import widen_target
 from mlx_redrafter.bench.widen_heads import widen_head
+from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.loading import load
-from mlx_redrafter.recognition import recognise
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
-from mlx_redrafter.training.options import HEADS, Head
-from mlx_redrafter.training.students.context import ContextStudent
+from mlx_redrafter.training.students.context import KvStudent
 from mlx_redrafter.training.students.student import Student, initialise
 from mlx_redrafter.training.teacher import read_sequences
+from mlx_redrafter.training.training_options import HEADS, Head
 from tests.helpers.models import shared_model
 
 LENGTH = 4
@@ -48,7 +48,7 @@ def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     wide = Target(model)
     other = new_student(wide, NetworkOptions(head, beam_length=LENGTH))
     other = other.holding(getattr(drafter, "network", drafter))
-    if isinstance(other, ContextStudent):
+    if isinstance(other, KvStudent):
         other.layers = student.layers
         wide.watch(other.layers or (-1,))
     np.testing.assert_allclose(_logits(other, wide), _logits(student, target), atol=2e-4)

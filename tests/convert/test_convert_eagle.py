@@ -11,12 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from mlx_redrafter.bundled import find_bundled  # noqa: E402
-from mlx_redrafter.checkpoint import named_parameters, read_config  # noqa: E402
+from mlx_redrafter.checkpoint_files import named_parameters, read_config  # noqa: E402
+from mlx_redrafter.checkpoints.bundled import find_bundled  # noqa: E402
 from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
+from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization  # noqa: E402
 from mlx_redrafter.convert.eagle import EagleTest, with_rope  # noqa: E402
 from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
-from mlx_redrafter.convert.options import ConversionOptions, Quantization  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.options import ConversionOptions
+from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter

@@ -11,14 +11,14 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import generate, load
-from mlx_redrafter.checkpoint import named_parameters, read_config
+from mlx_redrafter.checkpoint_files import named_parameters, read_config
+from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization
 from mlx_redrafter.convert.inspection import inspect_checkpoint
-from mlx_redrafter.convert.options import ConversionOptions, Quantization
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
 from mlx_redrafter.proposers.mtp.families import FAMILIES
-from mlx_redrafter.recognition import recognise
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers import mimo
@@ -124,7 +124,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
             mx.save_safetensors(str(folder / "model-00002.safetensors"), tensors)
         return str(folder)
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("mlx_redrafter.checkpoint_files.snapshot_download", download)
     convert("org/model", tmp_path / "out")
     patterns = {pattern for one in asked for pattern in one}
     assert patterns == {"config.json", "model.safetensors.index.json", "model-00002.safetensors"}

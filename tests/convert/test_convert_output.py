@@ -14,8 +14,12 @@ import pytest
 
 from mlx_redrafter.convert import publication, upload
 from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion_options import (
+    ConversionOptions,
+    Quantization,
+    VocabularySlice,
+)
 from mlx_redrafter.convert.export import export_drafter
-from mlx_redrafter.convert.options import ConversionOptions, Quantization, VocabularySlice
 from mlx_redrafter.convert.vocabulary import choose_rows
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.inspection import inspect_checkpoint
-from mlx_redrafter.convert.options import Conversion, ConversionOptions
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
 from tests.convert import handmade
@@ -318,7 +318,7 @@ def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append((repo, allow_patterns))
         return str(snapshot)
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("mlx_redrafter.checkpoint_files.snapshot_download", download)
     conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
     assert conversion.provenance["source"] == "org/drafter"
     # First what tells whether it is a model with a module, of which no more would be fetched.

@@ -15,9 +15,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.config import DraftShape
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.options import (
+from mlx_redrafter.convert.conversion_options import (
     Conversion,
     ConversionOptions,
     Quantization,
@@ -25,6 +24,7 @@ from mlx_redrafter.convert.options import (
 )
 from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter

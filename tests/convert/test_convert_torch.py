@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from mlx_redrafter.config import DraftShape  # noqa: E402
 from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
-from mlx_redrafter.convert.options import ConversionOptions  # noqa: E402
+from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
+from mlx_redrafter.draft_plan import DraftShape  # noqa: E402
 from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402

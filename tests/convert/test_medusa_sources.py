@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.conversion import (
     ConversionOptions,
     convert_drafter,
@@ -15,7 +16,6 @@ from mlx_redrafter.convert.conversion import (
 from mlx_redrafter.convert.inspection import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
-from mlx_redrafter.recognition import recognise
 from tests.convert import handmade
 
 Values = dict[str, np.ndarray]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mlx_redrafter import generate, load, stream_generate
-from mlx_redrafter.checkpoint import read_config
+from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.options import (
+from mlx_redrafter.convert.conversion_options import (
     Conversion,
     ConversionOptions,
     Quantization,

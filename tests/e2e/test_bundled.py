@@ -14,8 +14,9 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter import Drafter, bundled, load, save_drafter
-from mlx_redrafter.bundled import find_bundled
+from mlx_redrafter import Drafter, load, save_drafter
+from mlx_redrafter.checkpoints import bundled
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import fingerprint_weights
 from tests.helpers.cli import run

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import engine, generation
 from mlx_redrafter.decoding.records import Token
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.engine import engine, generation
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from tests.conftest import Trained
 from tests.helpers.cli import run
@@ -20,7 +20,7 @@ from tests.helpers.cli import run
 PROMPTS = ["-p", "Once upon a time", "-p", "Lily"]
 
 
-class BrokenText(Text):
+class BrokenText(SequenceDecoder):
     """Yields another token than the target's own at every drafted step's end."""
 
     def step(self) -> list[Token]:

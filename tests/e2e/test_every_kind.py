@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, load
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle

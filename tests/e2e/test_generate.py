@@ -17,7 +17,8 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import __version__, engine, load
+from mlx_redrafter import __version__, load
+from mlx_redrafter.engine import engine
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.profiling import step_costs
 from tests.conftest import Trained
@@ -382,7 +383,7 @@ def test_interrupt_ends_with_130(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_redrafter.generation.stream_generate", interrupt)
+    monkeypatch.setattr("mlx_redrafter.engine.generation.stream_generate", interrupt)
     result = run(capsys, *_options(stories, None))
     assert (result.code, result.out) == (130, "")
 

@@ -27,14 +27,14 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
-from mlx_redrafter import Engine, checkpoint, generate, load, load_drafter, stream_generate
-from mlx_redrafter.bundled import find_bundled
-from mlx_redrafter.checkpoint import write_checkpoint
+from mlx_redrafter import Engine, checkpoint_files, generate, load, load_drafter, stream_generate
+from mlx_redrafter.checkpoint_files import write_checkpoint
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import upload
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.policy.timing_cache import Timed, load_or_measure
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.measured import Timed, load_or_measure
+from mlx_redrafter.proposers.redrafter.checkpoint_files import save_drafter
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -92,7 +92,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "head_dim": 8,
         "tie_word_embeddings": False,
     }
-    tensors = checkpoint.named_parameters(model)
+    tensors = checkpoint_files.named_parameters(model)
     write_checkpoint(folder / "model", {**config, **sizes}, tensors)
     for path in bundled.glob("tokenizer*"):
         shutil.copy(path, folder / "model")
@@ -495,7 +495,7 @@ def test_no_network(
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fail)
+    monkeypatch.setattr(checkpoint_files, "snapshot_download", fail)
     for option in ("--model", "--drafter"):
         line = refused(capsys, yard, "generate", "-p", "Hi", option, "org/name", codes=(1,))
         assert "check the name and the network, or give a folder" in line

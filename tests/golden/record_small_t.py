@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from mlx_redrafter.kernels.dense import AnyVariant
-from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
+from mlx_redrafter.kernels.metal_source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, MatrixShape, Variant
 
 COMPILED = range(2, MOST_ROWS + 1)

@@ -9,14 +9,14 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer, Step
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.policy.candidates import PLANS
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 def make_tree(tokens: Sequence[int], parents: Sequence[int], depth: int) -> TokenTree:
@@ -110,7 +110,7 @@ class ScriptedDrafting:
     def outlook(self) -> None:
         """It always has something to propose."""
 
-    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """A random tree along the script; how far the pass got is read."""
         self.skip(flight)
         script = self.proposer
@@ -120,7 +120,7 @@ class ScriptedDrafting:
         )
         return make_tree(tokens, parents, plan.shape.levels)
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """Count the tokens."""
         self.num_tokens += len(flight.tokens)
 

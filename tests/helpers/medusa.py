@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.target.hooks import captured_output

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import mimo
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 
 CONFIG: dict[str, Any] = {
     "model_type": "mimo",

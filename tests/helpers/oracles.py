@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.tree import NO_TOKEN, TokenTree
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 Path = tuple[int, ...]
 Array = np.ndarray

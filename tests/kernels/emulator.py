@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
+from mlx_redrafter.kernels.metal_source import Source
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.source import Source
 from mlx_redrafter.kernels.variant import DTYPES, METAL_TYPES
 from tests.kernels.stock import HEADERS, stock, stock_source
 

@@ -16,8 +16,8 @@ import typer
 
 from mlx_redrafter.kernels.attention_source import attention_source
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
+from mlx_redrafter.kernels.metal_source import MOST_ROWS
 from mlx_redrafter.kernels.small_t import as_integers, source_of
-from mlx_redrafter.kernels.source import MOST_ROWS
 from mlx_redrafter.kernels.variant import DTYPES
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS, Kernels, random_matrix

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import typer
 
-from mlx_redrafter.kernels.source import MOST_ROWS
+from mlx_redrafter.kernels.metal_source import MOST_ROWS
 from tests.kernels.cuda import Usage, usage
 from tests.kernels.stand_in import ATTENTION_VARIANTS
 from tests.kernels.test_small_t import DENSE_VARIANTS, VARIANTS

@@ -12,7 +12,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels import attention, layers, small_t, tree_attention
+from mlx_redrafter.kernels import (
+    attention,
+    kernel_times,
+    layers,
+    product_trials,
+    small_t,
+    tree_attention,
+)
 from mlx_redrafter.kernels.attention_source import (
     HEAD_SIZES,
     THREADS,
@@ -21,7 +28,6 @@ from mlx_redrafter.kernels.attention_source import (
 )
 from mlx_redrafter.kernels.dense import AnyVariant, DenseShape
 from mlx_redrafter.kernels.variant import DTYPES, LANES, MatrixShape
-from mlx_redrafter.policy import kernel_times, kernel_trials
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
 
@@ -99,7 +105,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
     monkeypatch.setattr(mx.array, "__matmul__", matmul)
     monkeypatch.setattr(mx, "addmm", addmm)
-    for module in (layers, kernel_trials):
+    for module in (layers, product_trials):
         monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
     run_emulated(monkeypatch, kernels)

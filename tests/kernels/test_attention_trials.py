@@ -12,14 +12,13 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.kernels import layers
+from mlx_redrafter.kernels import attention_trials, layers, product_trials
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
+from mlx_redrafter.kernels.attention_trials import time_attention, try_attention
+from mlx_redrafter.kernels.kernel_times import Times
 from mlx_redrafter.kernels.layers import choices
-from mlx_redrafter.policy import attention_trials, kernel_trials
-from mlx_redrafter.policy.attention_trials import time_attention, try_attention
-from mlx_redrafter.policy.kernel_times import Times
-from mlx_redrafter.policy.kernel_trials import use_kernels
+from mlx_redrafter.kernels.product_trials import use_kernels
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted
@@ -49,7 +48,7 @@ def _as_long(shape: object, num_keys: int, nodes: int) -> Times:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
     stand_in_attention(monkeypatch, emulated_attention())
-    monkeypatch.setattr(kernel_trials, "is_available", lambda: True)
+    monkeypatch.setattr(product_trials, "is_available", lambda: True)
     monkeypatch.setattr(attention_trials, "time_attention", _as_long)
     # Threads are slow in the emulator.
     monkeypatch.setattr(attention_trials, "FEW_KEYS", (5,))
@@ -60,7 +59,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models without matrices that there are kernels for."""
-    for module in (layers, kernel_trials):
+    for module in (layers, product_trials):
         monkeypatch.setattr(module, "layers_by_shape", lambda model: {})
 
 
@@ -77,7 +76,7 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in(monkeypatch, kernels_of_model())
-    monkeypatch.setattr(kernel_trials, "time_product", lambda *_: Times(1.0, 0.5))
+    monkeypatch.setattr(product_trials, "time_product", lambda *_: Times(1.0, 0.5))
     model, tokenizer = quantised_model(head_size=64), wrapped_tokenizer(VOCAB_SIZE)
     plain = logits_of_tree(model, follow=True)
     use_kernels(model)
@@ -149,7 +148,9 @@ def test_a_wrong_order_is_refused(
     source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
     stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
-    monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (model, None, None))
+    monkeypatch.setattr(
+        "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (model, None, None)
+    )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
     shown = run(capsys, "check", "--kernels", "--model", "a")
     assert shown.code == 1
@@ -162,7 +163,9 @@ def test_a_wrong_order_is_refused(
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("mlx_redrafter.loading.load", lambda *_, **__: (_model(), None, None))
+    monkeypatch.setattr(
+        "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (_model(), None, None)
+    )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
     shown = run(capsys, "check", "--kernels", "--model", "a")
     assert shown.code == 0

@@ -13,8 +13,8 @@ import pytest
 from mlx_redrafter.kernels import small_t, tree_attention
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES, AttentionVariant
 from mlx_redrafter.kernels.dense import ORDERS, AnyVariant, DenseVariant
+from mlx_redrafter.kernels.metal_source import MOST_ROWS
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.source import MOST_ROWS
 from mlx_redrafter.kernels.variant import BITS, DTYPES, Variant
 from tests.kernels.cuda import cuda_kernel, needs_nvcc, needs_nvidia, usage
 from tests.kernels.emulator import random_matrix

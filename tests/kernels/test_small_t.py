@@ -13,8 +13,8 @@ import pytest
 
 from mlx_redrafter.kernels import dense
 from mlx_redrafter.kernels.dense import AnyVariant, DenseShape, DenseVariant
+from mlx_redrafter.kernels.metal_source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
-from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, ORDERS, Variant
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (

@@ -6,13 +6,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_redrafter.kernels import kernel_times
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES
+from mlx_redrafter.kernels.attention_trials import try_attention
 from mlx_redrafter.kernels.layers import layers_by_shape
+from mlx_redrafter.kernels.product_trials import try_kernel
 from mlx_redrafter.kernels.variant import BITS, DTYPES
-from mlx_redrafter.policy import kernel_times
-from mlx_redrafter.policy.attention_trials import try_attention
-from mlx_redrafter.policy.kernel_trials import try_kernel
 from tests.golden import record_dense, record_small_t, record_tree_attention
 
 

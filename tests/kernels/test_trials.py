@@ -13,18 +13,19 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_redrafter import loading, stream_generate
-from mlx_redrafter.cli.loading import Pair
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter import stream_generate
+from mlx_redrafter.checkpoints import loading
+from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.kernels import kernel_times, product_trials
 from mlx_redrafter.kernels.dense import FEW, MANY, ORDERS, USUAL, DenseShape, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
+from mlx_redrafter.kernels.kernel_times import Times
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
+from mlx_redrafter.kernels.metal_source import MOST_ROWS, metal_source
+from mlx_redrafter.kernels.product_trials import try_kernel, use_kernels
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.source import MOST_ROWS, metal_source
 from mlx_redrafter.kernels.variant import MatrixShape, Variant
-from mlx_redrafter.policy import kernel_times, kernel_trials
-from mlx_redrafter.policy.kernel_times import Times
-from mlx_redrafter.policy.kernel_trials import try_kernel, use_kernels
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
@@ -142,7 +143,7 @@ def kernels_of_model() -> Kernels:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
     stand_in(monkeypatch, kernels_of_model())
-    monkeypatch.setattr(kernel_trials, "time_product", _half_as_long)
+    monkeypatch.setattr(product_trials, "time_product", _half_as_long)
 
 
 def quantised_model(head_size: int = 8) -> nn.Module:
@@ -249,7 +250,7 @@ def test_equal_kernels_are_used_where_they_are_faster() -> None:
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernel_trials.SWITCH, "0")
+    monkeypatch.setenv(product_trials.SWITCH, "0")
     model = quantised_model()
     use_kernels(model)
     assert choices(model) == ()
@@ -275,7 +276,7 @@ def test_a_wrong_constant_is_refused(
     assert wrong[0] in source.body
     kernels = Kernels({(variant, 3): source._replace(body=source.body.replace(*wrong))})
     stand_in(monkeypatch, kernels)
-    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
     trial = try_kernel(shape, [layer])
     assert (trial.variant, trial.error) == (None, None)
@@ -305,7 +306,7 @@ def test_a_wrong_constant_of_mxfp4_is_refused(
     assert wrong[0] in source.body
     body = source.body.replace(*wrong)
     stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
-    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
     trial = try_kernel(MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), [layer])
     assert (trial.variant, trial.error) == (None, None)
@@ -328,7 +329,7 @@ def test_a_wrong_constant_of_dense_kernels_is_refused(
     assert wrong[0] in source.body
     body = source.body.replace(*wrong)
     stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
-    monkeypatch.setattr(kernel_trials, "ROWS", range(3, 4))
+    monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(DenseShape, "variants", lambda self: iter([variant]))
     trial = try_kernel(shape, [layer])
     assert (trial.variant, trial.error) == (None, None)
@@ -339,7 +340,7 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
     stand_in(monkeypatch, emulated([(variant, 3)]))
-    for module in (kernel_trials, kernel_times):
+    for module in (product_trials, kernel_times):
         monkeypatch.setattr(module, "ROWS", range(3, 4))
     trial = try_kernel(shape, [layer])
     assert trial.variant == variant

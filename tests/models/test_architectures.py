@@ -11,12 +11,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH, SamplingParams
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target import target as target_module
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
@@ -32,7 +33,7 @@ from mlx_redrafter.target.hooks import (
 )
 from mlx_redrafter.target.inspection import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 from tests.models.tiny_models import (
     COMMON,
     THRESHOLD,
@@ -134,7 +135,9 @@ def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
     cache = target.new_cache()
     request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
     chooser = KeyedChooser(SamplingParams(), target.vocab_size)
-    text = Text(target, cache, chooser, request, ScriptedDrafts(stock), FixedPolicy(PLAN))
+    text = SequenceDecoder(
+        target, cache, chooser, request, ScriptedDrafts(stock), FixedPolicy(PLAN)
+    )
     assert [token.id for token in decode(text)] == stock
     # Paths of all lengths were kept.
     assert len([count for count in text.stats.accepted_counts if count > 0]) >= 4

@@ -8,12 +8,12 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.config import SamplingParams
 from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedChooser
-from mlx_redrafter.decoding.text import Text
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
@@ -55,7 +55,7 @@ def test_texts_that_come_and_go(model_type: str) -> None:
         chooser = KeyedChooser(SamplingParams(), target.vocab_size)
         # Every third text decodes plainly.
         drafts = (ScriptedDrafts(expected[number][0]), FixedPolicy(PLAN)) if number % 3 else ()
-        texts.append(Text(target, target.new_cache(), chooser, request, *drafts))
+        texts.append(SequenceDecoder(target, target.new_cache(), chooser, request, *drafts))
         found.append([])
     step = 0
     while step == 0 or len(batch):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import UnsupportedTargetError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target

@@ -17,13 +17,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import DraftModel, engine, stream_generate
-from mlx_redrafter.config import GenerationOptions, Quantisation
+from mlx_redrafter import DraftModel, stream_generate
+from mlx_redrafter.engine import engine
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, wrapped_tokenizer

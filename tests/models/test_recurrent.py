@@ -15,10 +15,10 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter import stream_generate
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
-from mlx_redrafter.target.caches.kinds import parts_of
+from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, wrapped_tokenizer

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.recurrent import RecurrentCache, State
 from mlx_redrafter.target.caches.tree_cache import TreeCache
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class Sums:

@@ -24,7 +24,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter import stream_generate
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
-from mlx_redrafter.target.caches.kinds import parts_of
+from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass

@@ -15,13 +15,14 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_redrafter.config import DraftPlan, Quantisation
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 from tests.models.tiny_models import THRESHOLD, VOCAB_SIZE
 
 # The root lies before the threshold, the deepest nodes behind it.
@@ -137,14 +138,14 @@ class ScriptedDrafts:
     def outlook(self) -> None:
         """There is always something to propose."""
 
-    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """The next tree."""
         self.skip(flight)
         num_right = self.num_drafted % DRAFT_LENGTH
         self.num_drafted += 1
         return scripted_tree(flight.tokens[-1], self.stock[self.num_known :], num_right)
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """Count the tokens."""
         self.num_known += len(flight.tokens)
 

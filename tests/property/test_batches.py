@@ -13,11 +13,11 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch, load
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.forest import Forest
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.candidates import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.policy.choice import Choice
 from mlx_redrafter.target.target import Target, TargetOutputs
+from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -280,7 +280,7 @@ def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sizes = Engine(model, tokenizer, None), []
     verify = Target.verify_batch
 
-    def counted(self: Target, forest: Forest, *rest: Any) -> TargetOutputs:
+    def counted(self: Target, forest: TreeBatch, *rest: Any) -> TargetOutputs:
         sizes.append(len(forest))
         return verify(self, forest, *rest)
 

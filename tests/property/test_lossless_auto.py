@@ -9,7 +9,8 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter import engine, generation, stream_generate
+from mlx_redrafter import stream_generate
+from mlx_redrafter.engine import engine, generation
 from mlx_redrafter.policy.candidates import SIZES, WIDTHS
 from mlx_redrafter.policy.profiling import step_costs
 from mlx_redrafter.policy.step_costs import StepCosts

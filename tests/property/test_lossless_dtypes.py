@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter import load, stream_generate
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted, grow, make_tree

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.config import GenerationOptions
+from mlx_redrafter.generation_options import GenerationOptions
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens

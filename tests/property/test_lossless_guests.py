@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens

@@ -12,8 +12,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import engine, stream_generate
-from mlx_redrafter.engine import Engine
+from mlx_redrafter import stream_generate
+from mlx_redrafter.engine import engine
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.policy.profiling import step_costs
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer

@@ -12,10 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import DraftModel, Engine, Predrafted, stream_generate
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers import draft_model
-from mlx_redrafter.proposers.predrafted import likeliest_outcomes
+from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
 from tests.helpers.drafts import RandomShapes, make_tree, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.medusa import random_medusa

@@ -20,8 +20,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter import DraftModel, stream_generate
+from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.responses import ResponseStream
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens

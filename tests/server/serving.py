@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.config import GenerationOptions
-from mlx_redrafter.engine import Engine
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.chat import encode_chat
+from mlx_redrafter.engine.prompt_encoding import encode_chat
 from tests.server.serving import KEY, Served, make_engine, serving
 
 openai: Any = pytest.importorskip("openai", reason="the client that tests use")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter import Engine, Grammar
-from mlx_redrafter.chat import encode_chat
+from mlx_redrafter.engine.prompt_encoding import encode_chat
 from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama
 from tests.server.serving import KEY, Served, make_engine, serving
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.chat import encode_chat
+from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.server.job import Job
 from tests.server.serving import KEY, Served
 

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.chat import encode_chat
-from mlx_redrafter.responses import GenerationResponse
+from mlx_redrafter.engine.prompt_encoding import encode_chat
+from mlx_redrafter.engine.responses import GenerationResponse
 from tests.server.serving import KEY, Served
 
 openai: Any = pytest.importorskip("openai", reason="the client that tests use")

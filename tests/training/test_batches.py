@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import ConfigError, DataError
-from mlx_redrafter.host import to_floats
 from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence

@@ -14,7 +14,7 @@ from mlx_redrafter.training.initial import (
     compute_head_matrix,
     initialise_drafter,
 )
-from mlx_redrafter.training.options import NetworkOptions
+from mlx_redrafter.training.training_options import NetworkOptions
 from tests.helpers.models import tiny_llama, tiny_qwen3
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, draft_loss
-from mlx_redrafter.training.options import LossOptions, Recipe
-from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
+from mlx_redrafter.training.training_options import LossOptions, Recipe
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1

@@ -21,11 +21,11 @@ from mlx_redrafter.training import (
     rehearsal,
     teacher,
 )
-from mlx_redrafter.training.options import RECIPES, Recipe
 from mlx_redrafter.training.preparation import is_slow
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.self_generated import AnswerLimits
 from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.training_options import RECIPES, Recipe
 from tests.helpers.models import tiny_llama
 
 REQUEST = TrainingRequest(

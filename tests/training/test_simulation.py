@@ -12,15 +12,15 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama

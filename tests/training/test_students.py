@@ -28,12 +28,12 @@ from mlx_redrafter.training import (
 )
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.training.options import HEADS, Head, LossOptions, Recipe
 from mlx_redrafter.training.students.context import AutoregressiveStudent
-from mlx_redrafter.training.students.recurrent import RecurrentStudent
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.students.student import initialise
 from mlx_redrafter.training.teacher import read_sequences, read_states
 from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.training_options import HEADS, Head, LossOptions, Recipe
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
 from tests.training.conftest import small_request
 from tests.training.pieces import Silent

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher

@@ -17,9 +17,9 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
 from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.options import HEADS, Head, LossOptions
 from mlx_redrafter.training.students.student import initialise
 from mlx_redrafter.training.teacher import read_sequences, read_states
+from mlx_redrafter.training.training_options import HEADS, Head, LossOptions
 from tests.helpers.models import tiny_llama
 
 torch = pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.proposers.redrafter.calibration import TOP_TOKENS
+from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.redrafter.checkpoint import (
     load_drafter,
     quantize_drafter,

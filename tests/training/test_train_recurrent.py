@@ -9,8 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.bundled import find_bundled
-from mlx_redrafter.checkpoint import read_config
+from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from tests.helpers.cli import run
 from tests.models.tiny_models import build, flat_parameters, tiny_config
 

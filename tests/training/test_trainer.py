@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
@@ -19,7 +19,13 @@ from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import load_arrays_and_metadata
 from mlx_redrafter.training.initial import compute_head_matrix
-from mlx_redrafter.training.options import (
+from mlx_redrafter.training.state import STATE_FILE, Progress
+from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.students.student_kinds import new_student
+from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
+from mlx_redrafter.training.teacher_cache import TeacherCache
+from mlx_redrafter.training.trainer import Trainer, TrainingTask
+from mlx_redrafter.training.training_options import (
     HEADS,
     RECIPES,
     Head,
@@ -28,12 +34,6 @@ from mlx_redrafter.training.options import (
     Recipe,
     TrainingOptions,
 )
-from mlx_redrafter.training.state import STATE_FILE, Progress
-from mlx_redrafter.training.students.kinds import new_student
-from mlx_redrafter.training.students.student import Student, initialise
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
-from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.trainer import Trainer, TrainingTask
 from tests.helpers.models import tiny_llama
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)

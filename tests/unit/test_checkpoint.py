@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     MAX_JSON_BYTES,
     find_checkpoint,
     read_config,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.config import DraftPlan, SamplingParams
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
 DRAFTER: dict[str, Any] = {

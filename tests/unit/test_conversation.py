@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Engine, stream_generate
-from mlx_redrafter.chat import encode_chat
-from mlx_redrafter.conversation import Conversation
+from mlx_redrafter.engine.conversation import Conversation
+from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer

@@ -14,8 +14,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
+from mlx_redrafter.engine.generation import LearnedStates
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.generation import Memories
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -151,7 +151,7 @@ def test_experience_is_carried_from_text_to_text(model: nn.Module) -> None:
 
 
 def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
-    memories, other = Memories(), tiny_llama(seed=5)
+    memories, other = LearnedStates(), tiny_llama(seed=5)
     drafter = random_drafter(VOCAB_SIZE, 32)
     memory = memories.of(other, drafter)
     assert memories.of(other, drafter) is memory

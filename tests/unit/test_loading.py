@@ -13,10 +13,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter import Drafter, generate, load, loading, save_drafter
-from mlx_redrafter.bundled import find_bundled
+from mlx_redrafter import Drafter, generate, load, save_drafter
+from mlx_redrafter.checkpoints import loading
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.policy.precision import bits_of, quantised_copy
+from mlx_redrafter.proposers.redrafter.precision import bits_of, quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
 

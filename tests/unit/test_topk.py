@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mlx_redrafter.topk import block_size, top_k
+from mlx_redrafter.trees.topk import block_size, top_k
 
 
 def _check(scores: np.ndarray, k: int) -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.config import DraftPlan, DraftShape
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, best_nodes, merge_beams
 from mlx_redrafter.proposers.redrafter.beam import expand
-from mlx_redrafter.tree import NO_TOKEN, TokenTree, ancestor_mask
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     find_checkpoint,
     named_parameters,
     read_config,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mlx_redrafter.config import check_int
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.layer_sizes import SIZES, check_captured_layers, check_layer
 

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.context_network import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
@@ -89,17 +89,17 @@ class Eagle(AutoregressiveNetwork):
 
     @property
     def num_layers(self) -> int:
-        """See `ContextNetwork.num_layers`."""
+        """See `KvNetwork.num_layers`."""
         return self.config.num_hidden_layers
 
     @property
     def num_rows(self) -> int:
-        """See `ContextNetwork.num_rows`."""
+        """See `KvNetwork.num_rows`."""
         return self.config.head_rows
 
     @property
     def row_ids(self) -> mx.array | None:
-        """See `ContextNetwork.row_ids`."""
+        """See `KvNetwork.row_ids`."""
         return self.get("token_ids")
 
     @property
@@ -108,12 +108,12 @@ class Eagle(AutoregressiveNetwork):
         return self.layers[0].post_attention_layernorm.weight.dtype
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `ContextNetwork.check_fit`."""
+        """See `KvNetwork.check_fit`."""
         config = self.config
         check_sizes(config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """See `ContextNetwork.captured_layers`."""
+        """See `KvNetwork.captured_layers`."""
         if self.config.version == 1:
             return (FINAL,)
         if self.config.captured_layers is not None:
@@ -122,7 +122,7 @@ class Eagle(AutoregressiveNetwork):
         return 2, num_blocks // 2, num_blocks - 3
 
     def fuse(self, states: mx.array) -> mx.array:
-        """See `ContextNetwork.fuse`; EAGLE-1 takes the states as they are."""
+        """See `KvNetwork.fuse`; EAGLE-1 takes the states as they are."""
         if self.config.version == 1:
             return states
         states = states.astype(self.dtype)
@@ -135,7 +135,7 @@ class Eagle(AutoregressiveNetwork):
         return self.fc(states)
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """See `ContextNetwork.__call__`."""
+        """See `KvNetwork.__call__`."""
         h, embeddings = (rows[None].astype(self.dtype) for rows in (features, embeddings))
         if self.config.version == 1:
             h = self.fc(mx.concatenate([embeddings, h], axis=-1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     find_checkpoint,
     read_config,
     read_shapes,

@@ -17,11 +17,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.wording import join_shortened, quote
 
 Shapes = Mapping[str, tuple[int, ...]]
 NameSet = Literal["fasterdecoding", "vllm"]

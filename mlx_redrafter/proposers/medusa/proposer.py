@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH, DraftPlan
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.medusa.network import Medusa
@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.medusa.ranks import ranked_levels
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.proposers.search import Rank, search
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class MedusaProposer:
@@ -76,7 +76,7 @@ class MedusaDrafting:
     def outlook(self) -> None:
         """See `Drafting.outlook`."""
 
-    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """See `Drafting.propose`."""
         network, config = self.network, self.network.config
         hidden = flight.hidden_state[None]
@@ -97,7 +97,7 @@ class MedusaDrafting:
             levels = ranked_levels(log_probs, config.static_accuracies, network.to_token_ids)
         return build_tree(search(levels, plan.shape), flight.root, plan)
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """See `Drafting.skip`; nothing is remembered."""
 
     def settle(self, length: int) -> None:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.search import bounded
-from mlx_redrafter.topk import top_k
+from mlx_redrafter.trees.topk import top_k
 
 
 def ranked_levels(

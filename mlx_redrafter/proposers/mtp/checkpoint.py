@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     find_checkpoint,
     has_weights,
     named_parameters,
@@ -21,6 +21,7 @@ from mlx_redrafter.checkpoint import (
     write_checkpoint,
 )
 from mlx_redrafter.errors import CheckpointError, first_line
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.draft_network import quantization_of
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
@@ -39,7 +40,6 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
     quantize_as_stored,
 )
 from mlx_redrafter.target.inspection import check_config
-from mlx_redrafter.wording import quote
 
 CONFIG_AND_INDEX = ["config.json", "model.safetensors.index.json"]
 # Where a model of one layer has the tensors of that layer.

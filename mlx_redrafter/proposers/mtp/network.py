@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.context_network import AutoregressiveNetwork
+from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
     model_type_of,
@@ -81,32 +81,32 @@ class Mtp(AutoregressiveNetwork):
 
     @property
     def num_layers(self) -> int:
-        """See `ContextNetwork.num_layers`."""
+        """See `KvNetwork.num_layers`."""
         return 1
 
     @property
     def num_rows(self) -> int:
-        """See `ContextNetwork.num_rows`."""
+        """See `KvNetwork.num_rows`."""
         return self.config.vocab_size
 
     @property
     def row_ids(self) -> None:
-        """See `ContextNetwork.row_ids`; the head is the target's."""
+        """See `KvNetwork.row_ids`; the head is the target's."""
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `ContextNetwork.check_fit`."""
+        """See `KvNetwork.check_fit`."""
         check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """See `ContextNetwork.captured_layers`; the output of the last one alone."""
+        """See `KvNetwork.captured_layers`; the output of the last one alone."""
         return (FINAL,)
 
     def fuse(self, states: mx.array) -> mx.array:
-        """See `ContextNetwork.fuse`; they stay as they are."""
+        """See `KvNetwork.fuse`; they stay as they are."""
         return states
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """See `ContextNetwork.__call__`."""
+        """See `KvNetwork.__call__`."""
         dtype = self.embedding_norm.weight.dtype
         h, e = (rows[None].astype(dtype) for rows in (features, embeddings))
         pairs = [self.embedding_norm(e), self.hidden_norm(h)]

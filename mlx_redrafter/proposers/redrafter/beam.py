@@ -9,12 +9,12 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_redrafter.config import DraftShape
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.proposers.search import Rank, search
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 def ranking(drafter: Drafter, noise: GumbelNoise) -> Rank:
@@ -24,7 +24,7 @@ def ranking(drafter: Drafter, noise: GumbelNoise) -> Rank:
 
 
 class RecurrentLevels:
-    """A recurrent drafter after one root; see `Levels`.
+    """A recurrent drafter after one root; see `LevelScorer`.
 
     Args:
         drafter: The network.
@@ -51,22 +51,22 @@ class RecurrentLevels:
 
     @property
     def num_rows(self) -> int:
-        """See `Levels.num_rows`."""
+        """See `LevelScorer.num_rows`."""
         return self.drafter.config.head_rows
 
     def first(self) -> mx.array:
-        """See `Levels.first`."""
+        """See `LevelScorer.first`."""
         self._state = self.drafter.start(self.project_input(self.root))  # (1, H)
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `Levels.following`; the beams of the first level share the root's state."""
+        """See `LevelScorer.following`; the beams of the first level share the root's state."""
         state = self._state if beams is None else self._state[beams]
         self._state = self.drafter.advance(state, self.project_input(tokens))  # (W, H)
         return self._log_probs()
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
-        """See `Levels.to_token_ids`."""
+        """See `LevelScorer.to_token_ids`."""
         return self.drafter.to_token_ids(rows)
 
     def _log_probs(self) -> mx.array:
@@ -106,7 +106,7 @@ class RecurrentBranches(RecurrentLevels):
         self._state = self.drafter.advance(self._state[nodes], self.project_input(tokens))
 
     def first(self) -> mx.array:
-        """See `Levels.first`."""
+        """See `LevelScorer.first`."""
         return self._log_probs()
 
 

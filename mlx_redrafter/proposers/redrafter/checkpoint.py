@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     WEIGHTS_PATTERNS,
     find_checkpoint,
     named_parameters,
@@ -22,8 +22,8 @@ from mlx_redrafter.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlx_redrafter.config import check_int
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.stored_config import (
     MAX_DIMENSION,

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.config import DraftPlan
-from mlx_redrafter.decoding.records import InFlight
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import RecurrentBranches, expand, ranking
@@ -18,7 +18,7 @@ from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.proposers.search import Rank
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class RecurrentProposer:
@@ -79,7 +79,7 @@ class RecurrentDrafting:
     def outlook(self) -> None:
         """See `Drafting.outlook`."""
 
-    def propose(self, flight: InFlight, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """See `Drafting.propose`."""
         expansion = expand(
             self.drafter,
@@ -103,13 +103,13 @@ class RecurrentDrafting:
         """See `Branching.rank`."""
         return ranking(self.drafter, noise) if noise is not None and self.couple_noise else None
 
-    def origin(self, flight: InFlight) -> mx.array:
+    def origin(self, flight: PendingPass) -> mx.array:
         """What predicted the root, shape (H,)."""
         if not self.layers:
             return flight.hidden_state
         return self.drafter.fuse(flight.path_states[flight.num_accepted])[0]
 
-    def skip(self, flight: InFlight) -> None:
+    def skip(self, flight: PendingPass) -> None:
         """See `Drafting.skip`; nothing is remembered."""
 
     def settle(self, length: int) -> None:

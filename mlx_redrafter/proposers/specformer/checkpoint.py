@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.checkpoint import (
+from mlx_redrafter.checkpoint_files import (
     find_checkpoint,
     named_parameters,
     read_config,

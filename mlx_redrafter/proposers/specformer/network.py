@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.context_network import ContextNetwork
+from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
@@ -41,7 +41,7 @@ class SlotMlp(nn.Module):
         return y
 
 
-class SpecFormer(ContextNetwork):
+class SpecFormer(KvNetwork):
     """A network that drafts S tokens in one pass, from the states before the root alone.
 
     With ``s_c`` the target's states, ``A`` causal attention over the text and ``E`` over the slots:
@@ -82,27 +82,27 @@ class SpecFormer(ContextNetwork):
 
     @property
     def num_rows(self) -> int:
-        """See `ContextNetwork.num_rows`."""
+        """See `KvNetwork.num_rows`."""
         return self.config.vocab_size
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `ContextNetwork.check_fit`."""
+        """See `KvNetwork.check_fit`."""
         check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
         target.normalise(mx.zeros((1, target.hidden_size)))  # refuses one without such a norm
 
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """See `ContextNetwork.captured_layers`."""
+        """See `KvNetwork.captured_layers`."""
         return self.config.captured_layers
 
     def fuse(self, states: mx.array) -> mx.array:
-        """See `ContextNetwork.fuse`."""
+        """See `KvNetwork.fuse`."""
         states = states.astype(self.decoder_input_norm.weight.dtype)
         parts = mx.split(states, len(self.norms), axis=-1)
         normalised = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
         return self.down_samp(mx.concatenate(normalised, axis=-1))
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """See `ContextNetwork.__call__`; the embeddings are not read."""
+        """See `KvNetwork.__call__`; the embeddings are not read."""
         x = features[None]
         mask = create_attention_mask(x, caches[0])
         y: mx.array = x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0])

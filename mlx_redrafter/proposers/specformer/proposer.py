@@ -7,18 +7,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.decoding.records import InFlight
-from mlx_redrafter.proposers.context_drafting import ContextDrafting, ContextProposer
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.draft_model import log_probs
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.factorised import FactorisedLevels
+from mlx_redrafter.proposers.kv_drafter import KvDrafting, KvProposer
 from mlx_redrafter.proposers.search import Rank, search
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import Target
 
 
-class SpecFormerProposer(ContextProposer):
+class SpecFormerProposer(KvProposer):
     """A SpecFormer among the proposers; see `Proposer`."""
 
     network: SpecFormer
@@ -35,13 +35,13 @@ class SpecFormerProposer(ContextProposer):
         return SpecFormerDrafting(self.network, target, prompt, couple_noise, cached)
 
 
-class SpecFormerDrafting(ContextDrafting):
+class SpecFormerDrafting(KvDrafting):
     """One text's drafts by such a network."""
 
     network: SpecFormer
 
-    def expand(self, flight: InFlight, shape: DraftShape, rank: Rank | None) -> Expansion:
-        """See `ContextDrafting.expand`."""
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+        """See `KvDrafting.expand`."""
         network = self.network
         slots = network.slots(self.read_flight(flight), shape.levels)[0]
         found = log_probs(network.logits(slots, self.target), network.num_rows)

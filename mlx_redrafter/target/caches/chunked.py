@@ -12,7 +12,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.full import FullCache
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.kinds import describe, parts_of
+from mlx_redrafter.target.caches.cache_kinds import describe, parts_of
 
 ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"
 

@@ -14,11 +14,11 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.config import Quantisation
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
+from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class QuantisedCache(FullCache):

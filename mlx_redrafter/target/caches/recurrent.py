@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 # The arrays of mlx-lm's cache; all None where nothing was processed.
 State = list[mx.array | None]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class ForwardPass:

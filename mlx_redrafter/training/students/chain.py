@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.training.batches import Group, HeadRows, gather
 from mlx_redrafter.training.hindsight import draw_noise, read_following
 from mlx_redrafter.training.loss import Batch

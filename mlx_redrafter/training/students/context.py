@@ -18,10 +18,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.context_network import AutoregressiveNetwork, ContextNetwork
 from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT
 from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork, KvNetwork
 from mlx_redrafter.proposers.mtp.checkpoint import save_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.target.target import FINAL, Target
@@ -30,7 +30,7 @@ from mlx_redrafter.training.students.chain import ChainStudent
 from mlx_redrafter.training.teacher_cache import Shard
 
 
-class ContextStudent(ChainStudent):
+class KvStudent(ChainStudent):
     """A network that attends to what it read before.
 
     Args:
@@ -39,9 +39,9 @@ class ContextStudent(ChainStudent):
     """
 
     reads_context = True
-    network: ContextNetwork
+    network: KvNetwork
 
-    def __init__(self, network: ContextNetwork, target: Target):
+    def __init__(self, network: KvNetwork, target: Target):
         super().__init__(network)
         self.target = target
         captured = tuple(network.captured_layers(target))
@@ -74,7 +74,7 @@ class ContextStudent(ChainStudent):
         """See `Student.calibrate`; such networks have none."""
 
 
-class AutoregressiveStudent(ContextStudent):
+class AutoregressiveStudent(KvStudent):
     """One that drafts a token at a time."""
 
     network: AutoregressiveNetwork

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.checkpoint import named_parameters, write_checkpoint
-from mlx_redrafter.proposers.medusa.calibration import calibrate, rank_accuracies
+from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
+from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.training.hindsight import iterate_generated_texts
 from mlx_redrafter.training.loss import Batch

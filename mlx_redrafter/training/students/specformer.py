@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.training.loss import Batch
-from mlx_redrafter.training.students.context import ContextStudent, Rows, level_masks
+from mlx_redrafter.training.students.context import KvStudent, Rows, level_masks
 
 
-class SpecFormerStudent(ContextStudent):
+class SpecFormerStudent(KvStudent):
     """A SpecFormer, whose slots learn side by side."""
 
     name = "a SpecFormer"

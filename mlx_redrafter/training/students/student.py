@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.training.loss import Batch
 from mlx_redrafter.training.teacher_cache import Shard
 

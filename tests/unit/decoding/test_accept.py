@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_redrafter.decoding.accept import accept
-from mlx_redrafter.tree import NO_TOKEN, TokenTree
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 from tests.helpers.drafts import make_tree
 from tests.helpers.oracles import walk
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.decoding.processors import ProcessorChain
-from mlx_redrafter.tree import NO_TOKEN
+from mlx_redrafter.trees.tree import NO_TOKEN
 from tests.helpers.drafts import make_tree
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.config import SamplingParams
 from mlx_redrafter.decoding.sampling import KeyedChooser, StockChooser, gumbel_noise, normalise
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0]  # a toy vocabulary of seven
 SAMPLES = 20_000

@@ -13,8 +13,8 @@ import pytest
 from mlx_redrafter.bench.regret import simulate_regret
 from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
-from mlx_redrafter.config import DraftPlan
 from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import (
     LOOK_AGAIN,
     LOOK_EVERY,
@@ -26,7 +26,7 @@ from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
 from mlx_redrafter.policy.experience import TRIAL_AT_FIRST, Experience
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.tree import Drafts, TokenTree
+from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 TOKENS = 200
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter.policy.calibration import WINDOW, Calibration, draft_features
 from mlx_redrafter.policy.hindsight import Hindsight
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts
 
 
 def _drafts(*chances: float) -> Drafts:

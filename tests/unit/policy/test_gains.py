@@ -24,7 +24,7 @@ from mlx_redrafter.policy.candidates import (
 from mlx_redrafter.policy.gains import MEMORY, Extrapolation, Gains
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
-from mlx_redrafter.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts
 from tests.helpers.models import random_drafter
 
 ROWS, HIDDEN = 64, 32

@@ -7,9 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.generation import stream_generate
-from mlx_redrafter.policy import precision
-from mlx_redrafter.policy.precision import (
+from mlx_redrafter.engine.generation import stream_generate
+from mlx_redrafter.proposers.redrafter import precision
+from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.precision import (
     GIVEN,
     QUANTISED,
     bits_of,
@@ -17,8 +19,6 @@ from mlx_redrafter.policy.precision import (
     quantised_copy,
     time_drafts,
 )
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from tests.helpers.equality import assert_same_tokens, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer

@@ -12,14 +12,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import mlx_redrafter.engine
+import mlx_redrafter.engine.engine
 from mlx_redrafter import Drafter, Engine, load
-from mlx_redrafter.config import DraftShape
 from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.measured import DOUBTS, MOST_DOUBTS, MOST_RUNS
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.candidates import SIZES
 from mlx_redrafter.policy.profiling import StepTimes
-from mlx_redrafter.policy.timing_cache import DOUBTS, MOST_DOUBTS, MOST_RUNS
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -288,7 +288,7 @@ def test_times_that_use_shows_to_be_too_long_are_measured_again(
         return StepTimes({kind: 100 * seconds for kind, seconds in _timed().items()})
 
     monkeypatch.setattr(profiling, "time_steps", busy)
-    monkeypatch.setattr(mlx_redrafter.engine, "step_costs", profiling.step_costs)
+    monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", profiling.step_costs)
     for _ in range(MOST_DOUBTS + 3):
         engine.generate([5, 6, 7], max_tokens=60)
         assert engine.memory.experience is not None
@@ -304,7 +304,7 @@ def test_a_text_without_coupling_leaves_no_slowdowns_of_times_that_go(
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
     busy = {kind: 100 * seconds for kind, seconds in _timed().items()}
     monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(busy))
-    monkeypatch.setattr(mlx_redrafter.engine, "step_costs", profiling.step_costs)
+    monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", profiling.step_costs)
     engine.generate([5, 6, 7], max_tokens=12)  # too few steps for a doubt
     assert engine.memory.timed
     experience = engine.memory.experience

@@ -6,15 +6,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.config import DraftShape
-from mlx_redrafter.proposers.redrafter.beam import expand
-from mlx_redrafter.proposers.redrafter.calibration import (
+from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.proposers.fit import (
     SCALES,
     Calibration,
-    Text,
+    ObservedSequence,
     calibrate,
     predict,
 )
+from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter
 
@@ -25,7 +25,7 @@ def _embed(tokens: mx.array) -> mx.array:
     return mx.random.normal((VOCAB_SIZE, HIDDEN_SIZE), key=mx.random.key(5))[tokens]
 
 
-def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Text:
+def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> ObservedSequence:
     """A text whose target samples the drafter's own first drafts, sharpened.
 
     ``top_ids`` are in no order but the first, which is drawn: a greedy target that nobody can
@@ -37,7 +37,9 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Tex
     nothing = mx.zeros((length, 1), dtype=mx.int32)
     logits = (
         sharpness
-        * predict(drafter, _embed, Text(tokens, hidden_states, nothing, nothing))[0].logits
+        * predict(drafter, _embed, ObservedSequence(tokens, hidden_states, nothing, nothing))[
+            0
+        ].logits
     )
     first = mx.random.categorical(logits, key=keys[2])[:, None]
     rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
@@ -45,7 +47,7 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Tex
     log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     log_probs = mx.take_along_axis(log_probs, rows, axis=-1)
     ids = drafter.to_token_ids(rows)
-    return Text(
+    return ObservedSequence(
         tokens,
         hidden_states,
         mx.concatenate([ids[:1], ids]),
@@ -53,7 +55,7 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Tex
     )
 
 
-def _nats(drafter: Drafter, text: Text, scale: float) -> float:
+def _nats(drafter: Drafter, text: ObservedSequence, scale: float) -> float:
     total = 0.0
     for prediction in predict(drafter, _embed, text):
         rows = np.array(prediction.logits, dtype=np.float64) * scale
@@ -101,7 +103,9 @@ def test_a_drafter_that_is_too_flat_gets_less_of_the_noise() -> None:
 def test_without_texts_nothing_is_fitted() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     nothing = mx.zeros((2, 1), dtype=mx.int32)
-    short = Text(mx.zeros((2,), dtype=mx.int32), mx.zeros((2, HIDDEN_SIZE)), nothing, nothing)
+    short = ObservedSequence(
+        mx.zeros((2,), dtype=mx.int32), mx.zeros((2, HIDDEN_SIZE)), nothing, nothing
+    )
     assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5)
 
 

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter.config import DraftPlan, DraftShape
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel, ModelDrafting, check_ids
 from mlx_redrafter.target.target import Target

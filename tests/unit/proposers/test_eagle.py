@@ -14,20 +14,20 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from mlx_redrafter.checkpoint import read_tensors  # noqa: E402
-from mlx_redrafter.config import DraftPlan  # noqa: E402
+from mlx_redrafter.checkpoint_files import read_tensors  # noqa: E402
+from mlx_redrafter.checkpoints.recognition import recognise  # noqa: E402
+from mlx_redrafter.device_read import to_ints  # noqa: E402
+from mlx_redrafter.draft_plan import DraftPlan  # noqa: E402
 from mlx_redrafter.errors import (  # noqa: E402
     CheckpointError,
     NonFiniteError,
     UnsupportedTargetError,
 )
-from mlx_redrafter.host import to_ints  # noqa: E402
-from mlx_redrafter.proposers import context_drafting  # noqa: E402
+from mlx_redrafter.proposers import kv_drafter  # noqa: E402
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.kinds import as_proposer  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
-from mlx_redrafter.recognition import recognise  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.helpers.flights import flight_of  # noqa: E402
 from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402
@@ -76,7 +76,7 @@ def _assert_scores(
 def test_levels_are_those_of_the_equations_whatever_the_steps_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context_drafting, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
+    monkeypatch.setattr(kv_drafter, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
     tensors = write_head(tmp_path, LAYOUTS[name])
     published = _published(name, tensors)
     eagle = load_eagle(tmp_path)

@@ -12,14 +12,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.options import ConversionOptions
+from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.proposers.context_network import ContextNetwork
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer.checkpoint import load_specformer
@@ -77,7 +77,7 @@ def converted(folder: Path) -> Mtp:
     return load_mtp(out)
 
 
-SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], ContextNetwork]]] = {
+SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], KvNetwork]]] = {
     "EAGLE-1": (lambda: eagle_files(1), load_eagle),
     "EAGLE-3": (lambda: eagle_files(3), load_eagle),
     "SpecFormer": (specformer_files, load_specformer),
@@ -143,7 +143,7 @@ def check_damaged(folder: Path, kind: str, seed: int) -> None:
     assert message is None or len(message.splitlines()) == 1
 
 
-def run(load: Callable[[Path], ContextNetwork], folder: Path) -> str | None:
+def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
     """Load a network and let it process two pairs; the message if it is refused."""
     try:
         network = load(folder)

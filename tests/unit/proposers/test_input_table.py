@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from mlx_redrafter.checkpoint import named_parameters
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.redrafter import input_table
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup

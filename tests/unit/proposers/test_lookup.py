@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.config import DraftPlan, DraftShape
-from mlx_redrafter.host import to_ints
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup import (
     LEAST_PROBABILITY,
     LENGTHS,

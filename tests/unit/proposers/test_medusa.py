@@ -17,18 +17,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.config import DraftPlan, SamplingParams
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.host import to_ints
-from mlx_redrafter.proposers.medusa.calibration import calibrate, rank_accuracies
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.proposers.fit import ObservedSequence
 from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
-from mlx_redrafter.proposers.redrafter.calibration import Text
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter, save_drafter
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.medusa import random_medusa, with_static_tree
 
 VOCAB_SIZE = 64
@@ -131,7 +132,7 @@ def test_heads_of_few_tokens() -> None:
         assert set(to_ints(tree.tokens)[1:]) == {60, 2, 33}
 
 
-def right_text(network: Medusa, shift: Sequence[int]) -> Text:
+def right_text(network: Medusa, shift: Sequence[int]) -> ObservedSequence:
     """A text whose tokens are of some rank for each head, shape (n,)."""
     hidden = mx.random.normal((40, 32), key=mx.random.key(2))
     chosen = np.zeros(40, dtype=np.int32)
@@ -140,7 +141,7 @@ def right_text(network: Medusa, shift: Sequence[int]) -> Text:
         chosen[i] = order[shift[i % len(shift)]]
     others = (chosen[:, None] + np.arange(8)) % VOCAB_SIZE
     log_probs = mx.broadcast_to(-mx.arange(8.0), (40, 8))
-    return Text(mx.array(chosen), hidden, mx.array(others), log_probs)
+    return ObservedSequence(mx.array(chosen), hidden, mx.array(others), log_probs)
 
 
 def test_accuracies_of_ranks_are_counted() -> None:

@@ -15,15 +15,15 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter import generate, load, stream_generate
-from mlx_redrafter.checkpoint import named_parameters
-from mlx_redrafter.config import DraftPlan
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
-from mlx_redrafter.host import to_ints
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
 from mlx_redrafter.proposers.mtp.families import QWEN
-from mlx_redrafter.recognition import recognise
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
@@ -211,7 +211,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
             mx.save_safetensors(str(tmp_path / file), tensors)
         return str(tmp_path)
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint.snapshot_download", download)
+    monkeypatch.setattr("mlx_redrafter.checkpoint_files.snapshot_download", download)
     assert load_mtp("org/model").config.vocab_size == 64
     assert asked[1:] == [["model-00000.safetensors", "model-00001.safetensors"]]
     for file, message in (("../x.safetensors", "name of a safetensors file"), (None, "no tensors")):

@@ -15,15 +15,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from mlx_redrafter import generate  # noqa: E402
-from mlx_redrafter.checkpoint import named_parameters  # noqa: E402
-from mlx_redrafter.config import DraftPlan  # noqa: E402
+from mlx_redrafter.checkpoint_files import named_parameters  # noqa: E402
+from mlx_redrafter.checkpoints.recognition import recognise  # noqa: E402
+from mlx_redrafter.device_read import to_ints  # noqa: E402
+from mlx_redrafter.draft_plan import DraftPlan  # noqa: E402
 from mlx_redrafter.errors import (  # noqa: E402
     CheckpointError,
     ConfigError,
     NonFiniteError,
     UnsupportedTargetError,
 )
-from mlx_redrafter.host import to_ints  # noqa: E402
 from mlx_redrafter.proposers.kinds import as_proposer  # noqa: E402
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
 from mlx_redrafter.proposers.specformer.checkpoint import (  # noqa: E402
@@ -32,7 +33,6 @@ from mlx_redrafter.proposers.specformer.checkpoint import (  # noqa: E402
 )
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig  # noqa: E402
 from mlx_redrafter.proposers.specformer.network import SpecFormer  # noqa: E402
-from mlx_redrafter.recognition import recognise  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.helpers.flights import flight_of  # noqa: E402
 from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_redrafter.proposers.suffix_index import MOST_COUNTED, SuffixIndex
-from mlx_redrafter.tree import NO_TOKEN
+from mlx_redrafter.trees.tree import NO_TOKEN
 
 
 def _longest_match(text: Sequence[int]) -> int:

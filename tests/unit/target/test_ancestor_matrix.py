@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 Array = NDArray[np.float64]
 

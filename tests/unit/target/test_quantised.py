@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mlx_redrafter.config import Quantisation
+from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.quantised import QuantisedCache, QuantisingCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache

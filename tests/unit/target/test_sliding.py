@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_redrafter.config import MAX_BEAM_LENGTH
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.sliding import SlidingCache, _OrderedRows
 from mlx_redrafter.target.caches.tree_cache import ForwardPass, TreeCache
 from tests.helpers.drafts import make_tree

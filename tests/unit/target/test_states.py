@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.target import FINAL, Target
-from mlx_redrafter.tree import TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import tiny_llama
 from tests.models.tiny_models import build, tiny_config
 

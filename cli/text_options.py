@@ -1,0 +1,128 @@
+"""Options that several commands share; `GenerationOptions` describes those of a text."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from mlx_redrafter.draft_plan import DraftPlan, find_plan
+from mlx_redrafter.generation_options import GenerationOptions, SamplingParams
+
+MODEL, DRAFT, SAMPLE, PROMPT, CACHE = "Model", "Drafting", "Sampling", "Prompt", "K/V cache"
+
+DESCRIPTIONS: dict[str, str] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(GenerationOptions, include_extras=True).items()
+}
+
+
+# What the options of a text cannot say each for itself.
+AUTO = (
+    " With auto for this and the next two, every step verifies the drafts whose probabilities are "
+    "worth the time, or nothing is drafted."
+)
+
+
+def parse_size(value: str) -> int | str:
+    """A number, or ``auto``."""
+    if value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number or auto, got {value!r}") from None
+
+
+def library_option(name: str, *flags: str, more: str = "", **settings: Any) -> Any:
+    """A typer option for a field of `GenerationOptions`, described as there.
+
+    Args:
+        name: Name of the field.
+        *flags: Short forms.
+        more: Text to add to the description.
+        **settings: Arguments of `typer.Option`.
+    """
+    names = (f"--{name.replace('_', '-')}", *flags) if flags else ()  # typer's own without
+    return typer.Option(*names, help=DESCRIPTIONS[name] + more, **settings)
+
+
+def _size_option(name: str, more: str = "") -> Any:
+    # typer has no type for a number or "auto".
+    settings = {"parser": parse_size, "metavar": "<int>|auto", "rich_help_panel": DRAFT}
+    return library_option(name, more=more, **settings)
+
+
+MaxTokens = Annotated[int, library_option("max_tokens", "-m")]
+Temp = Annotated[float, library_option("temp", rich_help_panel=SAMPLE)]
+Seed = Annotated[int, library_option("seed", rich_help_panel=SAMPLE)]
+QuantizedKvStart = Annotated[int, library_option("quantized_kv_start", rich_help_panel=CACHE)]
+IgnoreChatTemplate = Annotated[
+    bool,
+    typer.Option("--ignore-chat-template", help="Use the prompt as it is.", rich_help_panel=PROMPT),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Length of a text, choice of its tokens, and how its keys and values are kept."""
+
+    max_tokens: MaxTokens = GenerationOptions.max_tokens
+    temp: Temp = SamplingParams.temp
+    top_p: Annotated[float, library_option("top_p", rich_help_panel=SAMPLE)] = SamplingParams.top_p
+    top_k: Annotated[int, library_option("top_k", rich_help_panel=SAMPLE)] = SamplingParams.top_k
+    min_p: Annotated[float, library_option("min_p", rich_help_panel=SAMPLE)] = SamplingParams.min_p
+    seed: Annotated[
+        int | None, library_option("seed", show_default="fresh", rich_help_panel=SAMPLE)
+    ] = GenerationOptions.seed
+    kv_bits: Annotated[
+        int | None, library_option("kv_bits", show_default=False, rich_help_panel=CACHE)
+    ] = GenerationOptions.kv_bits
+    kv_group_size: Annotated[int, library_option("kv_group_size", rich_help_panel=CACHE)] = (
+        GenerationOptions.kv_group_size
+    )
+    quantized_kv_start: QuantizedKvStart = GenerationOptions.quantized_kv_start
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of drafts, each a number or "auto"."""
+
+    beam_width: Annotated[Any, _size_option("beam_width", AUTO)] = GenerationOptions.beam_width
+    beam_length: Annotated[Any, _size_option("beam_length")] = GenerationOptions.beam_length
+    tree_nodes: Annotated[Any, _size_option("tree_nodes")] = GenerationOptions.tree_nodes
+
+    def plan(self) -> DraftPlan | None:
+        """The plan of all steps, None if every step has its own.
+
+        Raises:
+            ConfigError: A value is out of range, or they contradict each other.
+        """
+        return find_plan(**vars(self), select="top_n")
+
+
+@dataclass(frozen=True)
+class Drafting(Sizes):
+    """All options of drafts."""
+
+    select: Annotated[str, library_option("select", rich_help_panel=DRAFT)] = (
+        GenerationOptions.select
+    )
+
+
+def generation_options(text: TextOptions, drafting: Drafting) -> GenerationOptions:
+    """The options of a text as the library takes them, with a fresh seed if none is given.
+
+    Raises:
+        ConfigError: A value is out of range, or they contradict each other.
+    """
+    values = {**vars(text), **vars(drafting), "seed": fresh_seed(text.seed)}
+    return GenerationOptions(**values)
+
+
+def fresh_seed(seed: int | None) -> int:
+    """The seed given, or a new one."""
+    return secrets.randbits(32) if seed is None else seed

@@ -1,0 +1,30 @@
+"""The pair that ships with the package: a small target, and the drafter made for it.
+
+With it everything can be tried without a download. The cards beside the weights say what the two
+were trained on and how good they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from mlx_redrafter.checkpoint_files import CONFIG_FILE
+from mlx_redrafter.errors import CheckpointError
+
+FOLDER = Path(__file__).resolve().parent.parent / "pair"
+
+
+def find_bundled(part: Literal["target", "drafter"]) -> Path:
+    """Checkpoint folder of a half of the pair.
+
+    Raises:
+        CheckpointError: This installation lacks it.
+    """
+    folder = FOLDER / part
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"expected the bundled {part} in {folder}, found none; install mlx-redrafter again, or "
+            "name a model and a drafter of your own"
+        )
+    return folder

@@ -1,0 +1,150 @@
+"""Draft plans: how wide, how long and how many nodes the drafts of one step are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.errors import ConfigError
+
+MAX_BEAM_WIDTH = 64
+
+
+MAX_BEAM_LENGTH = 16
+
+
+MAX_OUTCOMES = 64  # of a forward pass, that drafts are made ahead for
+
+
+# Nodes scored per level for each that is expanded, unless the search has but one beam.
+SCORED_PER_BEAM = 4
+
+
+# Nodes of the tree where only the width or the length of the search is given.
+DEFAULT_NODES = 9
+
+
+Selection = Literal["top_n", "beam"]
+
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """How drafts are searched for: W beams of L tokens.
+
+    Attributes:
+        width: Beams kept at every level, W.
+        length: Tokens of a beam, root included (Apple's ``beam_length``), L.
+        select: "top_n" for the tree of the most probable drafts, "beam" for the paper's beams with
+            shared prefixes merged.
+    """
+
+    width: int = 4
+    length: int = 5
+    select: Selection = "top_n"
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.width, 1, MAX_BEAM_WIDTH)
+        hint = " (the root counts as one)"
+        check_int("beam_length", self.length, 2, MAX_BEAM_LENGTH, hint)
+        if self.select not in ("top_n", "beam"):
+            raise ConfigError(f"select must be 'top_n' or 'beam', got {self.select!r}")
+
+    @property
+    def levels(self) -> int:
+        """Levels of drafts below the root, L - 1."""
+        return self.length - 1
+
+    @property
+    def level_nodes(self) -> int:
+        """Most nodes that the search scores per level; W of them are expanded.
+
+        The others cost nothing, as their probabilities are there, and may be verified.
+        """
+        return 1 if self.width == 1 else SCORED_PER_BEAM * self.width
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a tree of this shape, root included."""
+        if self.select == "beam":
+            return 1 + self.width * self.levels
+        return 1 + self.levels * self.level_nodes
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What one step proposes.
+
+    Attributes:
+        shape: Shape of the search; no node of the tree is at depth L or below.
+        num_nodes: Most nodes of the tree, root included, N.
+        from_text: Whether the drafts are looked up in the text instead of computed by a network.
+    """
+
+    shape: DraftShape
+    num_nodes: int
+    from_text: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        width: int = DraftShape.width,
+        length: int = DraftShape.length,
+        num_nodes: int | None = None,
+        select: Selection = DraftShape.select,
+    ) -> DraftPlan:
+        """The plan of these four options; without ``num_nodes`` a tree of at most 9 nodes.
+
+        Raises:
+            ConfigError: A value is out of range, or ``num_nodes`` is given for merged beams, whose
+                number of nodes depends on the text.
+        """
+        shape = DraftShape(width, length, select)
+        if select == "beam":
+            if num_nodes is not None:
+                raise ConfigError(
+                    "tree_nodes cannot be chosen with select='beam', whose merged beams decide it; "
+                    "leave it out or use select='top_n'"
+                )
+            return cls(shape, shape.max_nodes)
+        if num_nodes is None:
+            return cls(shape, min(DEFAULT_NODES, shape.max_nodes))
+        hint = f" for beam_width {width} and beam_length {length}"
+        check_int("tree_nodes", num_nodes, 2, shape.max_nodes, hint)
+        return cls(shape, num_nodes)
+
+    def within(self, max_length: int | None) -> DraftPlan:
+        """The same plan with beams of at most that many tokens; None is no bound."""
+        if max_length is None or self.shape.length <= max_length:
+            return self
+        shape = replace(self.shape, length=max_length)
+        return replace(self, shape=shape, num_nodes=min(self.num_nodes, shape.max_nodes))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that make this plan; ``tree_nodes`` is None for merged beams."""
+        shape = self.shape
+        return {
+            "beam_width": shape.width,
+            "beam_length": shape.length,
+            "tree_nodes": None if shape.select == "beam" else self.num_nodes,
+            "select": shape.select,
+        }
+
+
+def find_plan(
+    beam_width: int | Auto, beam_length: int | Auto, tree_nodes: int | Auto, select: Selection
+) -> DraftPlan | None:
+    """The plan of every step, None when every step may have its own.
+
+    Raises:
+        ConfigError: An option is out of range.
+    """
+    sizes = {"width": beam_width, "length": beam_length, "num_nodes": tree_nodes}
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size != "auto"}
+    if not given and select == "top_n":
+        return None
+    return DraftPlan.of(**given, select=select)

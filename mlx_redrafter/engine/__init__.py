@@ -1,0 +1,1 @@
+"""The library's calls: an engine and its streams, generation functions, conversations."""

@@ -1,0 +1,100 @@
+"""A chat that reads only what is new: messages, and the cache of those that the model has read.
+
+conversation = Conversation(Engine(*load("org/model")))
+for response in conversation.ask("Why is the sky blue?"):
+    print(response.text, end="")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from operator import eq
+from typing import Any
+
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.prompt_encoding import Message, encode_chat
+from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.target.caches.prompt_cache import num_tokens
+
+
+class Conversation:
+    """Messages of a user and a model, one after the other, for one thread.
+
+    Args:
+        engine: Engine of a model with a chat template.
+        system_prompt: First message, from the system; None for none.
+        template_options: Options of the chat template.
+
+    Attributes:
+        messages: All messages so far, with "role" and "content".
+
+    Raises:
+        ConfigError: The model has no chat template.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        system_prompt: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ):
+        if not engine.tokenizer.has_chat_template:
+            raise ConfigError(
+                "a chat needs a model with a chat template, and this one has none; it continues "
+                "text: use generate"
+            )
+        self.messages: list[Message] = []
+        if system_prompt is not None:
+            self.messages.append({"role": "system", "content": system_prompt})
+        self._engine = engine
+        self._options = template_options
+        self._cache = engine.new_prompt_cache()
+        # Token ids that the cache holds.
+        self._tokens: list[int] = []
+
+    def ask(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
+        """Answer a message; what was yielded when the iterator ends or is closed is the answer.
+
+        Args:
+            text: The user's message.
+            **options: Options of `Engine.stream`.
+
+        Raises:
+            ConfigError: The chat template rejects the message, or the chat has become too long.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        tokens = encode_chat(self._engine.tokenizer, messages, self._options)
+        # A template may write earlier messages in another way than the model wrote them.
+        known = self._keep(tokens)
+        new, answer = tokens[len(known) :], ""
+        try:
+            with self._engine.stream(
+                new, prompt_cache=self._cache, history=[known], **options
+            ) as stream:
+                for response in stream:
+                    tokens.append(response.token)
+                    answer += response.text
+                    self.messages = [*messages, {"role": "assistant", "content": answer}]
+                    yield response
+        finally:
+            # Less than all where the prompt was interrupted.
+            length = num_tokens(self._cache[: self._engine.target.num_layers])
+            if length is None:  # such caches are not taken again
+                self._cache, length = self._engine.new_prompt_cache(), 0
+            self._tokens = tokens[:length]
+
+    def _keep(self, tokens: list[int]) -> list[int]:
+        """Leave in the cache what it has of a text's beginning, and return that."""
+        num_same = sum(takewhile(bool, map(eq, self._tokens, tokens)))
+        num_kept = min(num_same, len(tokens) - 1)
+        num_gone = len(self._tokens) - num_kept
+        # A window has forgotten too much, and a state knows no earlier one.
+        if num_gone and not can_trim_prompt_cache(self._cache):
+            self._cache, num_kept = self._engine.new_prompt_cache(), 0
+        else:
+            trim_prompt_cache(self._cache, num_gone)
+        return tokens[:num_kept]

@@ -1,0 +1,393 @@
+"""What outlives a text: the target, its proposer, and what both have shown of themselves.
+
+    model, tokenizer, drafter = load("org/model", drafter="org/drafter")
+    engine = Engine(model, tokenizer, drafter)
+    for response in engine.stream("Once upon a time", max_tokens=100):
+        print(response.text, end="")
+
+Threads may share an engine, load it in one and use it in others. Each text belongs to the thread
+that reads its stream; any thread may cancel it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.decoding.batch import Batch
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks
+from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
+from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
+from mlx_redrafter.decoding.records import ProgressCallback, Request
+from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.batch_stream import BatchStream
+from mlx_redrafter.engine.cache_locks import CacheLocks
+from mlx_redrafter.engine.learned_state import LearnedState
+from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
+from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.engine.scheduler import StepScheduler
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.grammar import Grammar
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
+from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.joint import JointPolicy
+from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
+from mlx_redrafter.proposers.kinds import as_proposer
+from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.lookup_first import LookupFirst
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import Target
+
+# A cache may go from one engine to another.
+_claims = CacheLocks()
+
+AnyDrafter = Drafter | KvNetwork | Proposer | Literal["lookup"] | None
+
+
+class Engine:
+    """A target and a proposer, ready for any number of texts.
+
+    Args:
+        model: A model loaded by `mlx_redrafter.load` or by mlx-lm.
+        tokenizer: The model's tokenizer.
+        drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for drafts out of the
+            text itself, None for plain decoding.
+        memory: Memory to go on with; a new one by default.
+
+    Raises:
+        CheckpointError: The drafter was made for another model.
+        UnsupportedTargetError: Trees of this model would not be exact.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        drafter: AnyDrafter = "lookup",
+        memory: LearnedState | None = None,
+    ):
+        is_wrapped = isinstance(tokenizer, TokenizerWrapper)
+        self.tokenizer = tokenizer if is_wrapped else TokenizerWrapper(tokenizer)
+        self.target = Target(model)
+        self.memory = LearnedState() if memory is None else memory
+        self.proposer = _find_proposer(drafter, self.memory)
+        if self.proposer is not None:
+            self.proposer.check_fit(self.target, self.tokenizer)
+        self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
+        self._is_closed = False
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | mx.array,
+        *,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        prompt_cache: Sequence[Any] | None = None,
+        prompt_progress_callback: ProgressCallback | None = None,
+        history: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
+        shared: StepScheduler | None = None,
+        **options: Any,
+    ) -> ResponseStream:
+        """Begin a text; its responses come one per token.
+
+        Args:
+            prompt: Text, or token ids.
+            sampler: As in `mlx_redrafter.stream_generate`.
+            logits_processors: As in `mlx_redrafter.stream_generate`.
+            prompt_cache: As in `mlx_redrafter.stream_generate`.
+            prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
+            history: Token ids of earlier texts that a lookup looks in, too, such as what
+                ``prompt_cache`` holds.
+            grammar: As in `mlx_redrafter.stream_generate`.
+            shared: Decoder from `share`, whose texts share their forward passes, but for those
+                with a ``sampler``, ``grammar`` or ``kv_bits``.
+            **options: Fields of `GenerationOptions`.
+
+        Raises:
+            ConfigError: An option is out of range (a ValueError), the prompt is empty or too long,
+                the grammar does not go with the tokenizer, or the engine is closed.
+            UnsupportedTargetError: Trees in this prompt cache would not be exact.
+        """
+        layers = _as_list("prompt_cache", prompt_cache)
+        _claims.check(layers)  # first of all, as caches in use hold what they may
+        chosen = self._options(options)
+        if sampler is not None and chosen.given_sampling:
+            given = ", ".join(chosen.given_sampling)
+            raise ConfigError(f"sampler= replaces {given}; give one or the other")
+        _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
+        processors = _as_list("logits_processors", logits_processors)
+        _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
+        if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
+            raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
+        masks = None if grammar is None else self.masks(grammar)
+        request = self._request(
+            prompt,
+            chosen,
+            on_progress=prompt_progress_callback or (lambda done, total: None),
+            leave_as_stock=prompt_cache is not None or sampler is not None,
+        )
+        text = self._open(request, chosen, history, sampler, processors, prompt_cache, masks=masks)
+        may_share = sampler is None and grammar is None and chosen.quantisation is None
+        stream = ResponseStream(text, self.tokenizer, shared if may_share else None)
+        _claims.claim(layers, stream)
+        self._streams.add(stream)
+        return stream
+
+    def stream_batch(
+        self,
+        prompts: Sequence[str | Sequence[int] | mx.array],
+        *,
+        batch_size: int = 8,
+        **options: Any,
+    ) -> BatchStream:
+        """Texts that share their forward passes; each is what `stream` makes of its prompt.
+
+        Args:
+            prompts: Texts, or token ids; the texts come in this order as others end.
+            batch_size: Most texts at once.
+            **options: Fields of `GenerationOptions`, which hold for every text, the seed too.
+
+        Raises:
+            ConfigError: As `stream`; an error says which prompt is meant.
+            UnsupportedTargetError: The model has layers that do not attend to all tokens.
+        """
+        grammar = options.pop("grammar", None)
+        chosen = self._options(options)
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
+        for name, value in {"grammar": grammar, "kv_bits": chosen.quantisation}.items():
+            if value is not None:
+                raise ConfigError(f"{name} has no batches; leave it out, or stream each text")
+        requests = [self._request(one, chosen) for one in prompts]
+        texts = (self._open(request, chosen) for request in requests)
+        stream = BatchStream(self._share(chosen), texts, self.tokenizer, batch_size)
+        self._streams.add(stream)
+        return stream
+
+    def share(self) -> StepScheduler:
+        """What the streams of one thread share their forward passes by, which are read in turns.
+
+        They come and go, and each text is the one that it is alone.
+
+        Raises:
+            UnsupportedTargetError: The model has layers that do not attend to all tokens.
+        """
+        return self._share(self._options({}))
+
+    def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
+        """A complete text; the options are those of `stream`."""
+        return "".join(response.text for response in self.stream(prompt, **options))
+
+    def masks(self, grammar: Grammar) -> GrammarMasks:
+        """Masks of a text that is held to a grammar.
+
+        Raises:
+            ConfigError: The grammar does not go with the tokenizer.
+        """
+        if not isinstance(grammar, Grammar):
+            raise ConfigError(
+                "grammar must be a Grammar, such as Grammar.json_schema(...), got "
+                f"{reprlib.repr(grammar)}"
+            )
+        return GrammarMasks(lambda: grammar.matcher(self.tokenizer, self.target.vocab_size))
+
+    def new_prompt_cache(self) -> list[Any]:
+        """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
+        proposer = self.proposer
+        networks = proposer.modules if proposer is not None and proposer.num_layers else ()
+        return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
+
+    def close(self) -> None:
+        """Cancel all texts, in whichever thread they are, and begin none any more."""
+        self._is_closed = True
+        for stream in list(self._streams):
+            stream.cancel()
+
+    @property
+    def _network(self) -> Proposer | None:
+        """The proposer, unless its drafts come out of the text."""
+        return None if isinstance(self.proposer, Lookup) else self.proposer
+
+    def _options(self, options: dict[str, Any]) -> GenerationOptions:
+        if self._is_closed:
+            raise ConfigError("the engine is closed; make a new one")
+        return GenerationOptions(**options)
+
+    def _request(
+        self,
+        prompt: str | Sequence[int] | mx.array,
+        options: GenerationOptions,
+        on_progress: ProgressCallback = lambda done, total: None,
+        leave_as_stock: bool = False,
+    ) -> Request:
+        return Request(
+            prompt=encode_prompt(self.tokenizer, prompt),
+            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
+            max_tokens=options.max_tokens,
+            prefill_step_size=options.prefill_step_size,
+            on_progress=on_progress,
+            leave_as_stock=leave_as_stock,
+        )
+
+    def _open(
+        self,
+        request: Request,
+        options: GenerationOptions,
+        history: Sequence[Sequence[int]] = (),
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        prompt_cache: Any = None,
+        masks: GrammarMasks | None = None,
+    ) -> SequenceDecoder:
+        target, ids, own = self.target, request.prompt, []
+        cached, num_own = prompt_cache, 0 if self.proposer is None else self.proposer.num_layers
+        if cached is not None and len(cached) == target.num_layers + num_own:
+            # mlx-lm's convention: the target's layers, then those of what drafts.
+            cached, own = cached[: target.num_layers], cached[target.num_layers :]
+        cache = target.new_cache(cached, options.quantisation, prompt_cache)
+        check_prompt(ids, cache.length, target)
+        params = options.sampling(secrets.randbits(32))
+        chooser: TokenChooser = (
+            KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
+        )
+        drafting, policy = None, None
+        if self.proposer is not None:
+            proposer, policy = self._plan(options, history, cache.length + len(ids))
+            drafting = proposer.open(target, ids, options.couple, own)
+        is_free = not logits_processors and masks is None
+        chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
+        text = SequenceDecoder(target, cache, chooser, request, drafting, policy, chain)
+        if isinstance(policy, AdaptivePolicy):
+            text.on_close = self._conclusion(text, policy, options.couple)
+        return text
+
+    def _conclusion(
+        self, text: SequenceDecoder, policy: AdaptivePolicy, couple: bool
+    ) -> Callable[[], None]:
+        """However a text ends, keep what its steps have shown."""
+        memory = self.memory
+
+        def conclude() -> None:
+            experience = policy.conclude()
+            text.stats.shapes = policy.shapes()
+            if couple and policy.is_used:
+                memory.experience = experience
+            is_doubted = experience.slowdowns.show_long_times and doubt_times(
+                self.target, self._network, memory.timed
+            )
+            if is_doubted and memory.experience is not None:
+                memory.experience.forget_times()
+
+        return conclude
+
+    def _share(self, options: GenerationOptions) -> StepScheduler:
+        batch = Batch(self.target)
+        joint = cache(lambda: self._joint_policy(batch, options))
+
+        def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
+            """What steps of one text take says nothing there of how much is drafted."""
+            if isinstance(policy, AdaptivePolicy):
+                return joint().of_text()
+            return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
+
+        return StepScheduler(batch, in_batch)
+
+    def _joint_policy(self, batch: Batch, options: GenerationOptions) -> JointPolicy:
+        """Who says how much the texts of a batch draft; a lookup drafts by a fixed plan only."""
+        proposer = self.proposer
+        assert proposer is not None
+        costs = step_costs(self.target, self._network, CONTEXT, self.memory.timed)
+        # Acceptance of uncoupled drafts is not that of coupled ones.
+        memory = self.memory if options.couple else LearnedState()
+        return JointPolicy(
+            costs, lambda: batch.num_slots, memory.batches, memory.experience, proposer.max_length
+        )
+
+    def _plan(
+        self,
+        options: GenerationOptions,
+        history: Sequence[Sequence[int]],
+        length: int,
+    ) -> tuple[Proposer, DraftPolicy]:
+        """Who proposes for a text that begins with ``length`` tokens, and who says how much."""
+        proposer, plan, timed = self.proposer, options.plan, self.memory.timed
+        assert proposer is not None
+        quantisation = options.quantisation and options.quantisation.of_text(length)
+        if isinstance(proposer, Lookup):
+            proposer = proposer.after(history)
+        # Where the plan is not fixed, a tree has as many nodes as there are.
+        _check_plan(plan or DraftPlan(WIDEST.shape, SHORTEST.num_nodes), proposer)
+        if plan is not None:
+            costs = step_costs(self.target, None, CONTEXT, timed, quantisation)
+            return proposer, FixedPolicy(plan, costs)
+        network = self._network
+        costs = step_costs(self.target, network, length, timed, quantisation)
+        if network is not None:
+            proposer = LookupFirst(self.memory.lookup.after(history), network)
+        # Acceptance of uncoupled drafts is not that of coupled ones.
+        before = self.memory.experience if options.couple else None
+        return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
+
+
+def _find_proposer(drafter: AnyDrafter, memory: LearnedState) -> Proposer | None:
+    if drafter is None:
+        return None
+    if isinstance(drafter, str) and drafter == "lookup":
+        return memory.lookup
+    proposer = as_proposer(drafter)
+    if not isinstance(proposer, Proposer):
+        raise ConfigError(
+            "drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, got "
+            f"{reprlib.repr(drafter)}"
+        )
+    return proposer
+
+
+def _as_list(name: str, values: Any) -> list[Any]:
+    """The values of an option, none where it is None."""
+    if not isinstance(values, (list, tuple, type(None))):
+        raise ConfigError(f"{name} must be a list, got {reprlib.repr(values)}")
+    return list(values or ())
+
+
+def _check_callable(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} must be a function, got {reprlib.repr(value)}")
+
+
+def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
+    rows, shape = proposer.num_rows, plan.shape
+    if proposer.max_length is not None and shape.length > proposer.max_length:
+        raise ConfigError(
+            f"beam_length must be at most {proposer.max_length} (the root counts as one), as far "
+            f"as the drafter's heads reach, got {shape.length}"
+        )
+    if rows is None:
+        return
+    if shape.width > rows:
+        raise ConfigError(
+            f"beam_width must be at most the {rows} tokens that the drafter proposes, got "
+            f"{shape.width}"
+        )
+    most = 1 + shape.levels * min(shape.level_nodes, rows)
+    if shape.select == "top_n" and plan.num_nodes > most:
+        raise ConfigError(
+            f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
+            f"got {plan.num_nodes}"
+        )

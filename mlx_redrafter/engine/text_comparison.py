@@ -1,0 +1,123 @@
+"""Comparing drafted text with the target's own, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+from mlx_redrafter.device_read import to_floats
+from mlx_redrafter.engine.engine import AnyDrafter
+from mlx_redrafter.engine.generation import stream_generate
+from mlx_redrafter.engine.responses import GenerationResponse
+
+# Options that both decoders have.
+QUANTISATION = "kv_bits", "kv_group_size", "quantized_kv_start"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that is not the target's own.
+
+    Attributes:
+        position: Index in the generated text, from 0.
+        expected: The target's own token, None if its text had ended.
+        found: The token of drafted decoding, None if its text had ended.
+        gap: Between the two best log-probabilities of the target there, in nats; a gap near the
+            rounding error of the dtype says that both tokens were as good as equal.
+    """
+
+    position: int
+    expected: int | None
+    found: int | None
+    gap: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Drafted decoding against plain decoding on one prompt.
+
+    Attributes:
+        num_tokens: Tokens of the plain text, stop token included.
+        tokens_per_step: Tokens per verify of drafted decoding.
+        difference: None if the texts are equal.
+    """
+
+    num_tokens: int
+    tokens_per_step: float | None
+    difference: Difference | None
+
+
+def compare_decoding(
+    model: nn.Module,
+    tokenizer: Any,
+    drafter: AnyDrafter,
+    prompt: Sequence[int],
+    max_tokens: int,
+    on_token: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Comparison:
+    """Decode a prompt both ways.
+
+    At temperature 0 plain decoding is stock ``mlx_lm.generate_step``; above it, it is this
+    package's own, whose noise mlx-lm does not know.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        drafter: Its drafter.
+        prompt: Token ids.
+        max_tokens: Most tokens to compare, at least 1.
+        on_token: Called for every token of both texts.
+        **options: Sampling and drafting options of `stream_generate`; with a temperature they must
+            have a seed.
+    """
+
+    def decode(drafter: AnyDrafter) -> Iterator[GenerationResponse]:
+        for response in stream_generate(
+            model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens, **options
+        ):
+            on_token()
+            yield response
+
+    drafted = list(decode(drafter))
+    plain = []
+    if options.get("temp"):
+        plain = [(response.token, response.logprobs) for response in decode(None)]
+    else:
+        shared = {name: options[name] for name in QUANTISATION if name in options}
+        for token, log_probs in generate_step(
+            mx.array(list(prompt)), model, max_tokens=max_tokens, **shared
+        ):
+            on_token()
+            plain.append((int(token), log_probs))
+            if token in tokenizer.eos_token_ids:
+                break
+    return Comparison(
+        num_tokens=len(plain),
+        tokens_per_step=drafted[-1].tokens_per_step,
+        difference=_first_difference(plain, [response.token for response in drafted]),
+    )
+
+
+def _first_difference(
+    plain: Sequence[tuple[int, mx.array]], drafted: Sequence[int]
+) -> Difference | None:
+    expected = [token for token, _ in plain]
+    if expected == list(drafted):
+        return None
+    position = 0
+    while position < min(len(expected), len(drafted)) and expected[position] == drafted[position]:
+        position += 1
+    log_probs = plain[min(position, len(plain) - 1)][1].astype(mx.float32)
+    second, first = to_floats(mx.sort(log_probs)[-2:])
+    return Difference(
+        position=position,
+        expected=expected[position] if position < len(expected) else None,
+        found=drafted[position] if position < len(drafted) else None,
+        gap=first - second,
+    )

@@ -1,0 +1,149 @@
+"""Options of one request, validated: sampling, K/V cache quantization, lengths, drafts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from mlx_redrafter.checks import check_int, check_max_tokens, is_number
+from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
+from mlx_redrafter.errors import ConfigError
+
+# What MLX quantises to, and the length of a text from which on mlx-lm quantises by default.
+KV_BITS, KV_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+
+
+QUANTIZED_KV_START = 5000
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target's tokens are chosen, with mlx-lm's meaning of every option.
+
+    Attributes:
+        temp: Temperature; 0 takes the most probable token.
+        top_p: Nucleus mass, off at 0 and at 1.
+        top_k: Number of most probable tokens kept, off at 0.
+        min_p: Least probability relative to the most probable token, off at 0.
+        seed: Key of the noise, 0 to 2**32 - 1. The text depends on nothing else.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_number(self.temp) or not 0 <= self.temp < math.inf:
+            raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a number from 0 to 1 (0: off), got {value!r}")
+        check_int("top_k", self.top_k, 0, hint=" (0: off)")
+        check_int("seed", self.seed, 0, 2**32 - 1)
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How the rows of K/V caches are quantised, with mlx-lm's meaning of every option.
+
+    Attributes:
+        bits: Bits of a number.
+        group_size: Numbers that share a scale.
+        start: Length of a text from which on all its rows are quantised.
+    """
+
+    bits: int
+    group_size: int = 64
+    start: int = QUANTIZED_KV_START
+
+    def __post_init__(self) -> None:
+        _check_choice("kv_bits", self.bits, KV_BITS)
+        _check_choice("kv_group_size", self.group_size, KV_GROUP_SIZES)
+        check_int("quantized_kv_start", self.start, 0)
+
+    def of_text(self, length: int) -> Quantisation | None:
+        """How rows are quantised in a text that begins with ``length`` tokens, None if not."""
+        return replace(self, start=0) if length >= self.start else None
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """The options of one text that are numbers and words; the same for every way in.
+
+    The description of a field is the help text of its option on the command line.
+
+    The text is a function of the prompt, the sampling options and the seed, whatever is drafted.
+    With ``select="top_n"`` and "auto" for ``beam_width``, ``beam_length`` and ``tree_nodes``, every
+    step has a plan of its own; if one of them is a number, the others are 4, 5 and 9. Without a
+    seed the noise is fresh. Without
+    ``couple`` drafts are worth less at a temperature; it is there to measure how much.
+    """
+
+    max_tokens: Annotated[int, "Most tokens to generate, -1 for no limit."] = 256
+    temp: Annotated[float | None, "Temperature; 0 is greedy."] = None
+    top_p: Annotated[float | None, "Nucleus mass, 0: off."] = None
+    top_k: Annotated[int | None, "Most probable tokens kept, 0: off."] = None
+    min_p: Annotated[
+        float | None, "Least probability relative to the most probable token, 0: off."
+    ] = None
+    seed: Annotated[int | None, "Key of the noise, 0 to 2**32 - 1."] = None
+    beam_width: Annotated[int | Auto, "Beams kept per level, 1 to 64."] = "auto"
+    beam_length: Annotated[int | Auto, "Tokens per beam, root included, 2 to 16."] = "auto"
+    tree_nodes: Annotated[int | Auto, "Tokens per verify, root included."] = "auto"
+    select: Annotated[
+        Selection, "top_n: the most probable drafts; beam: the paper's merged beams."
+    ] = "top_n"
+    couple: Annotated[bool, "Drafts ranked with the noise of the target, above temperature 0."] = (
+        True
+    )
+    prefill_step_size: Annotated[int, "Most prompt tokens per forward pass."] = 2048
+    kv_bits: Annotated[
+        int | None, "Bits of quantised keys and values: 1 to 6 or 8; not quantised without."
+    ] = None
+    kv_group_size: Annotated[
+        int, "Numbers of quantised keys and values that share a scale: 32, 64 or 128."
+    ] = Quantisation.group_size
+    quantized_kv_start: Annotated[
+        int, "Length of the text from which on all its keys and values are quantised."
+    ] = Quantisation.start
+
+    def __post_init__(self) -> None:
+        _ = self.plan, self.sampling(0), self.quantisation  # all check what they are made of
+        check_max_tokens(self.max_tokens)
+        check_int("prefill_step_size", self.prefill_step_size, 1)
+        if not isinstance(self.couple, bool):
+            raise ConfigError(f"couple must be True or False, got {self.couple!r}")
+
+    @property
+    def plan(self) -> DraftPlan | None:
+        """The plan of every step, None when every step may have its own."""
+        return find_plan(self.beam_width, self.beam_length, self.tree_nodes, self.select)
+
+    @property
+    def given_sampling(self) -> dict[str, Any]:
+        """The sampling options that are given."""
+        names = ("temp", "top_p", "top_k", "min_p", "seed")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the rows of K/V caches are quantised, None where they are not."""
+        bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # the others are checked, too
+        found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
+        return None if self.kv_bits is None else found
+
+    def sampling(self, fresh_seed: int) -> SamplingParams:
+        """How tokens are chosen, with ``fresh_seed`` where no seed is given."""
+        return SamplingParams(**{"seed": fresh_seed, **self.given_sampling})
+
+
+def _check_choice(name: str, value: object, choices: Sequence[int]) -> None:
+    if type(value) is not int or value not in choices:
+        listed = ", ".join(map(str, choices[:-1]))
+        raise ConfigError(f"{name} must be {listed} or {choices[-1]}, got {value!r}")

@@ -1,0 +1,68 @@
+"""What Medusa heads get right in texts of their target: calibration, and accuracies of ranks.
+
+Axes: n tokens of a text, p predictions, R ranks, V rows of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.proposers.fit import (
+    Calibration,
+    ObservedSequence,
+    Prediction,
+    fit,
+    parts,
+)
+from mlx_redrafter.proposers.medusa.config import MAX_RANKS
+from mlx_redrafter.proposers.medusa.network import Medusa
+
+
+def predict(network: Medusa, text: ObservedSequence) -> list[Prediction]:
+    """What each head predicts with each token of a text as the root, as far as the text goes."""
+    length = text.tokens.shape[0]
+    return [
+        Prediction(
+            network.logits(text.hidden_states[: length - ahead], head),
+            text.top_ids[ahead:],
+            text.top_log_probs[ahead:],
+        )
+        for head in range(network.config.num_heads)
+        if (ahead := head + 1) < length
+    ]
+
+
+def calibrate(network: Medusa, texts: Iterable[ObservedSequence]) -> Calibration:
+    """The scalars that fit texts, the same for all heads; waits for the device."""
+    found = (predict(network, part) for text in texts for part in parts(text, 2))
+    return fit(network, found)
+
+
+def rank_accuracies(
+    network: Medusa, texts: Iterable[ObservedSequence]
+) -> tuple[tuple[float, ...], ...]:
+    """Chances that the target's token is the r-th most probable one of each head.
+
+    Half a token more is counted for every rank, as even what a few texts never show may happen.
+    Waits for the device.
+
+    Returns:
+        For each head the chances of `MAX_RANKS` ranks, or of as many as there are tokens.
+    """
+    config = network.config
+    num_ranks = min(MAX_RANKS, config.head_rows)
+    counts, totals = [[0.5] * num_ranks for _ in range(config.num_heads)], [0] * config.num_heads
+    for text in texts:
+        for head, prediction in enumerate(predict(network, text)):
+            best = mx.argsort(-prediction.logits.astype(mx.float32), axis=-1)[:, :num_ranks]
+            is_right = network.to_token_ids(best) == prediction.chosen[:, None]  # (p, R)
+            found = to_ints(mx.sum(is_right, axis=0))
+            counts[head] = [a + b for a, b in zip(counts[head], found, strict=True)]
+            totals[head] += is_right.shape[0]
+    return tuple(
+        tuple(count / (total + 0.5 * num_ranks) for count in row)
+        for row, total in zip(counts, totals, strict=True)
+    )

@@ -1,0 +1,134 @@
+"""New students of every kind, in sizes that suit the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.training.initial import choose_drafter_config
+from mlx_redrafter.training.students.context import EagleStudent, MtpStudent
+from mlx_redrafter.training.students.medusa import MedusaStudent
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
+from mlx_redrafter.training.students.specformer import SpecFormerStudent
+from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.training_options import Head, NetworkOptions
+
+# Width of an attention head, below `WIDE` and from there on, and of the MLP relative to the hidden
+# size, rounded up to a multiple.
+HEAD_DIM, WIDE_HEAD_DIM, WIDE, LEAST_HEADS = 64, 128, 2048, 4
+MLP_RATIO, MLP_MULTIPLE = 8 / 3, 64
+# Least layers of a target whose second one, middle one and third last EAGLE-3 reads.
+DEEP = 8
+
+
+def new_student(target: Target, options: NetworkOptions) -> Student:
+    """A student whose random weights are not computed.
+
+    Raises:
+        UnsupportedTargetError: The inputs of the target's layers cannot be read.
+    """
+    student = KINDS[options.head](target, options)
+    if student.layers:
+        target.watch(student.layers)
+    return student
+
+
+def _new_recurrent(target: Target, options: NetworkOptions) -> Student:
+    layers = None
+    if options.fused:
+        low, middle, _ = _captured_layers(target)
+        layers = options.layers_read or (low, middle, FINAL)
+    config = choose_drafter_config(target, options, layers)
+    return RecurrentStudent(Drafter(config), target.embed)
+
+
+def _new_medusa(target: Target, options: NetworkOptions) -> Student:
+    config = MedusaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_heads=options.beam_length - 1,
+        num_layers=1 if options.num_layers is None else options.num_layers,
+        draft_vocab_size=options.draft_vocab,
+    )
+    return MedusaStudent(Medusa(config))
+
+
+def _new_eagle(target: Target, options: NetworkOptions) -> Student:
+    """EAGLE-3."""
+    config = EagleConfig(
+        version=3,
+        captured_layers=options.layers_read or _captured_layers(target),
+        draft_vocab_size=options.draft_vocab,
+        **_layer_sizes(target),
+    )
+    return EagleStudent(Eagle(config), target)
+
+
+def _new_eagle_1(target: Target, options: NetworkOptions) -> Student:
+    config = EagleConfig(version=1, fc_bias=True, **_layer_sizes(target))
+    return EagleStudent(Eagle(config), target)
+
+
+def _new_mtp(target: Target, options: NetworkOptions) -> Student:
+    """A module in MiMo's format, whose layer is a dense one; any target can have it."""
+    values = {
+        "model_type": "mimo",
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": EagleConfig.rms_norm_eps,
+        "rope_theta": EagleConfig.rope_theta,
+        "tie_word_embeddings": True,
+        **_layer_sizes(target),
+    }
+    return MtpStudent(Mtp(values), target, values)
+
+
+def _new_specformer(target: Target, options: NetworkOptions) -> Student:
+    config = SpecFormerConfig(
+        captured_layers=options.layers_read or (*_captured_layers(target), FINAL),
+        num_slots=options.beam_length - 1,
+        **_layer_sizes(target),
+    )
+    return SpecFormerStudent(SpecFormer(config), target)
+
+
+def _captured_layers(target: Target) -> tuple[int, int, int]:
+    """A low, a middle and a high layer, as EAGLE-3 reads them."""
+    count = len(target.blocks)
+    first, last = (2, count - 3) if count >= DEEP else (min(1, count - 1), count - 1)
+    return first, count // 2, last
+
+
+def _layer_sizes(target: Target) -> dict[str, Any]:
+    """Sizes of a decoder layer as wide as the target, as `EagleConfig` names them."""
+    hidden = target.hidden_size
+    heads = max(LEAST_HEADS, hidden // (HEAD_DIM if hidden < WIDE else WIDE_HEAD_DIM))
+    while heads > 1 and hidden % (2 * heads):  # rotary embeddings take pairs
+        heads -= 1
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": -(-int(MLP_RATIO * hidden) // MLP_MULTIPLE) * MLP_MULTIPLE,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.context_length or EagleConfig.max_position_embeddings,
+    }
+
+
+KINDS: Mapping[Head, Callable[[Target, NetworkOptions], Student]] = {
+    "redrafter": _new_recurrent,
+    "medusa": _new_medusa,
+    "eagle": _new_eagle,
+    "eagle1": _new_eagle_1,
+    "mtp": _new_mtp,
+    "specformer": _new_specformer,
+}

@@ -1,0 +1,264 @@
+"""Token trees: which drafts one forward pass of the target verifies, and who sees whom.
+
+Axes: N nodes of the tree (node 0 is the root).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from struct import pack, unpack
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_redrafter.device_read import to_ints
+
+NO_TOKEN = -1
+
+
+class Drafts(NamedTuple):
+    """What the host knows of the drafts of a tree: all its nodes but the first, in order.
+
+    Attributes:
+        scores: As in `TokenTree`.
+        depths: Edges from the root.
+        parents: Node index of each draft's parent.
+        tokens: Token ids.
+    """
+
+    scores: list[float]
+    depths: list[int]
+    parents: list[int]
+    tokens: list[int]
+
+    def first(self, count: int) -> Drafts:
+        """The first ``count`` drafts."""
+        scores, depths, parents, tokens = self
+        return Drafts(scores[:count], depths[:count], parents[:count], tokens[:count])
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Drafts merged into one tree, parents before children, siblings distinct.
+
+    Padding nodes have the token -1, which matches nothing, and hang below the root.
+
+    Attributes:
+        tokens: Token ids, int32, shape (N,).
+        parents: Node index of each node's parent, int32, shape (N,); the root's is 0.
+        depths: Edges from the root, int32, shape (N,).
+        ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
+        num_nodes: Number of nodes without padding, root included.
+        num_unmerged: Tokens of the beams before their prefixes were merged, root included.
+        max_depth: Bound on the depth of every node.
+        scores: Natural logarithm of the probability that the proposer gives to a draft and all
+            above it, for nodes 1 to N - 1, best first, float32, shape (N - 1,); None where the
+            nodes are in another order.
+        packed: All that `read` reads, int32, shape (4 (N - 1),), of a chain the tokens and scores
+            alone, (2 (N - 1),); None where there are no scores.
+        known: Drafts that the host knows without waiting for the device.
+        is_chain: Whether every draft is a child of the node before: so it is where beams are one
+            wide, and such trees take far fewer operations.
+    """
+
+    tokens: mx.array
+    parents: mx.array
+    depths: mx.array
+    ancestors: mx.array
+    num_nodes: int
+    num_unmerged: int
+    max_depth: int
+    scores: mx.array | None = None
+    packed: mx.array | None = None
+    known: Drafts | None = None
+    is_chain: bool = False
+
+    @classmethod
+    def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
+        """The tree in which each token but the first is the only child of the one before.
+
+        Args:
+            tokens: Token ids, the root's first, int32, shape (N,).
+            num_unmerged: See above.
+        """
+        num_nodes = tokens.shape[0]
+        return cls(
+            tokens,
+            *_chain(num_nodes),
+            num_nodes=num_nodes,
+            num_unmerged=num_unmerged,
+            max_depth=num_nodes - 1,
+            is_chain=True,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        scores: Sequence[float] | None = None,
+        max_depth: int | None = None,
+    ) -> TokenTree:
+        """A tree that the host has made.
+
+        Args:
+            tokens: Token ids, the root's first.
+            parents: Node index of each node's parent; the root's is 0.
+            scores: Scores of the drafts, best first; None where the nodes are in another order.
+            max_depth: Bound on the depth of every node; the depth of the deepest by default.
+        """
+        depths = [0] * len(tokens)
+        for node in range(1, len(tokens)):
+            depths[node] = depths[parents[node]] + 1
+        bound = max(depths) if max_depth is None else max_depth
+        nodes = mx.array(list(tokens), dtype=mx.int32)
+        if depths == list(range(bound + 1)):
+            tree = cls.chain(nodes, num_unmerged=len(tokens))
+        else:
+            parent_nodes = mx.array(list(parents), dtype=mx.int32)
+            tree = cls(
+                tokens=nodes,
+                parents=parent_nodes,
+                depths=mx.array(depths, dtype=mx.int32),
+                ancestors=ancestor_mask(parent_nodes, bound),
+                num_nodes=len(tokens),
+                num_unmerged=len(tokens),
+                max_depth=bound,
+            )
+        if scores is None:
+            return tree
+        known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
+        return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
+
+    def scored(self, scores: mx.array) -> TokenTree:
+        """The same tree with scores."""
+        places = [] if self.is_chain else [self.parents[1:], self.depths[1:]]
+        columns = [self.tokens[1:], scores.view(mx.int32), *places]
+        return replace(self, scores=scores, packed=mx.concatenate(columns))
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, padding included, N."""
+        return self.tokens.shape[0]
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What the device has to compute for this tree, or for any part of it."""
+        if self.is_chain:  # all that depends on the size alone is there
+            return (self.tokens,) if self.packed is None else (self.tokens, self.packed)
+        known = self.tokens, self.parents, self.depths
+        return (*known, self.ancestors) if self.packed is None else (*known, self.packed)
+
+    def read(self) -> Drafts:
+        """The drafts of a tree with scores; waits for the device unless the host knows them."""
+        return self.known or self._drafts
+
+    @cached_property
+    def _drafts(self) -> Drafts:
+        assert self.packed is not None
+        values, count = to_ints(self.packed), self.size - 1
+        if self.is_chain:
+            values += [*range(count), *range(1, count + 1)]
+        tokens, bits, parents, depths = (
+            values[start : start + count] for start in range(0, 4 * count, count)
+        )
+        return Drafts(list(unpack(f"{count}f", pack(f"{count}i", *bits))), depths, parents, tokens)
+
+    def subtree(self, drafts: Sequence[int]) -> TokenTree:
+        """The tree of the root and some drafts; waits for the device unless the host knows them.
+
+        Args:
+            drafts: Indices of drafts, 0 for node 1, in an order in which parents come first.
+        """
+        if list(drafts) == list(range(len(drafts))):
+            return self.first(len(drafts) + 1)
+        known = self.read()
+        place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
+        above = [place[known.parents[draft]] for draft in drafts]
+        depths = [known.depths[draft] for draft in drafts]
+        tokens = [known.tokens[draft] for draft in drafts]
+        scores = [known.scores[draft] for draft in drafts]
+        parents = mx.array([0, *above])
+        return TokenTree(
+            tokens=self.tokens[mx.array(list(place), dtype=mx.int32)],
+            parents=parents,
+            depths=mx.array([0, *depths], dtype=mx.int32),
+            ancestors=ancestor_mask(parents, max(depths)),
+            num_nodes=len(place),
+            num_unmerged=len(place),
+            max_depth=max(depths),
+            known=Drafts(scores, depths, above, tokens),
+        )
+
+    def first(self, num_nodes: int) -> TokenTree:
+        """The tree of the first ``num_nodes`` nodes, none of them padding."""
+        if num_nodes == self.size:
+            return self
+        drafts = num_nodes - 1
+        known = self.known and self.known.first(drafts)
+        max_depth = min(self.max_depth, drafts)
+        if self.is_chain:
+            parents, depths, ancestors = _chain(num_nodes)
+        else:
+            parents, depths = self.parents[:num_nodes], self.depths[:num_nodes]
+            # Not a part of its own mask, which may be that of many more nodes.
+            ancestors = ancestor_mask(parents, max_depth)
+        return replace(
+            self,
+            tokens=self.tokens[:num_nodes],
+            parents=parents,
+            depths=depths,
+            ancestors=ancestors,
+            num_nodes=num_nodes,
+            max_depth=max_depth,
+            scores=None if self.scores is None else self.scores[:drafts],
+            packed=None,
+            known=known,
+        )
+
+    def padded(self, size: int) -> TokenTree:
+        """The same tree with padding nodes up to ``size``."""
+        missing = size - self.size
+        if missing == 0:
+            return self
+        zeros = mx.zeros((missing,), dtype=mx.int32)
+        parents = mx.concatenate([self.parents, zeros])
+        return replace(
+            self,
+            tokens=mx.concatenate([self.tokens, mx.full((missing,), NO_TOKEN, dtype=mx.int32)]),
+            parents=parents,
+            depths=mx.concatenate([self.depths, zeros]),
+            ancestors=ancestor_mask(parents, self.max_depth),
+            scores=None,
+            packed=None,
+            known=None,
+            is_chain=False,
+        )
+
+
+@cache
+def _chain(num_nodes: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Parents, depths and ancestors of a chain, computed already: threads share them."""
+    nodes = range(num_nodes)
+    parents = mx.array([max(node - 1, 0) for node in nodes], dtype=mx.int32)
+    ancestors = mx.array([[node >= above for above in nodes] for node in nodes])
+    return parents, mx.array(list(nodes), dtype=mx.int32), ancestors
+
+
+def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
+    """Mark every node's ancestors and itself.
+
+    Args:
+        parents: Node index of each node's parent, shape (..., N); the root's is 0.
+        depth: Depth of the deepest node.
+
+    Returns:
+        bool, shape (..., N, N), true at [..., n, m] when m is n or above it.
+    """
+    nodes = mx.arange(parents.shape[-1], dtype=mx.int32)
+    chain = [mx.broadcast_to(nodes, parents.shape)]
+    for _ in range(depth):
+        chain.append(mx.take_along_axis(parents, chain[-1], axis=-1))
+    return mx.any(mx.stack(chain)[..., None] == nodes, axis=0)

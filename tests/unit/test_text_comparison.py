@@ -1,0 +1,75 @@
+"""The comparison that users run on their own models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.engine import engine, text_comparison
+from mlx_redrafter.engine.text_comparison import compare_decoding
+from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+PROMPT = [5, 17, 3]
+
+
+class WrongAt(SequenceDecoder):
+    """Changes the token at one position of drafted text."""
+
+    position = 0
+
+    def step(self) -> list[Token]:
+        tokens = super().step()
+        index = self.position - self.stats.num_tokens
+        if self.drafting is not None and 0 <= index < len(tokens):
+            wrong = (tokens[index].id + 1) % VOCAB_SIZE
+            tokens[index] = replace(tokens[index], id=wrong)
+        return tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 2}, {"select": "beam"}], ids=str)
+def test_equal_texts(options: dict[str, Any]) -> None:
+    model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
+    found = compare_decoding(model, wrapped_tokenizer(VOCAB_SIZE), drafter, PROMPT, 20, **options)
+    assert found.difference is None
+    assert found.num_tokens == 20
+    assert found.tokens_per_step is not None
+    assert found.tokens_per_step >= 1
+
+
+def test_stop_tokens_end_both_texts() -> None:
+    model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
+    tokens = ids(stock_tokens(model, PROMPT, 20))
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE, {tokens[4]})
+    found = compare_decoding(model, tokenizer, drafter, PROMPT, 20)
+    assert (found.num_tokens, found.difference) == (tokens.index(tokens[4]) + 1, None)
+
+
+@pytest.mark.parametrize("position", [0, 3, 11])
+def test_first_difference(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
+    expected = stock_tokens(model, PROMPT, 12)
+    monkeypatch.setattr(engine, "Text", type("Wrong", (WrongAt,), {"position": position}))
+    found = compare_decoding(model, wrapped_tokenizer(VOCAB_SIZE), drafter, PROMPT, 12)
+    difference = found.difference
+    assert difference is not None
+    token, log_probs = expected[position]
+    assert (difference.position, difference.expected) == (position, token)
+    assert difference.found == (token + 1) % VOCAB_SIZE
+    best = mx.sort(log_probs)
+    gap: Any = (best[-1] - best[-2]).item()
+    assert difference.gap == pytest.approx(gap)
+
+
+def test_a_text_that_ends_early_differs_at_its_end() -> None:
+    row = mx.array([0.0, -1.5, -9.0])
+    difference = text_comparison._first_difference([(1, row), (2, row)], [1])
+    assert difference == text_comparison.Difference(position=1, expected=2, found=None, gap=1.5)
+    difference = text_comparison._first_difference([(1, row)], [1, 2])
+    assert difference == text_comparison.Difference(position=1, expected=None, found=2, gap=1.5)
