@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-MOST_CHARACTERS = 1 << 17
+MAX_CHARACTERS = 1 << 17
 # llguidance follows a rule into the next one on the stack, which ends after some thousands.
-MOST_RULES = 500
+MAX_RULES = 500
 # Without a bound a model may write blanks for ever, all of them good JSON.
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 
@@ -144,9 +144,7 @@ def _check(message: str) -> None:
 def _check_size(text: str, num_rules: int, kind: str) -> None:
     if not isinstance(text, str):
         raise ConfigError(f"grammar must be a text, got {type(text).__name__}")
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(
-            f"grammar must have at most {MOST_CHARACTERS} characters, got {len(text)}"
-        )
-    if num_rules > MOST_RULES:
-        raise ConfigError(f"grammar must have at most {MOST_RULES} {kind}, got {num_rules}")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"grammar must have at most {MAX_CHARACTERS} characters, got {len(text)}")
+    if num_rules > MAX_RULES:
+        raise ConfigError(f"grammar must have at most {MAX_RULES} {kind}, got {num_rules}")

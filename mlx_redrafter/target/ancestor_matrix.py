@@ -31,7 +31,7 @@ import mlx.core as mx
 
 # Gates below this leave nothing of a state in float32; natural logarithm. The bound keeps sums of
 # them short: float32 has the sum of 16 to 3e-5, and with it their quotients.
-LEAST_LOG_GATE = -40.0
+MIN_LOG_GATE = -40.0
 # Bound on what enters matrix products, far above any activation.
 LARGEST = 1e30
 
@@ -145,7 +145,7 @@ def _decays(
     """
     for x in inputs:
         log_gates = log_gates + 0.0 * x.sum(axis=-1)
-    log_gates = mx.maximum(log_gates, LEAST_LOG_GATE)
+    log_gates = mx.maximum(log_gates, MIN_LOG_GATE)
     # No matrix product: it would be rounded to fewer digits on some devices.
     log_decays = mx.where(ancestors, log_gates[:, None], 0.0).sum(axis=-1)
     quotients = mx.exp(log_decays[..., None] - log_decays[:, None])
