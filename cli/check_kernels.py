@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +68,10 @@ def _machine() -> dict[str, str]:
 
 def _as_dict(trial: Trial[Any]) -> dict[str, Any]:
     return {
-        "shape": asdict(trial.shape),
+        "shape": vars(trial.shape),
         "num_layers": trial.num_layers,
         "outcome": trial.failure or trial.outcome,
-        "times": {rows: asdict(times) for rows, times in trial.times.items()},
+        "times": {rows: vars(times) for rows, times in trial.times.items()},
         "rows": trial.rows,
         "failure": trial.failure,
     }

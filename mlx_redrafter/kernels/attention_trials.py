@@ -45,7 +45,17 @@ class AttentionTrial(Trial[int]):
         return next((keys for keys in MAX_KEYS if _is_equal(self.shape, keys - depth)), None)
 
     def measure(self, equal: int, rows: int) -> Times:
-        return time_attention(self.shape, equal, rows)
+        queries, keys, values = probe(self.shape, equal - len(PARENTS))
+        queries, scale = mx.contiguous(queries[:, :, :rows]), self.shape.head_size**-0.5
+        parents = mx.array(PARENTS[:rows])
+        committed = mx.ones((rows, equal - rows), dtype=mx.bool_)
+        mask = mx.concatenate([committed, ancestor_mask(parents, rows)], axis=1)
+        mx.eval(queries, keys, values, mask)
+        attend = mx.fast.scaled_dot_product_attention
+        return time_interleaved(
+            lambda: [attend(queries, keys, values, scale=scale, mask=mask)],
+            lambda: [tree_attention(queries, keys, values, parents, scale)],
+        )
 
     def timing_key(self, equal: int) -> object:
         return "tree_attention", equal
@@ -67,22 +77,6 @@ def probe(shape: AttentionShape, committed: int) -> tuple[mx.array, mx.array, mx
         for seed, one in enumerate([(1, shape.heads, nodes, size), entries, entries])
     )
     return 3 * queries, keys, values
-
-
-def time_attention(shape: AttentionShape, num_keys: int, nodes: int) -> Times:
-    """Time the attention of N nodes to ``num_keys`` keys; blocks until MLX has computed it."""
-    queries, keys, values = probe(shape, num_keys - len(PARENTS))
-    queries, scale = mx.contiguous(queries[:, :, :nodes]), shape.head_size**-0.5
-    parents = mx.array(PARENTS[:nodes])
-    committed = mx.ones((nodes, num_keys - nodes), dtype=mx.bool_)
-    mask = mx.concatenate([committed, ancestor_mask(parents, nodes)], axis=1)
-    mx.eval(queries, keys, values, mask)
-    return time_interleaved(
-        lambda: [
-            mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-        ],
-        lambda: [tree_attention(queries, keys, values, parents, scale)],
-    )
 
 
 def _is_equal(shape: AttentionShape, committed: int) -> bool:

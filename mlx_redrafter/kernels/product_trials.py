@@ -49,7 +49,12 @@ class ProductTrial(Trial[AnyVariant]):
         return None
 
     def measure(self, equal: AnyVariant, rows: int) -> Times:
-        return time_product(self._layers, equal, mx.contiguous(self._inputs[:rows]))
+        x = mx.contiguous(self._inputs[:rows])
+        # Each round multiplies with every layer, so that weights come from memory as in a model.
+        return time_interleaved(
+            lambda: [stock_product(layer)(x) for layer in self._layers],
+            lambda: [product(layer, x, equal) for layer in self._layers],
+        )
 
     def timing_key(self, equal: AnyVariant) -> object:
         return "small_t", equal, self.num_layers
@@ -76,22 +81,6 @@ def probe(shape: AnyShape) -> mx.array:
     x[1, : shape.inputs // 2] = 0
     x[2] *= 1e-6
     return x.astype(DTYPES[shape.dtype])
-
-
-def time_product(layers: Sequence[nn.Module], variant: AnyVariant, x: mx.array) -> Times:
-    """Time a layer's product; blocks until MLX has computed the results.
-
-    A round multiplies with every layer, so that weights come from memory as they do in a model.
-
-    Args:
-        layers: Layers whose matrices have one shape.
-        variant: Variant of the kernel.
-        x: Inputs of shape (T, K).
-    """
-    return time_interleaved(
-        lambda: [stock_product(layer)(x) for layer in layers],
-        lambda: [product(layer, x, variant) for layer in layers],
-    )
 
 
 def _one_by_one(layer: nn.Module, x: mx.array) -> mx.array:

@@ -43,17 +43,14 @@ class Times:
 class Trial(ABC, Generic[Equal]):
     """A trial of the kernel for one shape of matrices or of attention, run by its constructor.
 
-    Args:
-        shape: Shape of the matrices, or of the attention.
-        num_layers: Number of layers with that shape.
-        modules: Modules whose weights are timed; the stored times depend on them.
-
     Attributes:
+        max_time: Maximum time of a kernel that qualifies, as a share of the time of MLX's.
+        reference: Name of the kernel of MLX whose bits count.
         shape: Shape of the matrices, or of the attention.
         num_layers: Number of layers with that shape.
-        equal: Domain in which the kernel has the bits of MLX's; None if there is none.
-        times: Times by T; empty if there is no such domain.
-        error: Message of a kernel that MLX could not compile or run, or None.
+        equal: Variant or range with the bits of MLX's kernel, or None.
+        times: Times by T; empty if ``equal`` is None.
+        failure: Reason not to use the kernel, or None.
     """
 
     max_time: ClassVar[float]
@@ -64,14 +61,16 @@ class Trial(ABC, Generic[Equal]):
         self.num_layers = num_layers
         self.equal: Equal | None = None
         self.times: dict[int, Times] = {}
-        self.error: str | None = None
+        self.failure: str | None = None
         try:
             equal = self.find_equal()
-            if equal is not None:
+            if equal is None:
+                self.failure = f"its bits are not those of {self.reference}"
+            else:
                 self.times = self._load_or_time(equal, modules)
             self.equal = equal
         except Exception as error:  # a compiler or a driver may raise anything
-            self.error = first_line(error)
+            self.failure = first_line(error)
 
     @abstractmethod
     def find_equal(self) -> Equal | None:
@@ -88,7 +87,7 @@ class Trial(ABC, Generic[Equal]):
     @property
     @abstractmethod
     def outcome(self) -> str:
-        """Description of the domain in which the bits are equal."""
+        """Description of ``equal``."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -98,13 +97,6 @@ class Trial(ABC, Generic[Equal]):
             for rows, times in self.times.items()
             if times.kernel <= self.max_time * times.stock
         )
-
-    @property
-    def failure(self) -> str | None:
-        """Reason not to use the kernel, or None if its bits are equal."""
-        if self.error is None and self.equal is None:
-            return f"its bits are not those of {self.reference}"
-        return self.error
 
     def _load_or_time(self, equal: Equal, modules: Collection[nn.Module]) -> dict[int, Times]:
         def measure_all() -> Timed:

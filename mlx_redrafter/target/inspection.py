@@ -21,7 +21,6 @@ from mlx_redrafter.target.architectures import (
     CONTEXT_LENGTH_KEYS,
     REFUSED,
     ROPE_HOOKS,
-    SUPPORTED,
     WRAPPERS,
     Config,
 )
@@ -44,17 +43,9 @@ ROPE_KEYS = ("rope_scaling", "rope_parameters")
 
 
 class Parts(NamedTuple):
-    """The parts of a model that this package needs.
+    """The parts of a model that `Target` needs, and describes.
 
-    Attributes:
-        hooks: Hooks for the output that enters the LM head and for the positions of the nodes of a
-            tree.
-        embedding: The input embedding, from ids to rows.
-        num_layers: Number of caches.
-        hidden_size: Width of a row of the embedding, H.
-        vocab_size: Number of rows of the embedding, V.
-        context_length: Number of positions for which the model was made; None if its config does
-            not say, or if no layer counts tokens.
+    ``hooks`` begins with the hook for the output that enters the LM head.
     """
 
     hooks: list[HookPoint]
@@ -63,12 +54,6 @@ class Parts(NamedTuple):
     hidden_size: int
     vocab_size: int
     context_length: int | None
-
-
-def supported_names() -> list[str]:
-    """List the supported values of ``model_type`` in a ``config.json``, aliases included."""
-    aliases = [alias for alias, name in MODEL_REMAPPING.items() if name in SUPPORTED]
-    return sorted({*SUPPORTED, *aliases}, key=str.lower)
 
 
 def check_config(config: Config) -> None:

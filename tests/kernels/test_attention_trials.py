@@ -12,11 +12,12 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.kernels import attention_trials, product_trials, selection
+from mlx_redrafter.kernels import attention_trials, selection
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
-from mlx_redrafter.kernels.attention_trials import AttentionTrial, time_attention
+from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices
+from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.proposers.draft_model import DraftModel
@@ -39,9 +40,9 @@ NAME = "scaled_dot_product_attention"
 SHAPE = AttentionShape(4, 2, 64, "float16")
 
 
-def _as_long(shape: object, num_keys: int, nodes: int) -> Times:
+def _as_long(trial: AttentionTrial, equal: object, rows: int) -> Times:
     """Times of a machine where our kernel takes MLX's time, but twice that for 5 nodes."""
-    return Times(stock=1.0, kernel=2.0 if nodes == 5 else 1.0)
+    return Times(stock=1.0, kernel=2.0 if rows == 5 else 1.0)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
     stand_in_attention(monkeypatch, emulated_attention())
     monkeypatch.setattr(selection, "is_available", lambda: True)
-    monkeypatch.setattr(attention_trials, "time_attention", _as_long)
+    monkeypatch.setattr(AttentionTrial, "measure", _as_long)
     # Threads are slow in the emulator.
     monkeypatch.setattr(attention_trials, "FEW_KEYS", (5,))
     monkeypatch.setattr(attention_trials, "MAX_KEYS", (40,))
@@ -75,7 +76,7 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in(monkeypatch, kernels_of_model())
-    monkeypatch.setattr(product_trials, "time_product", lambda *_: Times(1.0, 0.5))
+    monkeypatch.setattr(ProductTrial, "measure", lambda *_: Times(1.0, 0.5))
     model, tokenizer = quantised_model(head_size=64), wrapped_tokenizer(VOCAB_SIZE)
     plain = logits_of_tree(model, follow=True)
     use_kernels(model)
@@ -176,7 +177,8 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 @needs_emulator
 def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_attention(monkeypatch, emulated_attention())
-    times = time_attention(SHAPE, 20, 2)
+    monkeypatch.setattr(AttentionTrial, "find_equal", lambda self: None)
+    times = AttentionTrial(SHAPE, 1).measure(20, 2)
     assert times.kernel > times.stock > 0  # threads are slow in the emulator
 
 
