@@ -16,11 +16,11 @@ import mlx.nn as nn
 from mlx_redrafter.kernels.dense import AnyShape, AnyVariant
 from mlx_redrafter.kernels.layers import ProductChoice, product, stock_product, use_product
 from mlx_redrafter.kernels.small_t import ROWS, as_integers
-from mlx_redrafter.kernels.trial import Times, Trial, time_interleaved
+from mlx_redrafter.kernels.trial import KernelTrial, Times, time_interleaved
 from mlx_redrafter.kernels.variant import DTYPES
 
 
-class ProductTrial(Trial[AnyVariant]):
+class ProductTrial(KernelTrial[AnyVariant]):
     """A trial of the kernel's variants for layers whose matrices have one shape."""
 
     # Maximum share of MLX's time; the margin keeps timing noise from deciding.
