@@ -32,7 +32,7 @@ class AttentionTrial(KernelTrial[int]):
     ``equal`` is the maximum number of keys at which bits are equal.
     """
 
-    # Maximum share of MLX's time: as much, with a margin for timing noise.
+    # Maximum share of MLX's time: 1, with a margin for timing noise.
     max_time = 1.05
     reference = "MLX's attention for one token"
     shape: AttentionShape

@@ -71,10 +71,7 @@ class ProductTrial(KernelTrial[AnyVariant]):
 
 
 def probe(shape: AnyShape) -> mx.array:
-    """Make inputs of shape (most rows, K) that show differences.
-
-    They hold outliers, zeros and subnormal numbers.
-    """
+    """Make inputs of shape (T, K), T the last of `ROWS`, with outliers, zeros and tiny numbers."""
     key = mx.random.key(0)
     x = mx.random.normal((ROWS[-1], shape.inputs), key=key)
     x[:, ::97] *= 100
