@@ -112,7 +112,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         "messages": [{"role": "user", "content": "AB"}],
         **{"max_tokens": 4000, "n": 2, "stream": True, "logprobs": True, "top_logprobs": 20},
     }
-    limits = Limits(patience=0.5, max_context=4096)
+    limits = Limits(client_timeout=0.5, max_context=4096)
     with serving(make_engine(context=4096), limits) as served:
         begin = time.monotonic()
         with _client(served.port, body, WHOLE, 100):
