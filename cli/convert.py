@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,33 +27,10 @@ SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="Folder or hu
 DestinationArgument = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")]
 
 
-class Dtype(StrEnum):
-    """Dtype of the weights."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-class Layout(StrEnum):
-    """Layout of the files to write."""
-
-    MLX = "mlx"
-    PYTORCH = "pytorch"
-
-
-class Recurrence(StrEnum):
-    """Function after the linear maps of the RNN."""
-
-    SILU = "silu"
-    IDENTITY = "identity"
-
-
-class TreeKind(StrEnum):
-    """Kind of the trees of Medusa heads."""
-
-    DYNAMIC = "dynamic"
-    STATIC = "static"
+Dtype = Literal["float16", "bfloat16", "float32"]
+Layout = Literal["mlx", "pytorch"]
+Recurrence = Literal["silu", "identity"]
+TreeKind = Literal["dynamic", "static"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +157,7 @@ def convert(
             help="Layout to write: mlx, this package's, or pytorch, that of Apple's code, for a "
             "drafter in the mlx layout."
         ),
-    ] = Layout.MLX,
+    ] = "mlx",
     upload_repo: Annotated[
         str | None,
         typer.Option(metavar="REPO", help="Also upload the result to this hub repository."),
@@ -194,22 +170,22 @@ def convert(
     from mlx_redrafter.convert.conversion import convert_drafter
     from mlx_redrafter.convert.conversion_options import ConversionOptions
 
-    if to is Layout.PYTORCH:
+    if to == "pytorch":
         if quantization.quantize or vocabulary.target or rnn_activation or tree:
             raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
         _export(source, destination, dtype)
     else:
         options = ConversionOptions(
-            dtype=(dtype or Dtype.FLOAT16).value,
+            dtype=dtype or "float16",
             quantization=quantization.read(),
             target=vocabulary.target,
-            rnn_activation=None if rnn_activation is None else rnn_activation.value,
+            rnn_activation=rnn_activation,
             vocabulary=vocabulary.read(),
-            tree=None if tree is None else tree.value,
+            tree=tree,
         )
         _report(convert_drafter(source, destination, options), destination, options)
     if upload_repo is not None:
-        from mlx_redrafter.convert.upload import upload_folder
+        from mlx_redrafter.convert.publication import upload_folder
 
         typer.echo(f"uploaded to {upload_folder(destination, upload_repo)}")
 
@@ -227,7 +203,7 @@ def inspect_source(
 def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
     from mlx_redrafter.convert.export import export_drafter
 
-    notes = export_drafter(source, destination, None if dtype is None else dtype.value)
+    notes = export_drafter(source, destination, dtype)
     typer.echo(f"wrote {destination} in the layout of Apple's PyTorch code")
     for note in notes:
         typer.echo(f"note: {note}", err=True)
