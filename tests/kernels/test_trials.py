@@ -261,7 +261,7 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
     monkeypatch.setattr(loading, "use_kernels", tried.append)
-    Pair(drafter="lookup", no_kernels=True).load()
+    Pair(drafter="lookup").load(kernels=False)
     assert tried == []
     model, *_ = Pair(drafter="lookup").load()
     assert tried == [model]
