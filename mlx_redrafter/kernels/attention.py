@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES
 from mlx_redrafter.kernels.layers import is_available
 from mlx_redrafter.kernels.tree_attention import tree_attention
-from mlx_redrafter.kernels.variant import DTYPES
+from mlx_redrafter.kernels.variant import DTYPES, dtype_name
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.hooks import Call, HookPoint, install, install_in_attention
 from mlx_redrafter.target.scoped import Scoped
@@ -142,8 +142,7 @@ def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
         return None
     if (queries.dtype, queries.shape[3]) != (keys.dtype, keys.shape[3]):
         return None
-    dtype = str(keys.dtype).removeprefix("mlx.core.")
-    return AttentionShape(queries.shape[1], keys.shape[1], keys.shape[3], dtype)
+    return AttentionShape(queries.shape[1], keys.shape[1], keys.shape[3], dtype_name(keys.dtype))
 
 
 def _tree(cache: Any, mask: Any) -> TokenTree | None:
