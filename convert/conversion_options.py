@@ -76,7 +76,7 @@ class ConversionOptions:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
             raise ConfigError(
-                "a reduced vocabulary needs a target, whose tokenizer counts the tokens, and texts; "
+                "a reduced vocabulary needs a target, whose tokenizer counts tokens, and texts; "
                 "give --target and --vocab-text"
             )
 
