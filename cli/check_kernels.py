@@ -15,7 +15,7 @@ from mlx_redrafter.version import __version__
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_redrafter.kernels.trial import Trial
+    from mlx_redrafter.kernels.trial import KernelTrial
 
 # Rows T of the table, nodes in case of attention; `--json` has all.
 SHOWN = (2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -66,7 +66,7 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _as_dict(trial: Trial[Any]) -> dict[str, Any]:
+def _as_dict(trial: KernelTrial[Any]) -> dict[str, Any]:
     return {
         "shape": vars(trial.shape),
         "num_layers": trial.num_layers,
@@ -77,7 +77,7 @@ def _as_dict(trial: Trial[Any]) -> dict[str, Any]:
     }
 
 
-def _describe(trial: Trial[Any]) -> str:
+def _describe(trial: KernelTrial[Any]) -> str:
     """A line for the shape, and one for the time of every number of rows."""
     lines = [f"{trial.shape}; layers: {trial.num_layers}"]
     if trial.failure:

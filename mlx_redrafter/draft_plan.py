@@ -54,8 +54,8 @@ class DraftShape:
     def level_nodes(self) -> int:
         """Maximum number of nodes that the search scores per level.
 
-        The search expands W of them. The others may still be verified, and cost nothing, because
-        their probabilities come with those of the W.
+        The search expands W of them. The others cost nothing, because their probabilities come with
+        those of the W, and the target may verify them too.
         """
         return 1 if self.width == 1 else SCORED_PER_BEAM * self.width
 

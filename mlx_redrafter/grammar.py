@@ -71,7 +71,10 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Require a text that a regular expression without look-around matches as a whole."""
+        """Require a text that a regular expression matches as a whole.
+
+        llguidance knows neither look-around nor back-references.
+        """
         _check_text(pattern)
         _check_size(pattern, 0, "rules")
         return cls(_convert("grammar_from_regex", pattern))

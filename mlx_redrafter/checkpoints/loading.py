@@ -33,7 +33,7 @@ from mlx_redrafter.proposers.redrafter.precision import choose_precision
 from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.proposers.specformer.checkpoint import load_specformer
 from mlx_redrafter.proposers.specformer.network import SpecFormer
-from mlx_redrafter.target.inspection import check_config
+from mlx_redrafter.target.model_parts import check_config
 from mlx_redrafter.target.target import Target
 
 LoadedDrafter = Drafter | Eagle | MedusaProposer | Mtp | SpecFormer | DraftModel | Lookup

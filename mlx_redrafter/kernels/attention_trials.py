@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.tree_attention import tree_attention
-from mlx_redrafter.kernels.trial import Times, Trial, time_interleaved
+from mlx_redrafter.kernels.trial import KernelTrial, Times, time_interleaved
 from mlx_redrafter.kernels.variant import DTYPES
 from mlx_redrafter.trees.tree import ancestor_mask
 
@@ -26,13 +26,13 @@ MAX_KEYS = (4095, 1023)
 FEW_KEYS = (5, 200)
 
 
-class AttentionTrial(Trial[int]):
+class AttentionTrial(KernelTrial[int]):
     """A trial of the kernel for one shape of attention.
 
     ``equal`` is the maximum number of keys at which bits are equal.
     """
 
-    # Maximum share of MLX's time: as much, with a margin for timing noise.
+    # Maximum share of MLX's time: 1, with a margin for timing noise.
     max_time = 1.05
     reference = "MLX's attention for one token"
     shape: AttentionShape

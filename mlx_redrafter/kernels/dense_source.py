@@ -10,7 +10,7 @@ Axes: T rows of inputs, K inputs, N outputs.
 from __future__ import annotations
 
 from mlx_redrafter.kernels.dense import DenseVariant
-from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, Source
+from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, KernelSource
 from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
 
 # Outputs per lane: the most at which a thread's sums stay in its registers.
@@ -105,7 +105,7 @@ if (group == 0 && lane < TILE * ROWS) {
 )
 
 
-def dense_source(variant: DenseVariant, rows: int) -> Source:
+def dense_source(variant: DenseVariant, rows: int) -> KernelSource:
     """Write the kernel for T rows.
 
     The arguments of its body are x of shape (T, K), w of shape (N, K) and y of shape (T, N), all of
@@ -124,4 +124,4 @@ def dense_source(variant: DenseVariant, rows: int) -> Source:
     )
     simd_groups = max(SIMD_GROUPS, variant.groups)
     outputs = simd_groups // variant.groups * LANES // variant.lanes * TILE
-    return Source(body, ("w",), simd_groups, outputs)
+    return KernelSource(body, ("w",), simd_groups, outputs)

@@ -19,7 +19,7 @@ MAX_ROWS = 8
 SIMD_GROUPS = 2
 
 
-class Source(NamedTuple):
+class KernelSource(NamedTuple):
     """A kernel's source and the parameters of its launch.
 
     Attributes:
@@ -231,7 +231,7 @@ def tile(rows: int) -> int:
     return 4 if rows <= 5 else 2
 
 
-def metal_source(variant: Variant, rows: int) -> Source:
+def metal_source(variant: Variant, rows: int) -> KernelSource:
     """Write the kernel for T rows.
 
     The arguments of its body are x of shape (T, K), w of shape (N, K * bits / 32), scales and
@@ -253,7 +253,7 @@ def metal_source(variant: Variant, rows: int) -> Source:
         next=following,
     )
     matrix = ("w", "scales", "biases") if is_affine else ("w", "scales")
-    return Source(body, matrix, SIMD_GROUPS, SIMD_GROUPS * tile(rows))
+    return KernelSource(body, matrix, SIMD_GROUPS, SIMD_GROUPS * tile(rows))
 
 
 def _dots(variant: Variant) -> str:

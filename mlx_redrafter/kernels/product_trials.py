@@ -16,11 +16,11 @@ import mlx.nn as nn
 from mlx_redrafter.kernels.dense import AnyShape, AnyVariant
 from mlx_redrafter.kernels.layers import ProductChoice, product, stock_product, use_product
 from mlx_redrafter.kernels.small_t import ROWS, as_integers
-from mlx_redrafter.kernels.trial import Times, Trial, time_interleaved
+from mlx_redrafter.kernels.trial import KernelTrial, Times, time_interleaved
 from mlx_redrafter.kernels.variant import DTYPES
 
 
-class ProductTrial(Trial[AnyVariant]):
+class ProductTrial(KernelTrial[AnyVariant]):
     """A trial of the kernel's variants for layers whose matrices have one shape."""
 
     # Maximum share of MLX's time; the margin keeps timing noise from deciding.
@@ -71,10 +71,7 @@ class ProductTrial(Trial[AnyVariant]):
 
 
 def probe(shape: AnyShape) -> mx.array:
-    """Make inputs of shape (most rows, K) that show differences.
-
-    They hold outliers, zeros and subnormal numbers.
-    """
+    """Make inputs of shape (T, K), T the last of `ROWS`, with outliers, zeros and tiny numbers."""
     key = mx.random.key(0)
     x = mx.random.normal((ROWS[-1], shape.inputs), key=key)
     x[:, ::97] *= 100

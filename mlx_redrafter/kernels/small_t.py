@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
-from mlx_redrafter.kernels.metal_source import MAX_ROWS, Source, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS, KernelSource, metal_source
 from mlx_redrafter.kernels.variant import LANES
 
 # Numbers of rows that have kernels; more than `MAX_ROWS` rows need two launches.
@@ -48,7 +48,7 @@ def small_t(x: mx.array, matrix: Sequence[mx.array], variant: AnyVariant) -> mx.
 
 
 @cache
-def source_of(variant: AnyVariant, rows: int) -> Source:
+def source_of(variant: AnyVariant, rows: int) -> KernelSource:
     """Return the source of the kernel for T rows, T at most `MAX_ROWS`."""
     if isinstance(variant, DenseVariant):
         return dense_source(variant, rows)

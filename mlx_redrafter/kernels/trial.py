@@ -40,7 +40,7 @@ class Times:
     kernel: float
 
 
-class Trial(ABC, Generic[Equal]):
+class KernelTrial(ABC, Generic[Equal]):
     """A trial of the kernel for one shape of matrices or of attention, run by its constructor.
 
     Attributes:

@@ -35,7 +35,7 @@ from mlx_redrafter.target.caches.draft_cache import (
 )
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
-from mlx_redrafter.target.inspection import hook_positions
+from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 

@@ -36,7 +36,7 @@ MIN_LOG_GATE = -40.0
 MAX_NUMBER = 1e30
 
 
-class Branches(NamedTuple):
+class BranchStates(NamedTuple):
     """The states of one layer along the branches of a tree.
 
     Attributes:
@@ -81,7 +81,7 @@ def follow_updates(
         ancestors: As in `TokenTree`, bool, shape (N, N).
 
     Returns:
-        Results of the queries, shape (H, N, V), and `Branches.log_decays`.
+        Results of the queries, shape (H, N, V), and `BranchStates.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, updates)
     read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ _finite(updates)
@@ -109,7 +109,7 @@ def follow_delta_rule(
     shape (H, N, 1) replace the updates, and ``max_depth`` is the maximum depth of a node.
 
     Returns:
-        Results of the queries and the updates, each of shape (H, N, V), and `Branches.log_decays`.
+        Results and updates, each of shape (H, N, V), and `BranchStates.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, values, strengths)
     # Nodes come after their parents, so all ancestors of a node are left of the diagonal.

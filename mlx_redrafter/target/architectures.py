@@ -32,7 +32,7 @@ from mlx_redrafter.target.recurrent_hooks import (
 
 Config = Mapping[str, Any]
 
-# Linear rope scaling or none, as ``type`` or ``rope_type`` in a config names it.
+# Names of linear rope scaling and of none in configs, under ``type`` or ``rope_type``.
 LINEAR = ("default", "linear")
 # Names of yarn in configs.
 YARN = ("yarn", "deepseek_yarn", "telechat3-yarn")

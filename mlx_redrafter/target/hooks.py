@@ -197,10 +197,10 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
     first, last = (
         p // period for p in (positions.first + 1, positions.first + positions.num_depths)
     )
-    result = call(x, mask, _Elsewhere(cache, first * period - 1, cache.update_and_fetch))
+    result = call(x, mask, _ShiftedCache(cache, first * period - 1, cache.update_and_fetch))
     for number in range(first + 1, last + 1):
         is_here = ((positions.nodes + 1) // period == number)[..., None]
-        again = _Elsewhere(cache, number * period - 1, lambda *_: cache.keys_and_values())
+        again = _ShiftedCache(cache, number * period - 1, lambda *_: cache.keys_and_values())
         other = call(x, mask, again)
         result = mx.where(is_here, other, result)
     return result
@@ -216,7 +216,7 @@ def mask_groups(call: MethodType, x: mx.array, mask: Any = None, cache: Any = No
     return call(x, mask, cache)
 
 
-class _Elsewhere:
+class _ShiftedCache:
     """A cache with another offset.
 
     Args:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
+from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.hooks import Call
@@ -149,7 +149,7 @@ def _follow_delta_rule(
         layer.tree.ancestors,
         layer.tree.max_depth,
     )
-    branches = Branches(before, keys, updates, log_decays)
+    branches = BranchStates(before, keys, updates, log_decays)
     layer.arrays_after.append(lambda path: branches.state_after(path)[None])
     return _by_node(y).astype(q.dtype), state
 
@@ -181,7 +181,7 @@ def _follow_state_space(
         before,
         layer.tree.ancestors,
     )
-    branches = Branches(before, keys, updates, log_decays)
+    branches = BranchStates(before, keys, updates, log_decays)
     layer.arrays_after.append(lambda path: branches.state_after(path)[None])
     return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
 

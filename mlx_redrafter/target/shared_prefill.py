@@ -42,11 +42,11 @@ def prefill_together(
         mx.clear_cache()
     for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
         for layer, own in zip(stock, cache.stock, strict=True):
-            _take_rows(layer, own, row, len(tokens))
+            _copy_entries(layer, own, row, len(tokens))
         cache.grow(len(tokens))
 
 
-def _take_rows(layer: KVCache, own: KVCache, row: int, length: int) -> None:
+def _copy_entries(layer: KVCache, own: KVCache, row: int, length: int) -> None:
     """Copy the entries of one sequence into its own cache of a layer."""
     if layer.keys is None or layer.values is None:  # a layer that the model never uses
         return

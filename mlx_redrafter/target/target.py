@@ -33,7 +33,7 @@ from mlx_redrafter.target.hooks import (
     replaced_output,
     tree_positions,
 )
-from mlx_redrafter.target.inspection import find_parts
+from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 

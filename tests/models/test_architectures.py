@@ -31,7 +31,7 @@ from mlx_redrafter.target.hooks import (
     rotate_with_dynamic_base,
     scale_at_tree_positions,
 )
-from mlx_redrafter.target.inspection import find_parts
+from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.models.tiny_models import (

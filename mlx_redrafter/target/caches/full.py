@@ -29,34 +29,34 @@ from mlx_redrafter.target.caches.tree_cache import ForwardPass
 
 
 class FullCache:
-    """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
+    """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``.
+
+    Attributes:
+        stock: mlx-lm's cache.
+        step: The newest forward pass that `expect` has announced.
+    """
 
     def __init__(self, stock: KVCache | ChunkedKVCache | QuantizedKVCache):
         self.stock = stock
-        self._step = ForwardPass(stock.offset)
+        self.step = ForwardPass(stock.offset)
         self._length = self._num_in_place = stock.offset
         self._aside: list[slice] = []
         self._fresh: tuple[mx.array, mx.array] | None = None
 
     @property
-    def step(self) -> ForwardPass:
-        """The newest forward pass that `expect` has announced."""
-        return self._step
-
-    @property
     def offset(self) -> int:
         """Number of committed tokens before the forward pass."""
-        return self._step.length
+        return self.step.length
 
     def expect(self, step: ForwardPass) -> None:
-        self._step = step
+        self.step = step
         self._length = step.length
 
     def commit(self, path: Sequence[int]) -> None:
         in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        self._num_in_place = self._step.length + in_place
+        self._num_in_place = self.step.length + in_place
         self._aside = consecutive_runs(path[in_place:])
-        self._length = self._step.length + len(path)
+        self._length = self.step.length + len(path)
 
     def settle(self, length: int) -> None:
         self.write_aside()
@@ -75,11 +75,11 @@ class FullCache:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if self._step.tree is not None:
+        if self.step.tree is not None:
             if window_size is not None:
-                return self._step.window_mask(window_size)
-            return self._step.tree_mask
-        return create_attention_mask(num_tokens, self._step.length, return_array, window_size)
+                return self.step.window_mask(window_size)
+            return self.step.tree_mask
+        return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the committed entries that the buffer lacks and new entries; return all entries."""
@@ -89,7 +89,7 @@ class FullCache:
             new_keys = mx.concatenate([*keys_aside, keys], axis=2)
             new_values = mx.concatenate([*values_aside, values], axis=2)
         everything = self.stock.update_and_fetch(new_keys, new_values)
-        if self._step.tree is not None:
+        if self.step.tree is not None:
             self.stock.offset -= keys.shape[2]
             self._fresh = (keys, values)
         return everything
@@ -97,7 +97,7 @@ class FullCache:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what the last `update_and_fetch` returned, for layers that share the entries."""
         num_nodes = 0
-        if self._step.tree is not None and self._fresh is not None:
+        if self.step.tree is not None and self._fresh is not None:
             num_nodes = self._fresh[0].shape[2]
         self.stock.offset += num_nodes
         entries = self.stock.keys_and_values()

@@ -25,17 +25,17 @@ class SlidingCache:
 
     def __init__(self, stock: RotatingKVCache):
         self.stock = stock
-        self._step = ForwardPass(stock.offset)
+        self.step = ForwardPass(stock.offset)
         # The entries in the order of tokens, from the first tree on.
         self._ordered: _OrderedCache | None = None
 
     @property
     def offset(self) -> int:
         """Number of committed tokens before the forward pass."""
-        return self._step.length
+        return self.step.length
 
     def expect(self, step: ForwardPass) -> None:
-        self._step = step
+        self.step = step
         # Before any layer runs, because mlx-lm's models ask one layer for the mask of all.
         if self._ordered is None and step.tree is not None:
             self._ordered = _OrderedCache(_in_order(self.stock))
@@ -61,9 +61,9 @@ class SlidingCache:
     ) -> mx.array | str | None:
         if self._ordered is None:
             return self.stock.make_mask(num_tokens, window_size, return_array)
-        if self._step.tree is None:
+        if self.step.tree is None:
             return None
-        return self._step.window_mask(self.stock.max_size, self._first)
+        return self.step.window_mask(self.stock.max_size, self._first)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write entries as `FullCache.update_and_fetch` does; return those in some window."""
@@ -82,7 +82,7 @@ class SlidingCache:
     @property
     def _first(self) -> int:
         """Position of the first token in the window of the next one."""
-        return max(0, self._step.length + 1 - self.stock.max_size)
+        return max(0, self.step.length + 1 - self.stock.max_size)
 
 
 class _OrderedRows(ChunkedKVCache):
