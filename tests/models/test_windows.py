@@ -54,7 +54,7 @@ from tests.models.trees import (
     verify_after_prompt,
 )
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 # What continues a text: single tokens, then chunks.
 CHUNK = [9, 8, 7, 6, 5, 4, 3]
 
