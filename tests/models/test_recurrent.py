@@ -277,6 +277,18 @@ def test_a_text_that_is_closed_in_the_middle(
     assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text[:count]]))
 
 
+def four_layers() -> Config:
+    """The config of a model with states before and after a layer with rows."""
+    config = {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4}
+    return {**config, "layer_types": ["mamba", "mamba", "attention", "mamba"]}
+
+
+@functools.cache
+def written_by_four_layers() -> list[int]:
+    """What stock mlx-lm writes after `PROMPT`, greedily."""
+    return ids(stock_tokens(build(four_layers()), PROMPT, 40))
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize(
     ("kind", "number"), [*(("token", n) for n in range(1, 7)), *(("tree", n) for n in range(4))]
@@ -285,9 +297,7 @@ def test_an_interruption_between_two_layers(
     monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int
 ) -> None:
     """In the prompt, in plain steps, and inside trees: the cache holds tokens that were taken."""
-    config = {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4}
-    model = build({**config, "layer_types": ["mamba", "mamba", "attention", "mamba"]})
-    text = ids(stock_tokens(model, PROMPT, 40))
+    model, text = build(four_layers()), written_by_four_layers()
     responses = stream_generate(
         model,
         wrapped_tokenizer(VOCAB_SIZE),
