@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
@@ -400,7 +399,7 @@ def build(config: Config, seed: int = 0) -> nn.Module:
     """A stock model whose random float32 weights make tokens, positions and experts matter."""
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
-    model.update(tree_unflatten(_random_weights(model, np.random.default_rng(seed))))
+    model.update(tree_unflatten(_random_weights(model, mx.random.key(seed))))
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -411,13 +410,13 @@ def flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
-def _random_weights(model: nn.Module, rng: np.random.Generator) -> list[tuple[str, mx.array]]:
+def _random_weights(model: nn.Module, key: mx.array) -> list[tuple[str, mx.array]]:
     weights = []
     for name, value in flat_parameters(model):
-        noise = mx.array(rng.standard_normal(value.shape, np.float32))
+        key, here = mx.random.split(key)
+        noise = mx.random.normal(value.shape, key=here)
         if value.dtype == mx.uint32:
-            codes = rng.integers(0, 2**32, value.shape, np.uint32)
-            weights.append((name, mx.array(codes)))
+            weights.append((name, mx.random.randint(0, 2**32, value.shape, mx.uint32, key=here)))
         elif value.ndim < 2:
             # Gates of recurrences lie between 0 and 1, near neither.
             centre = {"bias": 0.0, "_log": -1.0}.get(name[-4:], 1.0)
