@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.model_options import WritingPair
+from mlx_redrafter.cli.model_options import NamedModel, WritingPair
 from mlx_redrafter.cli.prompt_options import (
     ChatTemplateConfig,
     SystemPrompt,
@@ -23,8 +24,15 @@ if TYPE_CHECKING:
 COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
+@dataclass(frozen=True)
+class ChatPair(WritingPair):
+    """A pair whose model answers; the bundled one only continues prose."""
+
+    model: NamedModel = None
+
+
 def chat(
-    pair: WritingPair,
+    pair: ChatPair,
     *,
     system_prompt: SystemPrompt = None,
     chat_template_config: ChatTemplateConfig = None,

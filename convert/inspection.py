@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
-# Where published heads say which model they are for.
+# Key in config.json by which published heads name their model.
 TARGET_KEY = "base_model_name_or_path"
 
 
@@ -30,7 +30,7 @@ class Inspection:
     Attributes:
         source: Files and tensors of the checkpoint.
         kind: Kind of the checkpoint, in words.
-        config: Config of the converted drafter, None if the checkpoint cannot be converted.
+        config: Config of the converted drafter; None if the checkpoint cannot be converted.
         notes: Tensors that a conversion would leave out, or the reason why there can be no
             conversion.
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.convert.conversion_options import Config, Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
+from mlx_redrafter.convert.selftest import SelfTest
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
@@ -47,53 +49,57 @@ _KINDS: Mapping[type, str] = {
 }
 
 
-def write_conversion(
-    destination: Path,
-    save: Callable[[Path, Mapping[str, Any]], None],
-    config: Config,
-    options: ConversionOptions,
-    provenance: dict[str, Any],
-    warnings: Sequence[str],
-) -> Conversion:
-    """Write a converted drafter to a folder, which appears whole or not at all.
+# Error message for a source that is quantised.
+QUANTISED = (
+    "expected a drafter that is not quantised, found one that is; convert the published drafter"
+)
 
-    Args:
-        destination: The folder.
+
+@dataclass(frozen=True)
+class ConvertedDrafter:
+    """A drafter that is ready to be written.
+
+    Attributes:
         save: Writes the drafter to a folder, with further keys for its ``config.json``.
         config: The drafter's config.
-        options: Options of the conversion.
-        provenance: Origin of the weights; see `describe_provenance`.
+        name_set: Naming convention of the source.
+        measured: Results of the self-test; None if it was skipped.
+        notes: Notes on the conversion, for the user.
         warnings: Warnings about the drafter, for the user.
+        target: Name of the target, if the source gives one.
     """
-    with publish(destination) as folder:
-        save(folder, {PROVENANCE_KEY: provenance})
-        stored_as = str(options.quantization or options.dtype)
-        name = destination.resolve().name
-        card = _render_card(name, config, stored_as, provenance)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    return Conversion(config, provenance, tuple(warnings))
+
+    save: Callable[[Path, Mapping[str, Any]], None]
+    config: Config
+    name_set: str
+    measured: SelfTest | None
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    target: str | None = None
 
 
-def describe_provenance(
-    source: Source,
-    options: ConversionOptions,
-    name_set: str,
-    self_test: Mapping[str, Any] | None,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Describe the origin of converted weights, for ``config.json``."""
-    return {
+def write_conversion(
+    destination: Path, source: Source, options: ConversionOptions, drafter: ConvertedDrafter
+) -> Conversion:
+    """Write a converted drafter to a folder, which appears whole or not at all."""
+    provenance = {
         "source": source.name,
         "sha256": source.sha256(),
         "converter": f"mlx_redrafter {__version__}",
-        "name_set": name_set,
-        "target": None if options.target is None else shared_name(options.target),
-        "self_test": self_test,
-        "notes": list(notes),
+        "name_set": drafter.name_set,
+        "target": drafter.target if options.target is None else shared_name(options.target),
+        "self_test": None if drafter.measured is None else drafter.measured.to_dict(),
+        "notes": list(drafter.notes),
     }
+    with publish(destination) as folder:
+        drafter.save(folder, {PROVENANCE_KEY: provenance})
+        stored_as = str(options.quantization or options.dtype)
+        card = render_card(destination.resolve().name, drafter.config, stored_as, provenance)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    return Conversion(drafter.config, provenance, tuple(drafter.warnings))
 
 
-def _render_card(
+def render_card(
     title: str,
     config: Config,
     quantization: str,

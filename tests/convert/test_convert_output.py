@@ -157,7 +157,7 @@ def test_a_failure_while_writing_leaves_the_earlier_output(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("mlx_redrafter.convert.output.render_conversion_card", fail)
+    monkeypatch.setattr("mlx_redrafter.convert.output.render_card", fail)
     with pytest.raises(OSError, match="disk full"):
         convert_drafter(source, out, ConversionOptions(dtype="float32"))
     assert contents(out) == before
