@@ -15,24 +15,28 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.training.batches import BatchOrder
-from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import Arrays
-from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.request import TrainingRequest
-from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.state import CurvePoint, Progress, has_state, load_state, save_state
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
+from mlx_redrafter.training.simulated_decoding import simulate
+from mlx_redrafter.training.state import (
+    CurvePoint,
+    TrainingProgress,
+    has_state,
+    load_state,
+    save_state,
+)
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
+from mlx_redrafter.training.training_request import LossOptions, TrainingOptions, TrainingRequest
 
-# Largest size of the float32 logits computed at once, in bytes.
+# Maximum size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28
-# Smallest ratio to the best measurement that counts as an improvement.
+# Minimum ratio to the best measurement that counts as an improvement.
 LEAST_GAIN = 1.002
-# Final learning rate as a share of the peak.
+# Final learning rate, as a share of the peak.
 FINAL_RATE = 0.01
 
-Event = Callable[[Progress], None]
+Event = Callable[[TrainingProgress], None]
 
 
 class Update(NamedTuple):
@@ -52,10 +56,10 @@ class Optimiser:
 
     Args:
         student: The drafter to train in place.
-        stretch: Consecutive positions of an example.
+        stretch: Number of consecutive positions of an example.
         loss: Training objective.
         options: Options of the optimisation.
-        total_steps: Length of the schedule, in steps.
+        total_steps: Length of the training, in steps.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class Optimiser:
         state = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, state)
 
-    def step(self, batch: Batch) -> Update:
-        """Take one step, in parts of the batch that bound the memory for logits."""
+    def step(self, batch: TrainingBatch) -> Update:
+        """Compute one step, in parts of the batch that bound the memory for logits."""
         counts = mx.sum(batch.weights, axis=0)
         size = self._part_size(batch)
         loss = mx.array(0.0)
@@ -100,7 +104,7 @@ class Optimiser:
         return Update(loss, self._apply(gradient))
 
     def arrays(self) -> Arrays:
-        """Weights, optimiser state and averaged weights by name."""
+        """Return weights, optimiser state and averaged weights by name."""
         flat = dict(tree_flatten(self.adam.state))
         return {
             **{f"weights.{name}": value for name, value in self._trainable_parameters().items()},
@@ -119,13 +123,13 @@ class Optimiser:
         mx.eval(compiled)
 
     def averaged(self) -> Student:
-        """The drafter with the averaged weights, independent of the one that is trained."""
+        """Copy the drafter, with the averaged weights; training does not change the copy."""
         return self.student.with_weights(self.average)
 
     def _trainable_parameters(self) -> Arrays:
         return dict(tree_flatten(self.network.trainable_parameters()))
 
-    def _part_size(self, batch: Batch) -> int:
+    def _part_size(self, batch: TrainingBatch) -> int:
         if self.stretch > 1:
             return self.stretch
         rows, num_steps = batch.weights.shape
@@ -136,9 +140,9 @@ class Optimiser:
     def _part_gradient(self, *arrays: mx.array) -> tuple[mx.array, Any]:
         *fields, counts = arrays
         function = nn.value_and_grad(self.network, self._loss)
-        return function(Batch(*fields), counts)
+        return function(TrainingBatch(*fields), counts)
 
-    def _loss(self, batch: Batch, counts: mx.array) -> mx.array:
+    def _loss(self, batch: TrainingBatch, counts: mx.array) -> mx.array:
         network = self.network
         if self.options.compute_dtype == "bfloat16":
             # The cast is inside the gradient, so weights and gradients stay in float32.
@@ -188,7 +192,7 @@ class Trainer:
         task: Data and options.
         folder: Folder of the state; training continues from a state in the folder.
         identity: Description of the texts and options, which must equal that of the state.
-        schedule: Length of a new run; by default that of the options.
+        total_steps: Number of steps of a new run; by default that of the options.
 
     Raises:
         CheckpointError: The state is damaged or has another identity.
@@ -200,7 +204,7 @@ class Trainer:
         task: TrainingTask,
         folder: Path,
         identity: str,
-        schedule: Schedule | None = None,
+        total_steps: int | None = None,
     ):
         self.student = student
         self.task = task
@@ -213,10 +217,8 @@ class Trainer:
         if has_state(folder):
             self._restore(*load_state(folder, identity))
         else:
-            if schedule is None:
-                steps = task.options.epochs * task.order.steps_per_epoch
-                schedule = Schedule(steps, task.options.num_evaluations)
-            self.progress = Progress(*schedule)
+            steps = total_steps or task.options.epochs * task.order.steps_per_epoch
+            self.progress = TrainingProgress(steps, task.options.num_evaluations)
 
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end.
@@ -260,7 +262,7 @@ class Trainer:
         save_state(self.folder, arrays, self.progress, self.identity)
         self._saved_at = time.monotonic()
 
-    def _restore(self, arrays: Arrays, progress: Progress) -> None:
+    def _restore(self, arrays: Arrays, progress: TrainingProgress) -> None:
         self.progress = progress
         self._require_optimiser(progress.total_steps).restore(arrays)
         self.best = _select_prefix("best.", arrays)
@@ -317,8 +319,8 @@ class Trainer:
         progress.is_done = progress.step >= total or gave_up
 
 
-def stretch_of(student: Student, request: TrainingRequest) -> int:
-    """Consecutive positions of an example for this kind of drafter, whose logits fit."""
+def choose_stretch(student: Student, request: TrainingRequest) -> int:
+    """Choose the consecutive positions of an example of a drafter, so that the logits fit."""
     if not student.reads_context:
         return 1
     length = request.network.beam_length
@@ -328,7 +330,7 @@ def stretch_of(student: Student, request: TrainingRequest) -> int:
 
 
 def compiling_pays() -> bool:
-    """Tell whether to compile; on the CPU, MLX runs a C++ compiler for seconds and gains little."""
+    """Tell whether to compile: on the CPU, MLX runs a C++ compiler for seconds and gains little."""
     return bool(mx.default_device() != mx.Device(mx.cpu))
 
 

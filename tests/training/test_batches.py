@@ -16,9 +16,14 @@ from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import select_frequent_tokens
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, divergence
+from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, divergence
 from mlx_redrafter.training.self_generated import pack_sequences
-from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, find_draftable_steps
+from mlx_redrafter.training.teacher_cache import (
+    Shard,
+    TeacherCache,
+    extras_of,
+    find_draftable_steps,
+)
 
 H, K, L = 2, 2, 3
 
@@ -71,7 +76,7 @@ def cache(tmp_path: Path) -> TeacherCache:
     return cache
 
 
-def _batches(order: BatchOrder, count: int) -> list[Batch]:
+def _batches(order: BatchOrder, count: int) -> list[TrainingBatch]:
     return [order.batch(step) for step in range(count)]
 
 
@@ -122,14 +127,12 @@ def test_a_group_mixes_shards_from_all_over_the_cache(
 
 
 def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
-    from mlx_redrafter.training.files import save_arrays
-
     for number in range(3):
         shard = cache.load("train", number)
         first = 0 if number == 0 else 7 if number == 1 else 16
         numbers = np.arange(first, first + shard.tokens.shape[0])
         rollouts = mx.array((numbers[:, None] * 10 + np.arange(L)).astype(np.int32))
-        save_arrays(cache.rollout_path("train", number, L), {"rollouts": rollouts})
+        cache.save_extra("train", number, *extras_of((), L), rollouts)
     order = BatchOrder(cache, "train", BatchOptions("rollouts", L, 32, seed=1))
     batch = order.batch(0)
     assert order.num_examples == 4 + 1 + 8  # wherever the next token is the target's

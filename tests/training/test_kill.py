@@ -74,7 +74,7 @@ def test_killed_at_random_moments_and_resumed(stories_file: Path, tmp_path: Path
     state = parts / "state" / STATE_FILE
     rng = random.Random(4)
     moments = [
-        parts / "cache" / "written-00000.safetensors",  # while the target writes
+        parts / "cache" / "training-text-00000.safetensors",  # while the target writes
         parts / "cache" / "train-00000.safetensors",  # while it reads
         state,
         state,

@@ -14,9 +14,9 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import loss
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, draft_loss
+from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.training_options import LossOptions, Recipe
+from mlx_redrafter.training.training_request import LossOptions, Recipe
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1
@@ -39,7 +39,7 @@ def _drafter(exit_dim: int) -> Drafter:
     return drafter
 
 
-def _batch() -> Batch:
+def _batch() -> TrainingBatch:
     rng = np.random.default_rng(5)
     teacher = rng.normal(size=(B, S, V)) * 2
     teacher -= np.log(np.exp(teacher).sum(-1, keepdims=True))
@@ -49,7 +49,7 @@ def _batch() -> Batch:
     weights[0] = 1
     hidden = rng.normal(size=(B, H)).astype(np.float32)
     tokens = rng.integers(0, V, (B, S + 1)).astype(np.int32)
-    return Batch(
+    return TrainingBatch(
         states=mx.array(hidden),
         sequences=mx.zeros(B, dtype=mx.int32),
         tokens=mx.array(tokens),
@@ -99,7 +99,7 @@ class Case:
             result.append(reference.confidences(log_qs, tokens[1:], floor))
         return result
 
-    def loss(self, batch: Batch) -> mx.array:
+    def loss(self, batch: TrainingBatch) -> mx.array:
         """The trainer's loss."""
         student = RecurrentStudent(self.drafter, lambda t: self.table[t])
         return draft_loss(student.logits(self.drafter, batch), batch, self.counts, self.options)

@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.simulation import simulate
+from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from tests.conftest import Trained

@@ -38,7 +38,7 @@ def test_train_generate_and_check(
 ) -> None:
     texts, out = tmp_path / "texts.jsonl", tmp_path / "drafter"
     texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    options = ("--answer-tokens", 8, "--batch-tokens", 32, "--epochs", 2)
+    options = ("--answer-tokens", 8, "--epochs", 2)
     trained = run(capsys, "train", "--model", hybrid, "--data", texts, "--out", out, *options)
     assert trained.code == 0, trained.err
 

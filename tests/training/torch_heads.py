@@ -244,7 +244,7 @@ def loss(head: Head, batch: dict[str, Any], decay: float, floor: float) -> Tenso
 
     Args:
         head: The head.
-        batch: Arrays of `mlx_redrafter.training.loss.Batch`, as tensors in float64 or integers.
+        batch: Arrays of `TrainingBatch`, as tensors in float64 or integers.
         decay: Weight of each level relative to the one before.
         floor: Smoothing of the chance that the drafts before a level are accepted.
     """
