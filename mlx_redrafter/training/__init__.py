@@ -1,16 +1,8 @@
 """Training a drafter for one target, on the machine that will use it.
 
-`train_drafter` trains from files to a drafter folder. The pieces, for a loop of your own:
-
-    encoder = Encoder(tokenizer, sequence_length, target.vocab_size)   # texts to token sequences
-    generator = TextGenerator(model, stop_tokens, seed)                # self-generated texts
-    cache = TeacherCache(folder, {"target": fingerprint_weights(model)})
-    fill_cache(cache, "train", target, sequences, k, on_tokens)        # one pass of the target
-    student = new_student(target, NetworkOptions())
-    student.initialise(compute_head_matrix(target), seed)
-    order = BatchOrder(cache, "train", BatchOptions("soft", 5, 1024, seed))
-    loss = draft_loss(student.logits(student.network, batch), batch, counts, LossOptions())
-    simulate(student, shards, DraftPlan.of())                          # tokens/step, no target run
+`train_drafter` trains from files to a drafter folder. A loop of your own needs an `Encoder`, texts
+of a `TextGenerator`, a `TeacherCache` with the target's outputs (`fill_cache`), a student
+(`new_student`), batches (`BatchOrder`) and `draft_loss`; `simulate` measures tokens per step.
 """
 
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder

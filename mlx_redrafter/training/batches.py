@@ -137,11 +137,6 @@ class BatchOrder:
         self._group: tuple[int, ShardGroup] | None = None
 
     @property
-    def num_examples(self) -> int:
-        """Number of examples per epoch."""
-        return sum(self.counts)
-
-    @property
     def steps_per_epoch(self) -> int:
         """Number of batches per epoch."""
         return sum(map(self._num_batches, self.counts))
@@ -221,13 +216,12 @@ class BatchOrder:
 
 
 def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> ShardGroup:
-    """Divide a shard into examples.
+    """Divide a shard into examples of ``stretch`` positions; no step may reach beyond its stretch.
 
     Args:
         shard: The shard.
-        steps: True for the unroll steps that count, bool, shape (n, L - 1); steps that reach beyond
-            their stretch will not count.
-        stretch: Consecutive positions of an example.
+        steps: True for the unroll steps that count, bool, shape (n, L - 1).
+        stretch: Number of consecutive positions of an example.
     """
     if stretch == 1:
         return ShardGroup(shard, np.flatnonzero(steps.any(axis=1)), steps)

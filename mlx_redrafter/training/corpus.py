@@ -136,13 +136,7 @@ def build_corpus(
 ) -> Corpus:
     """Tokenise the given texts and let the target generate the others.
 
-    Args:
-        sources: Divided items.
-        encoder: Encoder of the items.
-        generator: Generator of the texts by the target.
-        options: Amounts of given and self-generated text.
-        folder: Folder of the self-generated texts; files in it are read instead of generated.
-        reporter: Receiver of the progress.
+    Self-generated texts are stored in ``folder``; those in it are read instead of generated.
 
     Raises:
         ConfigError: The target must generate texts, but there is nothing to start them from.

@@ -45,15 +45,7 @@ class Workload:
     def of(
         cls, request: TrainingRequest, given: int, generated: int, prompt: int, num_held_out: int
     ) -> Workload:
-        """Compute the work of a request.
-
-        Args:
-            request: The request.
-            given: Number of tokens of the texts from files.
-            generated: Number of tokens that the target generates for training.
-            prompt: Mean number of tokens of a prompt.
-            num_held_out: Number of held-out texts.
-        """
+        """Compute the work of a request, with ``prompt`` the mean number of tokens of a prompt."""
         answer, training = request.data_options.answer_tokens, request.training
         steps_per_epoch = -(-(given + generated) // training.batch_tokens)
         return cls(
@@ -148,12 +140,7 @@ class Timetable:
         return f"about {format_time(self.total)}: {format_stages(self.stages)}"
 
     def count_steps(self, minutes: float, elapsed: float) -> int:
-        """Count the optimiser steps that fit into the given minutes.
-
-        Args:
-            minutes: Time for the whole run.
-            elapsed: Seconds from the beginning of the run to the first step.
-        """
+        """Count the steps that fit into a run, ``elapsed`` seconds after it began."""
         left = 60 * minutes - elapsed - self.stages["evaluation"]
         return max(1, round(max(left, LEAST_SHARE * 60 * minutes) / self.step))
 

@@ -64,7 +64,7 @@ def draw_noise(shard: Shard, states: NDArray[np.int64], vocab_size: int, temp: f
     Returns:
         Float32, shape (..., V).
     """
-    # Any noise will do past the end of the texts, where no draft is accepted.
+    # Past the end of the texts any noise is right, because no draft is accepted there.
     states = np.minimum(states, shard.tokens.shape[0] - 2)
     used, rows = np.unique(states, return_inverse=True)
     noise = sample_posterior_noise(shard, mx.array(used), vocab_size, temp)

@@ -73,8 +73,8 @@ def rehearse(
         request: The run.
         target: The teacher.
         student: The drafter, whose weights change.
-        prompts: Beginnings of texts that the target continues, token ids.
-        on_stage: Called with the number of stages done and of all of them.
+        prompts: Token ids of prompts.
+        on_stage: Called with the number of stages done, and the number of all stages.
 
     Raises:
         NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.

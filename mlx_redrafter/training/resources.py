@@ -177,15 +177,7 @@ def estimate(
 
 
 def check_resources(needed: ResourceEstimate, folder: Path) -> None:
-    """Raise `ResourceError` unless disk and memory suffice.
-
-    Args:
-        needed: ResourceEstimate of the run.
-        folder: Folder of the files to write; shards in it are not written again.
-
-    Raises:
-        ResourceError: There is not enough free disk or not enough memory.
-    """
+    """Raise `ResourceError` unless disk and memory suffice; shards in ``folder`` are reused."""
     existing = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     present = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     free = shutil.disk_usage(existing).free

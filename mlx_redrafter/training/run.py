@@ -22,12 +22,7 @@ from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
 from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_stretch
-from mlx_redrafter.training.training_report import (
-    TrainingSummary,
-    write_csv,
-    write_picture,
-    write_training_card,
-)
+from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
 from mlx_redrafter.training.training_request import TrainingOptions, TrainingRequest
 
 
@@ -95,9 +90,7 @@ def train_drafter(
     }
     _save(best, request, fingerprint)
     write_csv(request.out, trainer.progress.curve)
-    write_training_card(
-        TrainingSummary(request, fingerprint, corpus, best, trainer.progress, measured)
-    )
+    write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
     if not write_picture(request.out, trainer.progress.curve):
         reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
     return TrainingResult(best, measured)

@@ -93,7 +93,7 @@ class TextGenerator:
             limits: Limits of the generation.
             folder: Folder of the rounds' files.
             name: Prefix of the rounds' file names.
-            on_tokens: Called with the number of tokens generated so far, answers only.
+            on_tokens: Called with the number of tokens generated so far, without the prompts.
 
         Returns:
             Prompts with their answers; only the answers are trained on.

@@ -59,13 +59,8 @@ def fill_cache(
 ) -> None:
     """Run the target over the sequences; existing shards are kept.
 
-    Args:
-        cache: Cache to fill.
-        split: Split of the cache to fill.
-        target: The teacher.
-        sequences: Sequences of the split.
-        k: Number of next tokens whose log-probabilities are kept.
-        on_tokens: Called with the number of tokens done so far.
+    The cache keeps the log-probabilities of k next tokens. ``on_tokens`` receives the number of
+    tokens done so far.
 
     Raises:
         NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
@@ -124,14 +119,7 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
 def fill_states(
     cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
 ) -> None:
-    """Add the inputs of some layers at every token of all shards; existing ones are kept.
-
-    Args:
-        cache: A filled cache.
-        split: Split of the cache.
-        target: The teacher, whose layers are watched.
-        layers: Layers of the teacher.
-        on_tokens: Called with the number of tokens done so far.
+    """Add the inputs of watched layers at every token of all shards; existing ones are kept.
 
     Raises:
         NonFiniteError: The inputs are not finite, or do not fit float16.
@@ -143,15 +131,7 @@ def fill_states(
 def fill_rollouts(
     cache: TeacherCache, split: Split, target: Target, length: int, on_tokens: OnTokens
 ) -> None:
-    """Add greedy continuations of every position to all shards; existing ones are kept.
-
-    Args:
-        cache: A filled cache.
-        split: Split of the cache.
-        target: The teacher.
-        length: L, number of tokens of each continuation.
-        on_tokens: Called with the number of tokens done so far.
-    """
+    """Add greedy continuations of L tokens of every position; existing ones are kept."""
     (extra,) = extras_of((), length)
     _fill_extra(
         cache, split, extra, lambda shard: mx.array(roll_out(target, shard, length)), on_tokens
@@ -283,14 +263,9 @@ def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
 
 
 def build_trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
-    """Build the tree of a text of m tokens, each with a branch of j tokens.
+    """Build the tree of a text of m tokens, shape (m,), each with a branch of j, shape (m, j).
 
-    Args:
-        trunk: Token ids of the text, shape (m,).
-        branches: Token ids of the branches, shape (m, j).
-
-    Returns:
-        The tree; its nodes are the trunk, then the branches level by level.
+    Its nodes are the trunk, then the branches level by level.
     """
     size, levels = branches.shape
     nodes = np.arange(size)

@@ -25,6 +25,7 @@ from mlx_redrafter.training.files import Arrays, load_arrays, save_arrays, save_
 
 # Version of the files and of the names in the manifest; a cache of another version is an error.
 FORMAT = 2
+# Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
 # Extra arrays of a shard, which only some drafters need, each in a file of its own.
@@ -93,13 +94,7 @@ class TeacherCache:
             save_json(self._manifest, self.identity)
 
     def path(self, split: Split, number: int, extra: str = "") -> Path:
-        """Name the file of a shard, or of an extra array of the shard.
-
-        Args:
-            split: Split of the shard.
-            number: Number of the shard within the split.
-            extra: Name from `extras_of`.
-        """
+        """Name the file of a shard, or of an extra array of the shard, named by `extras_of`."""
         return self.folder / f"{split}-{extra}{'-' if extra else ''}{number:05d}.safetensors"
 
     def has(self, split: Split, number: int, extra: str = "") -> bool:
@@ -173,9 +168,9 @@ def find_draftable_steps(
     counts if all tokens from the root to this draft are in the same sequence and trained.
 
     Args:
-        tokens: Token ids, shape (n,).
-        is_trained: True for tokens to draft, bool, shape (n,).
-        starts: Index of the first token of each sequence, and n, shape (d + 1,).
+        tokens: As in `Shard`.
+        is_trained: As in `Shard`.
+        starts: As in `Shard`.
         length: L, root included.
 
     Returns:

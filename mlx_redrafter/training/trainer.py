@@ -39,18 +39,6 @@ FINAL_RATE = 0.01
 Event = Callable[[TrainingProgress], None]
 
 
-class Update(NamedTuple):
-    """Results of one optimiser step, not yet evaluated.
-
-    Attributes:
-        loss: Loss of the batch in nats, a float32 scalar.
-        grad_norm: Norm of the gradient before clipping, a float32 scalar.
-    """
-
-    loss: mx.array
-    grad_norm: mx.array
-
-
 class Optimiser:
     """AdamW with warm-up, cosine, clipping, and a moving average of the weights.
 
@@ -84,14 +72,17 @@ class Optimiser:
             bias_correction=True,
         )
         self.adam.init(self.network.trainable_parameters())
-        self._cast = student.new_network()
         self.average: Arrays = {n: mx.array(v) for n, v in self._trainable_parameters().items()}
         self._gradient = self._compile(self._part_gradient, [self.network.state])
         state = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, state)
 
-    def step(self, batch: TrainingBatch) -> Update:
-        """Compute one step, in parts of the batch that bound the memory for logits."""
+    def step(self, batch: TrainingBatch) -> mx.array:
+        """Compute one step, in parts of the batch that bound the memory for logits.
+
+        Returns:
+            Loss of the batch in nats, a float32 scalar.
+        """
         counts = mx.sum(batch.weights, axis=0)
         size = self._part_size(batch)
         loss = mx.array(0.0)
@@ -101,7 +92,8 @@ class Optimiser:
             loss = loss + part_loss
             gradient = part if gradient is None else tree_map(mx.add, gradient, part)
             mx.eval(loss, gradient)
-        return Update(loss, self._apply(gradient))
+        self._apply(gradient)
+        return loss
 
     def arrays(self) -> Arrays:
         """Return weights, optimiser state and averaged weights by name."""
@@ -143,13 +135,7 @@ class Optimiser:
         return function(TrainingBatch(*fields), counts)
 
     def _loss(self, batch: TrainingBatch, counts: mx.array) -> mx.array:
-        network = self.network
-        if self.options.compute_dtype == "bfloat16":
-            # The cast is inside the gradient, so weights and gradients stay in float32.
-            network = self._cast
-            weights = self._trainable_parameters().items()
-            network.update(tree_unflatten([(n, v.astype(mx.bfloat16)) for n, v in weights]))
-        logits = self.student.logits(network, batch)
+        logits = self.student.logits(self.network, batch)
         return draft_loss(logits, batch, counts, self.loss_options)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
@@ -212,13 +198,19 @@ class Trainer:
         self.identity = identity
         self.plan = next(iter(student.plans(task.order.options.beam_length).values()))
         self.best: Arrays = {}
-        self._optimiser: Optimiser | None = None
         self._saved_at = time.monotonic()
+        arrays: Arrays = {}
         if has_state(folder):
-            self._restore(*load_state(folder, identity))
+            arrays, self.progress = load_state(folder, identity)
         else:
             steps = total_steps or task.options.epochs * task.order.steps_per_epoch
             self.progress = TrainingProgress(steps, task.options.num_evaluations)
+        self._optimiser = Optimiser(
+            student, task.order.options.stretch, task.loss, task.options, self.progress.total_steps
+        )
+        if arrays:
+            self._optimiser.restore(arrays)
+            self.best = _select_prefix("best.", arrays)
 
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end.
@@ -235,13 +227,12 @@ class Trainer:
             NonFiniteError: The loss is NaN or infinite.
         """
         progress = self.progress
-        optimiser = self._require_optimiser(progress.total_steps)
         if not progress.curve:
-            self._measure(optimiser, on_best)
+            self._measure(on_best)
         while not progress.is_done:
-            self._step(optimiser)
+            self._step()
             if self._is_measurement_due():
-                self._measure(optimiser, on_best)
+                self._measure(on_best)
                 self.save()
             elif time.monotonic() - self._saved_at >= self.task.options.checkpoint_seconds:
                 self.save()
@@ -254,7 +245,6 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state."""
-        assert self._optimiser is not None
         arrays = {
             **self._optimiser.arrays(),
             **{f"best.{name}": value for name, value in self.best.items()},
@@ -262,24 +252,12 @@ class Trainer:
         save_state(self.folder, arrays, self.progress, self.identity)
         self._saved_at = time.monotonic()
 
-    def _restore(self, arrays: Arrays, progress: TrainingProgress) -> None:
-        self.progress = progress
-        self._require_optimiser(progress.total_steps).restore(arrays)
-        self.best = _select_prefix("best.", arrays)
-
-    def _require_optimiser(self, total_steps: int) -> Optimiser:
-        if self._optimiser is None:
-            task = self.task
-            stretch = task.order.options.stretch
-            self._optimiser = Optimiser(self.student, stretch, task.loss, task.options, total_steps)
-        return self._optimiser
-
-    def _step(self, optimiser: Optimiser) -> None:
+    def _step(self) -> None:
         progress = self.progress
         start = time.perf_counter()
-        update = optimiser.step(self.task.order.batch(progress.step))
-        mx.eval(update, optimiser.arrays())
-        loss = update.loss.item()
+        found = self._optimiser.step(self.task.order.batch(progress.step))
+        mx.eval(found, self._optimiser.arrays())
+        loss = found.item()
         assert isinstance(loss, float)
         if not math.isfinite(loss):
             raise NonFiniteError(
@@ -296,9 +274,9 @@ class Trainer:
         due = (progress.step * count) // total > ((progress.step - 1) * count) // total
         return due or progress.step >= total
 
-    def _measure(self, optimiser: Optimiser, on_best: Callable[[Student], None]) -> None:
+    def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
-        student = optimiser.averaged()
+        student = self._optimiser.averaged()
         task = self.task
         stats = simulate(student, task.held_out, self.plan, task.temp)
         rate = stats.tokens_per_step or 1.0
@@ -312,7 +290,7 @@ class Trainer:
         progress.since_best = 0 if is_progress or is_early else progress.since_best + 1
         if rate > progress.best or not self.best:
             progress.best, progress.best_step = rate, progress.step
-            self.best = {name: mx.array(value) for name, value in optimiser.average.items()}
+            self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
             mx.eval(self.best)
             on_best(student)
         gave_up = progress.since_best >= self.task.options.patience

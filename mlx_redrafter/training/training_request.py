@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
@@ -30,7 +30,6 @@ HEADS: Mapping[Head, tuple[str, ...]] = {
 }
 # Heads that attend to the context. Rollouts are not part of it, so they cannot train these heads.
 READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer")
-ComputeDtype = Literal["float32", "bfloat16"]
 # Folder of the training state, inside the drafter's folder.
 STATE_FOLDER = "state"
 # Folder of the teacher cache, inside the drafter's folder unless the request names another.
@@ -157,7 +156,6 @@ class TrainingOptions:
             stops training.
         checkpoint_seconds: Maximum time between checkpoints, in seconds; 0 writes one after every
             step.
-        compute_dtype: Dtype of forward and backward pass; the weights are kept in float32.
         seed: Random seed for the initial weights and the order of the positions.
     """
 
@@ -171,7 +169,6 @@ class TrainingOptions:
     num_evaluations: int = 20
     patience: int = 5
     checkpoint_seconds: float = 60.0
-    compute_dtype: ComputeDtype = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -188,10 +185,6 @@ class TrainingOptions:
         check_number("max_grad_norm", self.max_grad_norm, 0, math.inf)
         check_number("ema_decay", self.ema_decay, 0, 1)
         check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(
-                f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}"
-            )
 
 
 @dataclass(frozen=True)
@@ -279,6 +272,5 @@ class TrainingRequest:
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")

@@ -85,7 +85,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
 ) -> None:
     monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
     order = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))
-    assert order.num_examples == 3 + 7
+    assert sum(order.counts) == 3 + 7
     assert order.steps_per_epoch == 1 + 2
     seen: list[int] = []
     for batch in _batches(order, order.steps_per_epoch):
@@ -135,7 +135,7 @@ def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
         cache.save_extra("train", number, *extras_of((), L), rollouts)
     order = BatchOrder(cache, "train", BatchOptions("rollouts", L, 32, seed=1))
     batch = order.batch(0)
-    assert order.num_examples == 4 + 1 + 8  # wherever the next token is the target's
+    assert sum(order.counts) == 4 + 1 + 8  # wherever the next token is the target's
     for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
         here = round(to_floats(batch.states[int(row), :1])[0])
         assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]

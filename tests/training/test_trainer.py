@@ -224,15 +224,6 @@ def test_compiled_steps_are_the_same_steps(
         np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-4, err_msg=str(name))
 
 
-def test_bfloat16_keeps_weights_in_float32(setup: TrainingSetup, tmp_path: Path) -> None:
-    options = TrainingOptions(epochs=4, batch_tokens=32, compute_dtype="bfloat16")
-    trainer = setup.trainer(tmp_path, "soft", options)
-    student = trainer.run(_ignore, _ignore)
-    assert student.network.dtype == mx.float32
-    losses = [point.loss for point in trainer.progress.curve[1:]]
-    assert losses[-1] < losses[0]
-
-
 def test_the_number_of_steps_may_be_given(setup: TrainingSetup, tmp_path: Path) -> None:
     options = replace(OPTIONS, num_evaluations=2)
     trainer = setup.trainer(tmp_path, options=options, total_steps=6)

@@ -71,7 +71,7 @@ class ChainStudent(Student):
         return count
 
     def _choose(self, logits: mx.array, noise: mx.array | None, temp: float) -> NDArray[np.int32]:
-        """Rank the drafts of one level with noise (p, all tokens); token ids, shape (p,)."""
+        """Choose the drafts of one level with Gumbel noise (p, all tokens); ids, shape (p,)."""
         ids = self.row_ids
         if noise is not None:
             columns = noise[:, : logits.shape[-1]] if ids is None else noise[:, ids]

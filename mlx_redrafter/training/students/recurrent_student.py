@@ -65,12 +65,7 @@ class RecurrentStudent(Student):
 
     @classmethod
     def load(cls, path_or_repo: str, target: Target, vocab_size: int) -> RecurrentStudent:
-        """Load a drafter to continue training, in float32.
-
-        Args:
-            path_or_repo: Folder or hub repository of the drafter.
-            target: The model to train the drafter for.
-            vocab_size: Vocabulary size of the target's tokenizer.
+        """Load a drafter to continue training for a target, in float32.
 
         Raises:
             ConfigError: The drafter's weights are quantised.
