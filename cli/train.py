@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
-from mlx_redrafter.cli.result_records import takes_records
-from mlx_redrafter.cli.text_options import Debug
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 # File in the drafter's folder with the options that the run began with.
 RUN_FILE = "run.json"
 # Options of one call, which `RUN_FILE` leaves out.
-OF_THE_CALL = ("out", "resume", "dry_run", "debug")
+OF_THE_CALL = ("out", "resume", "dry_run")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
@@ -45,7 +43,6 @@ class RunOptions:
         bool,
         typer.Option("--dry-run", help="Estimate time, disk and memory of the run, then stop."),
     ] = False
-    debug: Debug = False
     model: NamedModel = None
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
@@ -109,8 +106,7 @@ class RunOptions:
     exit_dim: Annotated[
         int | None,
         drafter_option(
-            help="Width of the head of a recurrent drafter. A wider head drafts better, but costs "
-            "more time and memory.",
+            help="Width of the head of a recurrent drafter; a wider one costs more time and memory.",
             show_default="1024, or twice the hidden size if that is less",
         ),
     ] = None
@@ -158,12 +154,10 @@ class RunOptions:
         return record
 
 
-@takes_records
 def train(context: typer.Context, options: RunOptions) -> None:
     """Train a drafter for a model on this machine.
 
-    You may interrupt the training: `redrafter-mlx train --out FOLDER --resume` continues it and
-    ends in the same weights.
+    You may interrupt it; `redrafter-mlx train --out FOLDER --resume` ends in the same weights.
     """
     path = options.out / RUN_FILE
     if options.resume and path.exists():

@@ -14,7 +14,7 @@ from mlx_redrafter.proposers.medusa.layouts import is_medusa
 from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.proposers.specformer.config import MODEL_TYPE as SPECFORMER
-from mlx_redrafter.target.inspection import check_config
+from mlx_redrafter.target.model_parts import check_config
 
 CONFIG_ONLY = ["config.json"]
 PICKLES = (".bin", ".pt")

@@ -39,7 +39,7 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
     check_shapes,
     quantize_as_stored,
 )
-from mlx_redrafter.target.inspection import check_config
+from mlx_redrafter.target.model_parts import check_config
 
 CONFIG_AND_INDEX = ["config.json", "model.safetensors.index.json"]
 # Where a model of one layer has the tensors of that layer.
