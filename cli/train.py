@@ -106,7 +106,7 @@ class RunOptions:
     exit_dim: Annotated[
         int | None,
         drafter_option(
-            help="Width of the head of a recurrent drafter; a wider one costs more time and memory.",
+            help="Width of a recurrent drafter's head; a wider one costs more time and memory.",
             show_default="1024, or twice the hidden size if that is less",
         ),
     ] = None

@@ -30,7 +30,7 @@ class WordTokenizer:
         return [0, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The words."""
+        """Join the words."""
         names = {number: word for word, number in self.words.items()}
         return " ".join(names[int(i)] for i in ids)
 
@@ -45,7 +45,7 @@ class WordTokenizer:
 
 
 def layered_student(target: Target, options: NetworkOptions) -> RecurrentStudent:
-    """An untrained recurrent drafter that reads two layers and the last hidden state."""
+    """Create an untrained recurrent drafter that reads two layers and the last hidden state."""
     config = choose_drafter_config(target.hidden_size, target.vocab_size, options)
     layers = (min(1, len(target.blocks) - 1), len(target.blocks) // 2, FINAL)
     target.watch(layers)

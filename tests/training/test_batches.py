@@ -1,4 +1,4 @@
-"""Which drafts count, and that every position comes once per epoch in a reproducible order."""
+"""Batches: the drafts that count, and every position once per epoch in a reproducible order."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _changes(path: Path) -> Callable[[], bool]:
-    """A condition that is met once the file is written anew."""
+    """Make a condition that holds once the file is written again."""
     before = path.stat().st_mtime_ns if path.exists() else None
     return lambda: path.exists() and path.stat().st_mtime_ns != before
 

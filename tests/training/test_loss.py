@@ -100,12 +100,12 @@ class Case:
         return result
 
     def loss(self, batch: TrainingBatch) -> mx.array:
-        """The trainer's loss."""
+        """Compute the trainer's loss."""
         student = RecurrentStudent(self.drafter, lambda t: self.table[t])
         return draft_loss(student.logits(self.drafter, batch), batch, self.counts, self.options)
 
     def expected(self, weights: reference.Weights) -> float:
-        """The reference's loss; acceptance chances stay those of the original weights."""
+        """Compute the reference's loss; acceptance chances stay those of the original weights."""
         table = np.array(self.table).astype(np.float64)
         return reference.loss(
             weights,
@@ -197,7 +197,7 @@ def test_agreement_is_how_often_both_sample_the_same() -> None:
     everything = np.arange(V)
     found = agreement(*_arrays(logits, everything, log_p), mx.array(0.0)).item()
     assert found == pytest.approx(np.mean(chosen == drafted), abs=0.005)
-    # Of some tokens, what they agree on is counted, with the others as one event that never agrees.
+    # Agreement on some tokens is counted, with the others as one event that never agrees.
     tail = mx.array(1 - np.exp(log_p[ids]).sum())
     assert agreement(*_arrays(logits, ids, log_p[ids]), tail).item() == pytest.approx(
         np.mean((chosen == drafted) & np.isin(chosen, ids)), abs=0.05

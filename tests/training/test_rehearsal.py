@@ -89,7 +89,7 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
     request = REQUEST
     student = layered_student(target, request.network)
     rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], lambda done, total: None)
-    # Of each, the first call is not timed, and short where its length does not matter.
+    # The first call of each is not timed, and short if its length does not matter.
     assert written == [10, 10, 26]
     assert read == [[8] * 8, [272] * 8]
     sequence = DataOptions(sequence_length=100)

@@ -38,7 +38,7 @@ def target() -> Target:
 
 
 def _student(target: Target, head: Head) -> Student:
-    """A student without weights of 0 or norms of 1, which would hide what they do."""
+    """Create a student without weights of 0 or norms of 1, which would hide what they do."""
     options = NetworkOptions(head, beam_length=LENGTH)
     if "layers" in HEADS[head]:
         options = replace(options, num_layers=LAYERS)
@@ -52,7 +52,7 @@ def _student(target: Target, head: Head) -> Student:
 
 
 def _batch(target: Target, student: Student) -> TrainingBatch:
-    """All positions of two texts; steps beyond the end of one do not count."""
+    """Collect all positions of two texts; steps beyond the end of one do not count."""
     rng = np.random.default_rng(0)
     texts = [
         TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in LENGTHS
@@ -68,7 +68,7 @@ def _batch(target: Target, student: Student) -> TrainingBatch:
 
 
 def _reference(target: Target, student: Student, weights: Any) -> Any:
-    """The head in torch."""
+    """Build the head in torch."""
     model: Any = target.model
     embedding = target.embed(mx.arange(VOCAB))
     head = target.logits(mx.eye(target.hidden_size)).T

@@ -19,7 +19,7 @@ TEXTS = ["Tom has a red ball and a big dog.", "Sam sees the dog and the red ball
 
 @pytest.fixture
 def hybrid(tmp_path: Path) -> Path:
-    """A random model with gated delta nets, which has the tokenizer of the bundled one."""
+    """Write a random model with gated delta nets, which has the tokenizer of the bundled one."""
     folder, source = tmp_path / "hybrid", find_bundled("target")
     shutil.copytree(source, folder)
     tokenizer = read_config(source)

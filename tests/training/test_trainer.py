@@ -59,7 +59,7 @@ class TrainingSetup:
                 fill_states(self.cache, split, self.target, layers, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
-        """An untrained one, of 4 levels."""
+        """Create an untrained student of 4 levels."""
         exit_dim = 16 if head == "redrafter" else None
         return new_student(self.target, NetworkOptions(head, exit_dim, beam_length=4))
 
@@ -72,7 +72,7 @@ class TrainingSetup:
         total_steps: int | None = None,
         head: Head = "redrafter",
     ) -> Trainer:
-        """A trainer that goes on with what is in ``folder``."""
+        """Create a trainer that continues the run in ``folder``, if any."""
         student = self.new_student(head)
         student.initialise(compute_head_matrix(self.target), 0)
         stretch = 16 if student.reads_context else 1
@@ -206,7 +206,7 @@ def test_parts_of_a_batch_give_the_same_step(
 def test_compiled_steps_are_the_same_steps(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs on a GPU; here MLX compiles with the C++ compiler of the system."""
+    """Compile as on a GPU; here MLX compiles with the C++ compiler of the system."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("MLX compiles for the CPU with a C++ compiler, and there is none")
     from mlx_redrafter.training import trainer as module

@@ -1,4 +1,4 @@
-"""From a text to a drafter to drafted text, for targets whose layers have windows or chunks."""
+"""Training and drafting for targets whose layers have windows or chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_target(model_type: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "least"),
-    # What random experts write is hard to guess.
+    # Text of random experts is hard to predict.
     [("gemma3_text", 1.5), ("gpt_oss", 1), ("llama4", 1)],
 )
 def test_from_training_to_drafted_text(
