@@ -143,7 +143,7 @@ def autoregressive(
     frozen: Frozen,
     feed_back: Callable[[Tensor], Tensor] = lambda output: output,
 ) -> Head:
-    """Build a network that reads its own outputs after the text: ``process`` of features and tokens."""
+    """Build a network that reads its own outputs, by ``process`` of features and tokens."""
 
     def logits(states: Tensor, following: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
         features, tokens = fuse(states), list(following)
