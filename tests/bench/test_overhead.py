@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_redrafter.bench import overhead
-from mlx_redrafter.bench.overhead import measure_overhead
+from mlx_redrafter.bench.lab import overhead
+from mlx_redrafter.bench.lab.overhead import measure_overhead
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
@@ -46,7 +46,7 @@ def test_a_text_begins_again(pair, monkeypatch, max_tokens, begins):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(overhead, "Text", Counted)
+    monkeypatch.setattr(overhead, "SequenceDecoder", Counted)
     measure_overhead(*pair, [5, 6, 7], DraftPlan.of(3, 4, 7), rounds=4, max_tokens=max_tokens)
     # The first text, and one before each of five rounds that warm up and four that count.
     assert len(made) == begins
