@@ -1,4 +1,4 @@
-"""What steps cost as a text grows, for models whose layers keep different things of it.
+"""Cost of steps as the context grows, for layers that keep all tokens, windows or states.
 
 The models are random: times and memory do not depend on the values.
 
@@ -21,8 +21,11 @@ from mlx_redrafter.bench.turns import part_of
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
+# Rounds that are not recorded.
 WARM_UP = 2
+# Length of the windows, in tokens.
 WINDOW = 512
+# Names of the passes in tables.
 KINDS = ONE, STOCK, CHAIN, TREE = "one token", "mlx-lm's call", "chain", "tree"
 
 COMMON: Mapping[str, Any] = {
@@ -141,7 +144,7 @@ def measure_caches(
 
 
 def _job(target: Target, context: int, tree: TokenTree) -> Job:
-    """A pass over a tree after a context that grows by a token each time."""
+    """Return a job that times a pass over a tree; the context grows by one token each time."""
     cache = target.blank_cache(context)
 
     def job() -> float:
@@ -156,7 +159,7 @@ def _job(target: Target, context: int, tree: TokenTree) -> Job:
 
 
 def _stock_job(target: Target, context: int, tokens: mx.array) -> Job:
-    """A call of the stock model with its own caches."""
+    """Return a job that times a call of the stock model with its own caches."""
     layers = target.blank_cache(context).stock
 
     def job() -> float:

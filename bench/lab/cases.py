@@ -26,8 +26,8 @@ CODE = "source code"
 RANDOM_DRAFTER = "random drafter"
 NAMES = (RANDOM_TOKENS, LANGUAGE, CODE, RANDOM_DRAFTER)
 NUM_RANDOM_TOKENS = 64
-# Fewest words left of a text, however often it has been used.
-LEAST_WORDS = 8
+# Minimum number of words left of a text that is used several times.
+MIN_WORDS = 8
 
 OTHER_LANGUAGES = (
     """Mieleni minun tekevi, aivoni ajattelevi
@@ -133,7 +133,7 @@ def make_cases(
     seed: int,
     names: Sequence[str] = NAMES,
 ) -> list[GuardCase]:
-    """The cases of these names, all by default.
+    """Make the cases of these names, by default all.
 
     Args:
         tokenizer: Tokenizer of the target.
@@ -183,7 +183,7 @@ def ordinary_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def random_twin(drafter: Drafter, seed: int) -> Drafter:
-    """A drafter of the same config, dtype and quantisation, with random weights."""
+    """Make a drafter of the same config, dtype and quantisation, with random weights."""
     mx.random.seed(seed)
     twin = Drafter(drafter.config)
     twin.set_dtype(drafter.dtype)
@@ -209,8 +209,8 @@ def _random_prompt(ids: Sequence[int], seed: int, number: int) -> EncodedPrompt:
 def _text_prompt(
     tokenizer: Any, case: str, texts: Sequence[str], use_template: bool, number: int
 ) -> EncodedPrompt:
-    """The texts in turn, each without its first n words in round n, counted from 0."""
+    """Make prompt ``number`` by repeating the texts; round n leaves out the first n words."""
     text = texts[number % len(texts)]
-    left_out = (number // len(texts)) % (len(text.split()) - LEAST_WORDS)
+    left_out = (number // len(texts)) % (len(text.split()) - MIN_WORDS)
     text = text.split(maxsplit=left_out)[-1] if left_out else text
     return encode_prompts(tokenizer, [Prompt(str(number), case, text)], use_template)[0]

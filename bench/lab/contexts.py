@@ -9,15 +9,15 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
-# Prompt tokens per forward pass. Below mlx-lm's 2,048, so that the memory of attention scores,
-# which both ways of decoding need, does not hide the difference.
+# Prompt tokens per forward pass. Fewer than mlx-lm's 2,048, so that the memory of attention scores,
+# which plain and drafted decoding need, does not hide the difference.
 PREFILL_STEP = 512
 
 
 def filled_cache(target: Target, length: int) -> TreeCache:
-    """A cache that holds ``length`` tokens; `TreeCache.settle` shortens it.
+    """Make a cache that holds ``length`` tokens; `TreeCache.settle` shortens it.
 
-    Waits for the device.
+    Blocks until MLX has evaluated the cache.
     """
     cache = target.new_cache()
     tokens = mx.arange(length, dtype=mx.int32) % target.vocab_size
@@ -28,7 +28,7 @@ def filled_cache(target: Target, length: int) -> TreeCache:
 
 
 def bushy_tree(size: int) -> TokenTree:
-    """A binary tree of ``size`` nodes, filled level by level."""
+    """Make a binary tree of ``size`` nodes, filled level by level."""
     tree = TokenTree.of(range(size), [max(node - 1, 0) // 2 for node in range(size)])
     mx.eval(tree.arrays)
     return tree

@@ -1,7 +1,7 @@
 """Texts that repeat their prompt: a document and source code, written out again with edits.
 
-Small models do not copy. So a logits processor makes every way of decoding write the edited text;
-the cost of the steps is the target's, and so is the text, given the processor.
+Small models do not copy. So a logits processor makes every decoding method write the edited text.
+The steps cost as much as without it, and given the processor the text is the target's own.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate
 
 LOOKUP = "lookup alone"
-# Added to the logit of the token that is to be written.
+# Added to the logit of the next token of the edited text.
 FORCE = 1e4
-# Words exchanged in a document, and names in source code.
+# Words to replace in the document.
 WORD_EDITS = {"times": "days", "age": "year", "book": "letter", "sister": "brother", "man": "woman"}
+# Names to replace in the source code.
 CODE_EDITS = {"values": "samples", "width": "window", "counts": "stock", "rows": "records"}
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A prompt, and the text that is to follow it.
+    """A prompt, and the text to write after it.
 
     Attributes:
         prompt: The text to copy.
@@ -44,7 +45,7 @@ class Copy:
 
 
 def make_copies(tokenizer: Any) -> list[Copy]:
-    """A document and a file of source code, each with edits in every few lines."""
+    """Make a document and a file of source code, each with edits in every few lines."""
     document = " ".join(ENGLISH)
     sources = {"document": (document, WORD_EDITS), "code": ("".join(SOURCE_CODE), CODE_EDITS)}
     copies = []
@@ -64,14 +65,14 @@ def compare_copies(
     recording: Recording,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, list[Row]]:
-    """Write every copy in every way, ``repeats`` times, in turns.
+    """Write every copy with every method, ``repeats`` times, in interleaved runs.
 
     Args:
         setting: The pair; ``max_tokens`` bounds the answers.
         copies: Prompts and answers.
         repeats: Rounds per copy.
-        recording: Gets the runs; turns that it has are not repeated.
-        on_progress: Callback for turns done and their number.
+        recording: Receives the runs; turns that it already has are not repeated.
+        on_progress: Callback for the number of turns done and their total.
 
     Returns:
         Rows by name of the copy.
@@ -91,7 +92,7 @@ def compare_copies(
 
 def _arms(setting: CommonSettings, copy: Copy) -> dict[str, Arm]:
     def force(tokens: mx.array, logits: mx.array) -> mx.array:
-        """The logits processor: the next token of the answer, whatever the model says."""
+        """Make the next token of the answer the only likely one, as a logits processor."""
         place = len(tokens) - len(copy.prompt.ids)
         wanted = copy.answer[min(place, len(copy.answer) - 1)]
         return logits + FORCE * (mx.arange(logits.shape[-1]) == wanted)

@@ -17,13 +17,14 @@ from mlx_redrafter.bench.cost_model import Parameters, PredictedStep
 
 # Relative error allowed for a chip as a whole. It weighs measurements against theory.
 DISCREPANCY = 0.1
+# Parameters by theory; the docstring of `cost_model` explains them.
 THEORY = Parameters(base=1.0, fixed=0.0, draft=1.0, row=1.0, cliff=0.0)
 # Standard deviations: the distance from theory that each parameter may have.
 FREEDOM = Parameters(base=0.1, fixed=5.0, draft=0.3, row=0.5, cliff=100.0)
 
 
 def fit(steps: Sequence[PredictedStep], measured: Sequence[float]) -> Parameters:
-    """The most probable parameters given measured steps; every chip has the same weight.
+    """Fit the parameters to measured steps; every chip has the same weight.
 
     Args:
         steps: The steps.

@@ -43,23 +43,26 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
-# The windows that the end is compared with; the first one has the drafter's first steps in it.
+# Windows that the end is compared with. The first window is left out: it has the first steps.
 EARLY = slice(1, 5)
-# Fewest windows, so that the last quarter begins after those.
-LEAST_WINDOWS = 8
+# Minimum number of windows, so that the last quarter begins after those.
+MIN_WINDOWS = 8
 # Parts of a window, each with its own timing of forward passes alone, so that a busy machine slows
 # both down.
 PARTS = 4
-# Fewest tokens per window: two steps per part, however many drafts are accepted.
-LEAST_WINDOW = PARTS * 2 * MAX_BEAM_LENGTH
+# Minimum number of tokens per window: two steps per part, even if all drafts are accepted.
+MIN_WINDOW = PARTS * 2 * MAX_BEAM_LENGTH
 # Nodes of the tree that every window verifies.
 FIXED_NODES = 16
+# Name of that pass in tables.
 FIXED = f"verify({FIXED_NODES})"
 # Samples of each forward pass alone, per part.
 ROUNDS = 2
-# Allowed growth.
+# Allowed growth of memory, as a factor.
 MEMORY_RATIO = 1.10
+# Allowed growth of memory in bytes, if that is more.
 MEMORY_BYTES = 8_000_000
+# Allowed growth of the ratio of step time to verify time, as a factor.
 TIME_RATIO = 1.10
 
 
@@ -184,16 +187,16 @@ def endure(
     Raises:
         ConfigError: There would be too few windows, or the model's context is too short.
     """
-    check_int("window", window, LEAST_WINDOW)
-    hint = f" ({LEAST_WINDOWS} windows of {window})"
-    check_int("tokens", num_tokens, LEAST_WINDOWS * window, hint=hint)
+    check_int("window", window, MIN_WINDOW)
+    hint = f" ({MIN_WINDOWS} windows of {window})"
+    check_int("tokens", num_tokens, MIN_WINDOWS * window, hint=hint)
     target = Target(model)
     limit, total = target.context_length, len(prompt) + num_tokens
     if limit is not None and total > limit:
         raise ConfigError(
             f"{len(prompt)} tokens of prompt and {num_tokens} generated ones are {total}, the "
-            f"model's context is {limit}; ask for fewer tokens, or raise it with "
-            "`redrafter-mlx bench widen --context`"
+            f"model's context is {limit}; generate fewer tokens, or raise it with "
+            "the command widen --context"
         )
     return _windows(
         _EnduranceJobs(target, drafter, prompt, plan, total), num_tokens // window, window
@@ -204,7 +207,7 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
     """Compare the end of a text with its beginning.
 
     Args:
-        windows: All windows, at least LEAST_WINDOWS.
+        windows: All windows, at least MIN_WINDOWS.
     """
     early, late = windows[EARLY], windows[-(len(windows) // 4) :]
     name = _in_both(early, late)
@@ -229,7 +232,7 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
 
 
 def _in_both(early: Sequence[Window], late: Sequence[Window]) -> str | None:
-    """The plan of most steps among those that both parts have; None if they share none."""
+    """Find the plan with most steps among those in both parts; None if they share none."""
     early_counts, late_counts = (_counts(part) for part in (early, late))
     shared = early_counts.keys() & late_counts.keys()
     return max(shared, key=lambda name: min(early_counts[name], late_counts[name]), default=None)
@@ -284,7 +287,7 @@ class _EnduranceJobs:
         next(self.tokens)
 
     def decode_until(self, num_tokens: int) -> Window:
-        """The window that ends with ``num_tokens`` generated."""
+        """Decode up to ``num_tokens`` generated tokens and return the window that ends there."""
         stats, cache = self.text.stats, self.text.own_cache
         tokens, steps, start = stats.num_tokens, stats.steps, cache.length
         self.watch.begin()
@@ -359,7 +362,7 @@ class _EnduranceJobs:
         return bushy_tree(FIXED_NODES)
 
     def _tree(self, plan: DraftPlan) -> TokenTree:
-        """A tree of this plan with arbitrary tokens, which do not change its cost."""
+        """Make a tree of this plan with arbitrary tokens, which do not change its cost."""
         if plan not in self.trees:
             hidden = mx.zeros((self.target.hidden_size,))
             project_input = input_lookup(self.drafter, self.target)

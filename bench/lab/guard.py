@@ -32,11 +32,11 @@ from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
 from mlx_redrafter.bench.turns import reference_arm
 from mlx_redrafter.policy.profiling import CONTEXT
 
-# Smallest median of stock's time relative to the time with drafts.
-LEAST_RATIO = 0.97
-# Length of the shortest answer that counts, in tokens: below, single tokens weigh too much.
+# Minimum median of mlx-lm's time relative to the default's.
+MIN_RATIO = 0.97
+# Minimum length of an answer, in tokens; in shorter ones single tokens weigh too much.
 MIN_TOKENS = 32
-# Prompts tried per pair wanted, as some have short answers.
+# Maximum number of prompts per pair, as some have short answers.
 DRAWS = 4
 
 
@@ -71,7 +71,7 @@ class GuardResult:
     @property
     def holds(self) -> bool:
         """Whether the case was measured, is not slower, and all texts are right."""
-        is_fast = self.decode is not None and self.decode.median >= LEAST_RATIO
+        is_fast = self.decode is not None and self.decode.median >= MIN_RATIO
         return is_fast and self.num_missing == 0 and self.num_different == 0
 
 
@@ -87,9 +87,9 @@ def guard(
     Args:
         setting: Settings of all answers, except that each case has its own drafter.
         cases: The cases.
-        num_pairs: Pairs of each case that count.
+        num_pairs: Number of pairs to measure for each case.
         recording: Record of the runs; turns that it has are not repeated.
-        on_progress: Callback for the pairs done and their number.
+        on_progress: Callback for the number of pairs done and their total.
     """
     if "calibration_seconds" not in recording.result:
         time_shapes(setting, CONTEXT, recording)
@@ -113,13 +113,13 @@ def guard(
 def judge(
     case: str, runs: Sequence[TimedRun], setting: CommonSettings, num_pairs: int
 ) -> GuardResult:
-    """The verdict on a case.
+    """Summarise a case.
 
     Args:
         case: Name of the case.
         runs: All runs of the case.
         setting: Settings, of which the length of answers and the temperature are used.
-        num_pairs: Number of pairs wanted.
+        num_pairs: Number of pairs to measure.
     """
     reference = reference_arm(setting)
     turns: dict[tuple[str, int, str, int], list[TimedRun]] = {}

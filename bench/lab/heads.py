@@ -1,6 +1,6 @@
-"""Drafters of any kinds on one target and the same prompts, in turns.
+"""Drafters of any kind on one target and the same prompts, in interleaved runs.
 
-Each drafts chains of one length, which every kind can, and as many drafts as the default chooses.
+Each drafts chains of one length, which every kind supports, and trees chosen by the default.
 
 Axes: L beam length, root included.
 """
@@ -37,20 +37,22 @@ from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 
-# No name is a way of the reference, whatever drafters are called.
-CHAIN, DEFAULT = "{}, chain", "{}, default"
+# Row name of a drafter's chains; the suffix keeps it apart from the reference, named alike or not.
+CHAIN = "{}, chain"
+# Row name of a drafter with the default.
+DEFAULT = "{}, default"
 
 
 @dataclass(frozen=True)
 class Head:
-    """A drafter that is compared with others.
+    """A drafter to compare with others.
 
     Attributes:
-        name: Its name in tables, unlike all others'.
+        name: Its name in tables, unique among the drafters.
         drafter: The drafter, loaded for the target.
-        trained_tokens: Most tokens of the texts that it was trained on; None where not known.
-        kind: Words for what it shares with drafters that differ in their seed and budget alone;
-            empty where not known.
+        trained_tokens: Maximum number of tokens that it was trained on; None if unknown.
+        kind: Description that drafters share which differ only in seed and budget; empty if
+            unknown.
     """
 
     name: str
@@ -61,16 +63,16 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadCost:
-    """What a drafter takes.
+    """Cost of drafting with a drafter.
 
     Attributes:
         name: Name of the drafter.
         trained_tokens: See `Head`.
-        bytes: Bytes of its weights; those it shares with the target are not among them.
+        bytes: Bytes of its weights, without those of the target.
         plain: Seconds of a step of plain decoding.
-        first: Seconds of a search for a chain, beside those of its levels.
+        first: Seconds of a search for a chain, without its levels.
         level: Seconds of each level.
-        verify: Seconds of verifying the chain's nodes, the root among them.
+        verify: Seconds to verify the chain's nodes, root included.
         chain: Beam length of the chain, L.
         kind: See `Head`.
     """
@@ -87,7 +89,7 @@ class HeadCost:
 
     @property
     def drafting(self) -> float:
-        """Time of a chain's drafts by that of a plain step."""
+        """Cost of drafting a chain, in plain steps."""
         return max(0.0, self.first + (self.chain - 1) * self.level) / self.plain
 
 
@@ -98,8 +100,8 @@ class HeadRow:
     Attributes:
         name: Name of the drafter.
         temp: The temperature.
-        chain: Its chains.
-        default: Drafts as many as the default chooses.
+        chain: Results with chains.
+        default: Results with the default.
     """
 
     name: str
@@ -128,25 +130,25 @@ def compare_heads(
     max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Heads:
-    """Decode every prompt by stock mlx-lm, plainly, and with every drafter, in turns.
+    """Decode every prompt by stock mlx-lm, plainly, and with every drafter, in interleaved runs.
 
     Args:
-        setting: Settings that all ways share but for the drafter and the temperature.
+        setting: Settings that all methods share, except the drafter and the temperature.
         heads: The drafters.
         prompts: The prompts.
         temps: Temperatures.
         length: Beam length of chains, L; a drafter that reaches less far drafts as far as it does.
         repeats: Rounds per prompt and temperature.
-        recording: Record of the runs; turns that it has are not repeated.
+        recording: Record of the runs; turns that it already has are not repeated.
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
-        on_progress: Callback for the turns done and their number.
+        on_progress: Callback for the number of turns done and their total.
 
     Raises:
         CheckpointError: A drafter does not fit the target.
     """
     target = Target(setting.model)
-    for head in heads:  # which were loaded beside other copies of the target, maybe
+    for head in heads:  # some were loaded with another copy of the target
         as_proposer(head.drafter).check_fit(target, setting.tokenizer)
     longest = max(len(prompt.ids) for prompt in prompts)
     plans = {head.name: _chain(head, length) for head in heads}

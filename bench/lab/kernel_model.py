@@ -1,10 +1,10 @@
-"""Estimate of a verify with the kernel `small_t`, from what its instructions need; never measured.
+"""Estimate of the cost of verifying with the kernel `small_t`, from its instructions; not measured.
 
 A GPU that reads weights at full bandwidth has a number of cycles of one lane per weight. For every
-weight the kernel needs 4 of the pipe that converts integers, which works beside the others, and of
-these one to mask it, one multiplication per row, and for the inputs of a row two instructions with
-4 bits, one with 8, which all outputs of a tile share. Cycles are those of M1
-(philipturner/metal-benchmarks); later chips are taken to have the same.
+weight the kernel needs 4 cycles of the pipe that converts integers, which runs in parallel with the
+others. Of the others it needs one cycle to mask the weight and one multiplication per row. The
+inputs of a row need two instructions with 4 bits, one with 8, which all outputs of a tile share.
+Cycles are those of M1 (philipturner/metal-benchmarks); later chips are assumed to be equal.
 
 Axes: T rows of inputs.
 """
@@ -24,6 +24,7 @@ INPUT = {4: 2, 8: 1}
 # Time of real kernels relative to such a floor. MLX's own kernel has 1.3 to 1.6 on M1 Ultra (the
 # curve of `chips`), one like `small_t` 1.24 for 4 rows on M1 Max (MTPLX's, timed by Takuyan-labs).
 REALITY = 1.3
+# Sentence for the notes of a prediction.
 ASSUMPTION = (
     "ESTIMATE: nobody has timed this package's kernel. Where its estimate is below the published "
     "cost, verify(T) is computed from the instructions that the kernel needs per weight on M1 and "

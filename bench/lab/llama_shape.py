@@ -67,7 +67,7 @@ class LlamaShape:
 def widened_shape(
     old: LlamaShape, num_parameters: int, num_layers: int | None = None, keep_heads: bool = False
 ) -> LlamaShape:
-    """The shape nearest to a number of parameters that contains the old one.
+    """Find the shape nearest to a number of parameters that contains the old one.
 
     Args:
         old: Shape of the small model.

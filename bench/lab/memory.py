@@ -1,7 +1,7 @@
-"""Memory that drafting takes, each number with its bound.
+"""Memory that drafting needs, each number with its bound.
 
 The model is a random Llama unless one is given: memory does not depend on the values. The drafter's
-weights are counted separately; all else must be small beside plain decoding by stock mlx-lm.
+weights are counted separately; all else must be small compared with stock mlx-lm's plain decoding.
 
 Axes: N nodes of the tree, L beam length, V vocabulary.
 """
@@ -36,13 +36,17 @@ from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.target import Target
 
+# Tokens to decode.
 NUM_TOKENS = 64
 # Capacities of K/V buffers to compare, relative to the tokens in them.
 CAPACITIES = (1, 16)
+# Samples of each capacity.
 CAPACITY_ROUNDS = 30
-# Allowed growth.
+# Allowed peak of the prefill, relative to mlx-lm's.
 PREFILL_RATIO = 1.05
+# Allowed peak of decoding, relative to mlx-lm's.
 PEAK_RATIO = 1.10
+# Allowed step time with the larger buffers, relative to the smaller ones.
 TIME_RATIO = 1.10
 
 
@@ -53,7 +57,7 @@ class Finding:
     Attributes:
         name: Name of the measurement.
         found: Number found.
-        bound: Largest number allowed.
+        bound: Maximum number allowed.
         unit: Unit of both.
     """
 
@@ -75,7 +79,7 @@ class Peaks:
     Attributes:
         prefill: Peak up to the first token.
         decoding: Peak after the first token.
-        rows: K/V rows allocated per layer, after each token.
+        rows: K/V entries allocated per layer, after each token.
     """
 
     prefill: int
@@ -84,7 +88,7 @@ class Peaks:
 
 
 def random_pair(vocab_size: int = 32000, seed: int = 0) -> tuple[nn.Module, Drafter]:
-    """A Llama of about 40M parameters and a drafter for it, with random weights in float32."""
+    """Make a Llama of about 40M parameters and a drafter for it, with random float32 weights."""
     mx.random.seed(seed)
     model = llama.Model(
         llama.ModelArgs(
@@ -120,7 +124,7 @@ def measure_memory(
         drafter: Drafter of the target.
         plan: Plan of every step.
         prompt_tokens: Length of the prompt.
-        on_progress: Callback for the measurements done and their number.
+        on_progress: Callback for the number of measurements done and their total.
     """
     target = Target(model)
     prompt = [i % target.vocab_size for i in range(prompt_tokens)]
@@ -281,7 +285,7 @@ def _capacities(
 def _decoding_with_capacity(
     target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int], factor: int
 ) -> Iterator[object]:
-    """A running decoder whose buffers have at least ``factor`` times the rows of the prompt."""
+    """Start a decoder whose buffers have at least ``factor`` times the prompt's K/V entries."""
     caches, tokens = _stock_tokens(target.model, prompt)
     next(tokens)
     mx.synchronize(generation_stream)

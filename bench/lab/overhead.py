@@ -1,8 +1,8 @@
 """Overhead of a decoding step: its cost beyond the two networks.
 
-``overhead = t_step - t_verify(N) - t_draft``, from triples measured in turns: a step of the running
+``overhead = t_step - t_verify(N) - t_draft``, from interleaved triples: a step of the running
 decoder, the target's forward pass over a tree of the same size at the same length alone, and the
-drafting of one tree alone. All as shares of a step of stock mlx-lm, measured in the same turns.
+drafting of one tree alone. All are shares of a step of stock mlx-lm, measured in the same rounds.
 
 Axes: N nodes of the tree, L beam length.
 """
@@ -38,6 +38,7 @@ from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
+# Rounds that are not recorded.
 WARM_UP = 5
 
 
@@ -48,8 +49,8 @@ class Overhead:
     Attributes:
         overhead: Median of the differences of each triple.
         unhidden: The same with the building of graphs counted as overhead, not as verify or draft.
-        parts: Everything that was timed, by name.
-        tokens_per_step: Tokens per step of the texts that were timed.
+        parts: All measured times, by name.
+        tokens_per_step: Tokens per step of the measured texts.
         samples: Raw seconds by name, one per round.
     """
 
@@ -125,10 +126,10 @@ def measure_overhead(
 
 
 class _ReadingPolicy(FixedPolicy):
-    """A fixed plan whose scores the decoder waits for, as it does for `AdaptivePolicy`."""
+    """A fixed plan that reads the drafts' scores, as `AdaptivePolicy` does."""
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """All nodes, once their scores are there."""
+        """Read the scores and keep all nodes."""
         tree.read()
         return tree
 
@@ -177,7 +178,7 @@ class _OverheadJobs:
         return tokens / sum(text.steps for text in self.texts)
 
     def step(self) -> float:
-        """One step of the running decoder, after one that fills the pipeline again."""
+        """Time one step of the running decoder, after one that fills the pipeline again."""
         mx.synchronize(generation_stream)
         if self.text.stats.num_tokens >= self.max_tokens:
             self._begin()
@@ -187,7 +188,7 @@ class _OverheadJobs:
         return seconds
 
     def stock_step(self) -> float:
-        """One step of stock mlx-lm, likewise after another one."""
+        """Time one step of stock mlx-lm, likewise after another one."""
         next(self.stock)
         seconds = timed(lambda: next(self.stock))
         mx.synchronize(generation_stream)
@@ -222,13 +223,13 @@ class _OverheadJobs:
         return verified - start
 
     def verify_one(self) -> float:
-        """A forward pass over one token alone."""
+        """Time a forward pass over one token."""
         self.cache.settle(self.text.cache.length)
         with mx.stream(generation_stream):
             return timed(lambda: mx.eval(*self.target.advance(self.root, self.cache)))
 
     def accept(self) -> float:
-        """Choice of tokens and acceptance, from logits already computed."""
+        """Time sampling and acceptance, from logits already computed."""
 
         def work() -> list[int]:
             length, depths = self.plan.shape.length, self.tree.depths

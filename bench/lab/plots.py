@@ -54,7 +54,7 @@ def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:
 
 
 def plot_regret(path: Path, found: Regret, heading: str) -> Path:
-    """Draw the speed of every way of decoding with its interval; see `plot_sweep`."""
+    """Draw the speed of every decoding method with its interval; see `plot_sweep`."""
     speeds = {row.arm: row.speedup for row in found.rows if row.speedup is not None}
     colours = {AUTO: "C1", found.best: "C2"}
     with figure(path, heading) as axes:
@@ -116,7 +116,7 @@ def _spread(kind: str) -> str:
 
 
 def _arm(name: str) -> str:
-    """A way of decoding in plain words; shapes as letters and numbers."""
+    """Name a decoding method in plain words, and shapes by letters and numbers."""
     select, *sizes = name.split()
     if select not in SELECTIONS:
         return name
@@ -125,7 +125,7 @@ def _arm(name: str) -> str:
 
 
 def _intervals(axes: Any, speeds: Mapping[str, MedianEstimate], colours: Mapping[str, str]) -> None:
-    """One line of speed and interval per name."""
+    """Draw one line of speed and interval per name."""
     for place, (name, speed) in enumerate(speeds.items()):
         colour = colours.get(name, "C0")
         axes.plot([speed.low, speed.high], [place, place], color=colour, alpha=0.5)
@@ -142,7 +142,7 @@ def _intervals(axes: Any, speeds: Mapping[str, MedianEstimate], colours: Mapping
 
 
 def _stack(axes: Any, name: str, parts: Mapping[str, float]) -> None:
-    """One bar of parts in ms, one after the other."""
+    """Draw one bar of parts in ms, one after the other."""
     left = 0.0
     for part, size in parts.items():
         axes.barh(name, size, left=left, label=f"{part}, {size:.1f}")

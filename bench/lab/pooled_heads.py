@@ -1,4 +1,4 @@
-"""Drafters of one kind from results of ``bench heads``: means over seeds, and their ranges."""
+"""Drafters of one kind from results of the command ``heads``: means and ranges over seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple
 
-# The end of a name that tells the seed of a drafter, as in ``medusa-2``.
+# End of a drafter's name that gives its seed, as in ``medusa-2``.
 SEED = re.compile(r"-\d+$")
 
 
@@ -17,8 +17,8 @@ class Spread(NamedTuple):
 
     Attributes:
         mean: Mean.
-        low: Least.
-        high: Largest.
+        low: Minimum.
+        high: Maximum.
     """
 
     mean: float
@@ -27,19 +27,19 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """The spread of the values that there are, None without any."""
+        """Compute the spread of the values that are known; None if none is."""
         known = [value for value in values if value is not None]
         return cls(mean(known), min(known), max(known)) if known else None
 
     def text(self, form: str = ".2f") -> str:
-        """The mean, and the range where there is one."""
+        """Format the mean, and the range if it is not empty."""
         if self.low == self.high:
             return f"{self.mean:{form}}"
         return f"{self.mean:{form}} ({self.low:{form}}-{self.high:{form}})"
 
 
 class HeadGroup(NamedTuple):
-    """What drafters have in common that differ in their seed.
+    """Key of drafters that differ only in their seed.
 
     Attributes:
         model: Name of the target.
@@ -80,12 +80,12 @@ class PooledHead:
 
 
 def pool(results: Iterable[Mapping[str, Any]]) -> list[PooledHead]:
-    """The drafters of some results of ``bench heads``, pooled over seeds, in order of their groups.
+    """Pool the drafters of several results over seeds, in order of their groups.
 
-    A drafter that several results have counts once for each of them.
+    A drafter in several results counts once for each of them.
 
     Args:
-        results: Results as their files have them.
+        results: Contents of result files.
     """
     found: dict[HeadGroup, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for result in results:

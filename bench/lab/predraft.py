@@ -1,13 +1,13 @@
-"""What drafts made ahead would gain on machines with a second engine: computed, not measured.
+"""Gain of speculative speculative decoding with a second engine: computed, not measured.
 
 Axes: L beam length, K = L - 1 drafts of a chain. Times are in plain steps of the target.
 
-While the target verifies, another engine drafts for the likeliest outcomes. Where the outcome is
-among them (a hit), no time goes for drafting; on a miss it is drafted as without. What the other
-engine takes beyond the verify is waited for, and a verify beside it takes longer, as both read the
-same memory. A recurrent drafter's drafts made ahead follow from a state that is older by the tokens
-of the pass they were made in, so that fewer are accepted after a hit. The expected speed is that of
-the stationary distribution over these ages.
+While the target verifies, the second engine drafts for the most probable outcomes. If the outcome
+is among them (a hit), drafting costs no time; on a miss the target's engine drafts as usual. The
+decoder waits if the second engine needs longer than the verify, and a verify next to it is slower,
+as both read the same memory. A recurrent drafter's early drafts start from a state that is older by
+the tokens of the running pass, so fewer of them are accepted after a hit. The expected speed is
+that of the stationary distribution over these ages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_redrafter.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 
-# Work of the host between two steps.
+# Work of the host between two steps, in plain steps.
 HOST = 0.03
 
 
@@ -36,9 +36,9 @@ class Pairing:
         verify: Time of verifying a chain.
         level: Time of drafting a token on the target's engine.
         length: Beam length of the chain, L.
-        accepted: Chance that a draft is accepted whose drafter's state is so many tokens old, from
-            0 on; the last one holds for all that are older.
-        is_recurrent: Whether drafts made ahead follow from an old state.
+        accepted: Chance that a draft is accepted, by the age of the drafter's state in tokens, from
+            0 on; the last one holds for all older states.
+        is_recurrent: Whether early drafts start from an old state.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Pairing:
         return self.length - 1
 
     def outcomes(self, age: int) -> Floats:
-        """Chances to accept 0 to K drafts, shape (K + 1,), whose first one's state is that old."""
+        """Compute the chances to accept 0 to K drafts from a state of this age, shape (K + 1,)."""
         ages = np.minimum(age + np.arange(self.num_drafts), len(self.accepted) - 1)
         reached = np.cumprod([1.0, *np.array(self.accepted)[ages]])
         return reached - np.append(reached[1:], 0.0)
 
     def speed(self, engine: SecondEngine | None = None, hit_rate: float = 0.0) -> float:
-        """Tokens per plain step's time, with drafts made ahead or, without an engine, none."""
+        """Compute tokens per plain step's time, without early drafts if no engine is given."""
         drafting = self.num_drafts * self.level
         if engine is None:
             tokens = 1 + self.outcomes(0) @ np.arange(self.length)
@@ -80,7 +80,7 @@ class Pairing:
         return float((1 + weights @ np.array(accepted)) / seconds)
 
     def _ages(self, hit_rate: float) -> Floats:
-        """Shares of the steps whose drafts began with a state of each age, 0 to L."""
+        """Compute the shares of steps whose drafts start from a state of each age, 0 to L."""
         if not self.is_recurrent:
             return np.array([1.0])
         moves = np.zeros((self.length + 1, self.length + 1))
@@ -93,12 +93,12 @@ class Pairing:
 
 @dataclass(frozen=True)
 class SecondEngine:
-    """What drafts beside the target.
+    """A second engine that drafts while the target verifies.
 
     Attributes:
         name: Name in tables.
-        level: Time of a level there by that on the target's own engine.
-        slowdown: Part by which a verify beside it takes longer.
+        level: Time of a level on it, relative to the target's own engine.
+        slowdown: Share by which a verify next to it is slower.
     """
 
     name: str
@@ -108,13 +108,13 @@ class SecondEngine:
 
 @dataclass(frozen=True)
 class Gain:
-    """What drafts made ahead give one pairing.
+    """Gain of one pairing by early drafts.
 
     Attributes:
         pairing: Name of the pairing.
         engine: Name of the engine.
-        speed: Speed without drafts made ahead, by plain decoding's.
-        gains: Speed with them by that without, for each hit rate.
+        speed: Speed without early drafts, relative to plain decoding.
+        gains: Speed with early drafts relative to without, by hit rate.
     """
 
     pairing: str
@@ -123,10 +123,10 @@ class Gain:
     gains: dict[float, float]
 
 
-# Costs near those that others report of Macs: a 0.6B model drafts for one of 8B and one of 27B in
-# 4 bits, and for one whose passes over some tokens take hardly longer than plain steps. The
-# recurrent drafter's acceptance by age is that of the bundled one: first choices, temperature 0.8.
+# Acceptance of the bundled drafter's most probable drafts by age, at temperature 0.8.
 BY_AGE = (0.67, 0.64, 0.58, 0.58, 0.56, 0.53, 0.52, 0.51)
+# Costs near those that others report for Macs: a 0.6B model drafts for one of 8B and one of 27B in
+# 4 bits, and for one whose passes over several tokens cost hardly more than plain steps.
 PAIRINGS = (
     Pairing("draft model of 0.6B, target of 8B", 1.45, 0.30, 5, (0.75,)),
     Pairing("draft model of 0.6B, target of 27B", 1.35, 0.11, 5, (0.75,)),
@@ -146,7 +146,7 @@ def simulate_predrafts(
     hit_rates: Sequence[float],
     engines: Sequence[SecondEngine] = ENGINES,
 ) -> list[Gain]:
-    """What drafts made ahead give every pairing with every engine, by their shares of hits."""
+    """Compute the gain of every pairing with every engine, by hit rate."""
     found = []
     for pairing in pairings:
         alone = pairing.speed()

@@ -1,4 +1,4 @@
-"""What the default lacks to the best fixed plan, on real text and in simulation."""
+"""Regret of the default: speed missed relative to the best fixed plan, measured or simulated."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 
-# Fixed plans that the default is compared with, beside plain decoding.
+# Fixed plans to compare the default with, as well as plain decoding.
 GRID = (
     *(DraftPlan.of(1, length, length) for length in (3, 4, 5, 6, 8)),
     *(DraftPlan.of(2, length, nodes) for length, nodes in ((4, 6), (5, 8), (6, 8), (8, 16))),
     *(DraftPlan.of(4, length, nodes) for length, nodes in ((5, 16), (8, 16))),
 )
-# Simulated time of learning from one step's drafts.
+# Simulated time to update the estimates after one step, in seconds.
 LEARNING_SECONDS = 0.25e-3
 
 
 @dataclass(frozen=True)
 class Regret:
-    """The default beside fixed plans on the same texts.
+    """The default and fixed plans on the same texts.
 
     Attributes:
-        rows: One row per way of decoding.
-        best: Name of the fixed way with the highest median speed, plain decoding among them.
-        ratio: Speed of the default by that of the best, one ratio per prompt and repeat.
+        rows: One row per decoding method.
+        best: Name of the fixed plan, or plain decoding, with the highest median speed.
+        ratio: Speed of the default relative to the best, one ratio per prompt and repeat.
     """
 
     rows: list[Row]
@@ -63,16 +63,16 @@ def measure_regret(
     max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Regret:
-    """Decode every prompt by the default, by every fixed plan and without drafts, in turns.
+    """Decode every prompt with the default, every fixed plan and plainly, in interleaved runs.
 
     Args:
-        setting: Settings that all ways share.
+        setting: Settings that all methods share.
         prompts: The prompts.
         repeats: Rounds per prompt.
-        recording: Record of the runs; turns that it has are not repeated.
+        recording: Record of the runs; turns that it already has are not repeated.
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
-        on_progress: Callback for the turns done and their number.
+        on_progress: Callback for the number of turns done and their total.
     """
     prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
     turns = make_turns(prompts, repeats)
@@ -83,7 +83,7 @@ def measure_regret(
 
 
 def find_regret(runs: Sequence[TimedRun], reference: str, max_repeated: float = 1.0) -> Regret:
-    """The regret of runs made in turns; see `summarise` for the rest."""
+    """Compute the regret of interleaved runs; see `summarise` for the arguments."""
     rows = summarise(runs, reference, max_repeated)
     speeds = {
         row.arm: row.speedup.median
@@ -113,8 +113,8 @@ class SimulatedRegret:
         median: Median regret, a share of the best fixed plan's speed.
         p95: Its 95th percentile.
         worst: Its maximum.
-        least_plain: Least speed by plain decoding's where no fixed plan is faster than that; None
-            without such scenarios.
+        least_plain: Minimum speed relative to plain decoding in scenarios in which no fixed plan is
+            faster than plain decoding; None without such scenarios.
     """
 
     outcomes: list[Outcome]
@@ -134,9 +134,9 @@ def simulate_regret(
 
     Args:
         scenarios: Number of scenarios.
-        first: Number of the first of them, see `make_scenario`.
+        first: Number of the first scenario, see `make_scenario`.
         is_shared: Whether other work disturbs the machines.
-        on_progress: Callback for the scenarios done and their number.
+        on_progress: Callback for the number of scenarios done and their total.
     """
     outcomes = []
     for done in range(scenarios):

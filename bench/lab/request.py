@@ -1,7 +1,7 @@
-"""Work before the first token of a request: what an engine does between a prompt and its prefill.
+"""Work of the engine before the prefill of a request.
 
-Neither the prompt's forward pass nor the tokenizer is in it: prompts are token ids, and the text is
-begun but not read.
+The prompt's forward pass and the tokenizer are left out: prompts are token ids, and the stream is
+opened but not read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, tak
 from mlx_redrafter.engine.engine import AnyDrafter, Engine
 from mlx_redrafter.engine.generation import stream_generate
 
+# Rounds that are not recorded.
 WARM_UP = 3
 
 
@@ -27,15 +28,15 @@ def measure_request(
     rounds: int = 50,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, MedianEstimate]:
-    """Time in turns what begins a text, in seconds by name.
+    """Time the ways to open a stream in interleaved rounds, in seconds by name.
 
     Args:
         model: The target.
         tokenizer: Its tokenizer.
         drafter: Its drafter.
         prompt: Token ids.
-        rounds: Turns that count.
-        on_progress: Callback for rounds done and their number.
+        rounds: Rounds to record.
+        on_progress: Callback for the number of rounds done and their total.
     """
     engine = Engine(model, tokenizer, drafter)
     begin: dict[str, Callable[[], Any]] = {

@@ -17,8 +17,11 @@ from urllib.parse import urlsplit
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import DataError
 
-# Longest waits of a client before a request, and before it goes away, in seconds.
-PAUSE, STAY = 0.1, 0.3
+# Maximum pause of a client before a request, in seconds.
+PAUSE = 0.1
+# Maximum time until a client disconnects, in seconds.
+STAY = 0.3
+# Share of the requests whose client disconnects.
 SHARE_GONE = 0.25
 _GAUGES = ("waiting_requests", "running_requests", "prompt_cache_bytes", "device_bytes")
 
@@ -56,7 +59,7 @@ class ClientOutcomes:
 
 
 def make_cases(engine: Engine, prompts: Sequence[str], max_tokens: int) -> list[ServingCase]:
-    """Every prompt, greedily and with a seed, with the texts that belong to them."""
+    """Make a request per prompt, with greedy decoding and with sampling, and its expected text."""
     cases = []
     for seed, prompt in enumerate(prompts):
         for temp in (0.0, 1.0):
@@ -74,18 +77,18 @@ def run_clients(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> ClientOutcomes:
-    """Ask for texts from several threads, a quarter of which are not waited for.
+    """Send requests from several threads; the clients of a quarter of them disconnect.
 
     Args:
-        url: Address of the server, which has no key.
+        url: Address of a server without a key.
         cases: Requests to draw from.
         num_requests: Number of requests.
         num_clients: Number of threads.
-        seed: Seed of what is asked when.
-        on_progress: Function called with the requests done and their number.
+        seed: Seed of the choice and timing of requests.
+        on_progress: Callback for the number of requests done and their total.
 
     Raises:
-        DataError: Nobody listens there.
+        DataError: No server answers at that address.
     """
     address, outcome, lock = urlsplit(url).netloc, ClientOutcomes(), threading.Lock()
     try:
@@ -130,7 +133,7 @@ def run_clients(
 
 
 def ask(address: str, body: dict[str, Any], stay: float | None) -> str | None:
-    """The answer to a request; None from a client that goes away after ``stay`` seconds."""
+    """Send a request and return the answer; None if the client disconnects after ``stay`` s."""
     headers = {"Content-Type": "application/json"}
     with closing(http.client.HTTPConnection(address, timeout=600)) as connection:
         content = json.dumps({**body, "stream": stay is not None})
@@ -144,7 +147,7 @@ def ask(address: str, body: dict[str, Any], stay: float | None) -> str | None:
 
 
 def read_gauges(address: str) -> dict[str, int]:
-    """Gauges of the server, by the name of their metric."""
+    """Read the gauges of the server, by the name of their metric."""
     with closing(http.client.HTTPConnection(address, timeout=60)) as connection:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()

@@ -8,16 +8,18 @@ from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.training.duration import format_time
 from mlx_redrafter.training.resources import format_bytes
 
-# Tokens of the run that the table is about.
+# Tokens of the training runs in the table.
 TABLE_TOKENS = 10**6
-# What the table in the documentation is made of.
+# Models of the table, a row each for every number of bits.
 TABLE_MODELS = ("llama 1B", "qwen3 4B", "llama 8B")
+# Bits of the weights.
 TABLE_BITS = (4, 16)
+# Chips of the table, a column each.
 TABLE_CHIPS = ("M1", "M1 Max", "M2", "M2 Max", "M3", "M3 Max", "M4", "M4 Max")
 
 
 def render_table() -> str:
-    """The table of training on a million tokens, as Markdown."""
+    """Make the table of training on a million tokens, as Markdown."""
     head = ["model", "bits", "drafter", "cache", "memory", *TABLE_CHIPS]
     rows = [
         _row(shape_of_family(f"{name} {bits}bit")) for name in TABLE_MODELS for bits in TABLE_BITS

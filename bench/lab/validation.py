@@ -71,7 +71,7 @@ class Measured:
 
     @property
     def group(self) -> tuple[str, bool]:
-        """What has one best shape."""
+        """Key of rows that share a best shape."""
         return self.dtype, self.greedy
 
     @property
@@ -141,7 +141,7 @@ def leave_one_out(rows: Sequence[Measured]) -> list[LeftOut]:
 
 
 def fit_all(rows: Sequence[Measured]) -> Parameters:
-    """The parameters fitted on all chips."""
+    """Fit the parameters to all chips."""
     return fit([row.step for row in rows], [row.time for row in rows])
 
 
@@ -180,7 +180,7 @@ def _leave_out(name: str, rows: Sequence[Measured]) -> LeftOut:
 def _best_shape(
     own: Sequence[Measured], acceptance: dict[tuple[int, int], float], parameters: Parameters
 ) -> BestShape:
-    """The best shape, predicted with the acceptance found on other chips, hardly a difference."""
+    """Find the best shape, predicted with the acceptance of the other chips, which is similar."""
     predicted = {
         row.shape: acceptance[row.shape] * row.plain / step_time(row.step, parameters)
         for row in own

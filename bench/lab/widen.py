@@ -154,7 +154,7 @@ def widen_drafter(
 def widened_drafter(
     drafter: Drafter, hidden_size: int, exit_dim: int | None = None, seed: int = 0
 ) -> Drafter:
-    """A drafter of the same function for a hidden state that ends in zeros; see `widen_drafter`."""
+    """Make a drafter that computes the same from a hidden state that ends in zeros."""
     old = drafter.config
     if drafter.quantization is not None:
         raise ConfigError("a quantised drafter cannot be widened; use the one it was made from")
@@ -215,7 +215,7 @@ def _widened_exit_dim(old: DrafterConfig, hidden_size: int, wanted: int | None) 
 def _place(
     value: Array, rows: Indices, columns: Indices, size: tuple[int, int], rng: np.random.Generator
 ) -> Array:
-    """A matrix (or bias) with ``value`` at ``rows`` x ``columns``, whose other inputs are zero.
+    """Place ``value`` at ``rows`` x ``columns`` of a matrix (or bias) whose other inputs are zero.
 
     Other rows get no contribution from ``columns``: their output is zero.
     """
@@ -272,7 +272,7 @@ class _Widening:
                 yield prefix + name, tensor
 
     def _layer(self, layer: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """One layer; without old weights one that adds nothing."""
+        """Widen one layer; without old weights, make a layer that adds nothing."""
         new = self.new
         hidden, neurons = new.hidden_size, new.intermediate_size
         heads, groups = (
@@ -301,7 +301,7 @@ class _Widening:
         is_free: bool,
         name: str = "",
     ) -> mx.array:
-        """The old matrix inside arbitrary weights (``is_free``) or inside zeros."""
+        """Place the old matrix inside arbitrary weights (``is_free``) or inside zeros."""
         placed = _noise(self.rng, size) if is_free else np.zeros(size, dtype=np.float32)
         if weight is not None:
             old = np.array(weight.astype(mx.float32))
