@@ -18,7 +18,7 @@ from mlx_redrafter.target.target import Target
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """Results of a comparison.
 
     Attributes:
@@ -38,7 +38,7 @@ def compare(
     recording: Recording,
     cool_down: float = 0.0,
     on_progress: OnProgress = lambda done, total: None,
-) -> Comparison:
+) -> MethodComparison:
     """Decode every prompt with every method, ``repeats`` times, in interleaved runs.
 
     Args:
@@ -55,7 +55,7 @@ def compare(
 
     reference = reference_arm(settings)
     categories = dict.fromkeys(prompt.category for prompt in prompts)
-    found = Comparison(
+    found = MethodComparison(
         summarise(recording.runs, reference),
         {
             category: summarise(

@@ -87,15 +87,13 @@ def encode_prompts(
     tokenizer: TokenizerWrapper,
     prompts: Sequence[Prompt],
     use_template: bool = True,
-    max_tokens: int | None = None,
 ) -> list[EncodedPrompt]:
-    """Encode prompts, each cut to its first ``max_tokens`` token ids.
+    """Encode prompts as token ids.
 
     Args:
         tokenizer: Tokenizer of the target.
         prompts: The prompts.
         use_template: Whether to apply the chat template, if the tokenizer has one.
-        max_tokens: Maximum number of token ids of a prompt; None for no limit.
 
     Raises:
         ConfigError: The chat template rejects a prompt.
@@ -104,7 +102,7 @@ def encode_prompts(
         EncodedPrompt(
             prompt.name,
             prompt.category,
-            encode_question(tokenizer, prompt.text, use_template)[:max_tokens],
+            encode_question(tokenizer, prompt.text, use_template),
         )
         for prompt in prompts
     ]

@@ -92,7 +92,6 @@ def take_turns(
     jobs: Mapping[str, Job],
     rounds: int,
     warm_up: int = 0,
-    cool_down: float = 0.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, list[float]]:
     """Run every job once per round, each round starting with a different job.
@@ -101,7 +100,6 @@ def take_turns(
         jobs: Jobs by name; each returns its measured seconds.
         rounds: Rounds to record.
         warm_up: Earlier rounds that are not recorded.
-        cool_down: Seconds to rest before every round.
         on_progress: Callback for the number of rounds done and their total.
 
     Returns:
@@ -110,8 +108,6 @@ def take_turns(
     names = list(jobs)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(warm_up + rounds):
-        if cool_down:
-            time.sleep(cool_down)
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
             seconds = jobs[name]()
