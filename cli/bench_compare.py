@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_redrafter.cli.bench_options import BenchPair, Out, Prompts, Resume, Rounds
+from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, Rounds, describe_pair
 from mlx_redrafter.cli.bench_output import (
     parse_shapes,
     progress,
@@ -16,15 +16,14 @@ from mlx_redrafter.cli.bench_output import (
     speed_table,
     warn,
 )
-from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import Temp
 from mlx_redrafter.generation_options import SamplingParams
 
 
-@takes_records
 def compare(
     prompts: Prompts,
-    pair: BenchPair,
+    pair: Pair,
     rounds: Rounds,
     stock_draft_model: Annotated[
         str | None,
@@ -65,7 +64,7 @@ def compare(
     plans = [plan.within(as_proposer(drafter).max_length) for plan in plans]
     encoded = prompts.encode(tokenizer)
     configuration = {
-        **pair.describe(drafter),
+        **describe_pair(pair, drafter),
         "stock_draft_model": stock_draft_model and checkpoint_name(stock_draft_model),
         **describe_prompts(prompts.prompts, encoded),
         **asdict(rounds),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.model_options import AnyDrafter, Model, Pair
+from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,28 +36,6 @@ PromptFile = Annotated[
         show_default=False,
     ),
 ]
-
-
-@dataclass(frozen=True)
-class BenchPair:
-    """A target and its drafter. MLX_REDRAFTER_KERNELS=0 disables this package's kernels."""
-
-    model: Model = None
-    drafter: AnyDrafter = None
-
-    def load(self) -> tuple[Any, Any, Any]:
-        """Load the target, its tokenizer and the drafter."""
-        return Pair(self.model, self.drafter).load()
-
-    def describe(self, loaded: Any) -> dict[str, Any]:
-        """Describe the pair for a result.
-
-        Args:
-            loaded: The loaded drafter.
-        """
-        from mlx_redrafter.bench.result_file import pair_names
-
-        return pair_names(self.model, Pair(self.model, self.drafter).drafter_name, loaded)
 
 
 @dataclass(frozen=True)
@@ -107,3 +85,15 @@ class ShortRounds(Rounds):
 
     max_tokens: TextTokens = 64
     repeats: Repeats = 2
+
+
+def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:
+    """Describe a pair for a result.
+
+    Args:
+        pair: Names of the target and the drafter.
+        loaded: The loaded drafter.
+    """
+    from mlx_redrafter.bench.result_file import pair_names
+
+    return pair_names(pair.model, pair.drafter_name, loaded)

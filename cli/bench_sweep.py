@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_redrafter.cli.bench_options import BenchPair, Prompts, Resume, ShortRounds
+from mlx_redrafter.cli.bench_options import Prompts, Resume, ShortRounds, describe_pair
 from mlx_redrafter.cli.bench_output import (
     draw,
     parse_ints,
@@ -20,7 +20,7 @@ from mlx_redrafter.cli.bench_output import (
     speed_table,
     warn,
 )
-from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.model_options import Pair
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.sweep import Grid
@@ -57,11 +57,10 @@ class GridOptions:
         )
 
 
-@takes_records
 def sweep(
     prompts: Prompts,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for JSON and PNG files.")],
-    pair: BenchPair,
+    pair: Pair,
     swept: GridOptions,
     rounds: ShortRounds,
     resume: Resume = False,
@@ -81,7 +80,7 @@ def sweep(
     target, tokenizer, drafter = pair.load()
     encoded = prompts.encode(tokenizer)
     configuration = {
-        **pair.describe(drafter),
+        **describe_pair(pair, drafter),
         **describe_prompts(prompts.prompts, encoded),
         "grid": {name: list(values) for name, values in asdict(grid).items()},
         **asdict(rounds),

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.bench_options import BenchPair, Out, PromptFile, Prompts, TextTokens
+from mlx_redrafter.cli.bench_options import Out, PromptFile, Prompts, TextTokens, describe_pair
 from mlx_redrafter.cli.bench_output import (
     draw,
     parse_ints,
@@ -19,7 +19,7 @@ from mlx_redrafter.cli.bench_output import (
     show,
     warn,
 )
-from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import Temp
 from mlx_redrafter.generation_options import SamplingParams
 
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.throughput import Throughput
 
 
-@takes_records
 def throughput(
     prompts: PromptFile,
-    pair: BenchPair,
+    pair: Pair,
     *,
     batch_sizes: Annotated[
         str, typer.Option(help="Numbers of sequences in a batch, such as 1,2,4-6.")
@@ -67,7 +66,7 @@ def throughput(
     settings = CommonSettings(target, tokenizer, drafter, max_tokens, temp)
     watch = LoadWatch()
     configuration = {
-        **pair.describe(drafter),
+        **describe_pair(pair, drafter),
         **describe_prompts(prompts, encoded),
         "max_tokens": max_tokens,
         "rounds": rounds,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.prompts import encode_prompts, read_prompts, select_prompts
-from mlx_redrafter.bench.result_file import pair_names
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
+from mlx_redrafter.cli.bench_options import describe_pair as describe
 from mlx_redrafter.cli.bench_output import parse_shapes
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
@@ -88,8 +88,7 @@ def load_recurrent_pair(arguments: Namespace) -> tuple[Any, Any, Drafter]:
 
 def describe_pair(arguments: Namespace, drafter: Any) -> dict[str, Any]:
     """Describe the pair for a result; ``drafter`` is the loaded one."""
-    name = Pair(arguments.model, arguments.drafter).drafter_name
-    return pair_names(arguments.model, name, drafter)
+    return describe(Pair(arguments.model, arguments.drafter), drafter)
 
 
 def add_prompts(parser: ArgumentParser) -> None:
