@@ -165,7 +165,7 @@ def _gains(forecast: Forecast, trial: DrafterTrial | None) -> list[str]:
     ]
     if trial is not None:
         sentences.append(
-            f"Your drafter, measured on three short texts: {trial.speedup:.2f} times as fast as "
+            f"The drafter, measured on three short texts: {trial.speedup:.2f} times as fast as "
             f"plain decoding, {trial.tokens_per_step:.2f} tokens/step."
         )
     return sentences
@@ -207,7 +207,7 @@ def _recommendation(subject: Subject, forecast: Forecast, trial: DrafterTrial | 
         '--prompt "..."'
     ]
     if trial is not None:
-        return [*sentences, "Your drafter is not faster on this machine: leave it out."]
+        return [*sentences, "The drafter is not faster on this machine: leave it out."]
     if subject.usable_drafter is not None:
         sentences.append(
             f"Measure {subject.drafter} on the machine that will run it: give this command the "

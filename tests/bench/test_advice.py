@@ -143,7 +143,7 @@ def test_the_bundled_pair_is_measured_and_tried(capsys: pytest.CaptureFixture[st
     result = run(capsys, "advise", "--tokens", "50K")
     assert result.code == 0
     assert "Measured here, in plain steps: a pass over 4 tokens costs" in result.out
-    assert "Your drafter, measured on three short texts" in result.out
+    assert "The drafter, measured on three short texts" in result.out
     assert "On 50,000 tokens: about" in result.out
 
 

@@ -116,7 +116,7 @@ def heldout_books(corpus: Path, heldout: Path = HELDOUT_TITLES) -> dict[str, lis
 
 
 def prompts_of(paragraphs: list[str]) -> list[str]:
-    """The first words of the first long paragraph at or after fixed places of a book."""
+    """Take the first words of the first long paragraph at or after fixed places of a book."""
     prompts = []
     for place in PROMPT_PLACES:
         following = paragraphs[int(place * len(paragraphs)) :]

@@ -27,8 +27,10 @@ from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
 from mlx_redrafter.training.trainer import make_schedule
 from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
 
-# Consecutive tokens that attend to each other, whatever texts they are of, and tokens per step.
-STRETCH, BATCH_TOKENS = 512, 2048
+# Consecutive tokens that attend to each other, even if they belong to several texts.
+STRETCH = 512
+# Tokens per optimiser step.
+BATCH_TOKENS = 2048
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def shape(target: dict[str, object], hidden: int, layers: int) -> dict[str, object]:
-    """A Llama with the target's vocabulary and context."""
+    """Make a Llama with the target's vocabulary and context."""
     return {
         **target,
         "architectures": ["LlamaForCausalLM"],
@@ -74,7 +76,7 @@ def shape(target: dict[str, object], hidden: int, layers: int) -> dict[str, obje
 
 
 def new_model(config: dict[str, object], seed: int) -> Model:
-    """A random model: normal weights of 0.02, those that end a block smaller, as in GPT-2."""
+    """Make a random model: normal weights of 0.02, smaller at the end of a block, as in GPT-2."""
     model = Model(ModelArgs.from_dict(config))
     rng = np.random.default_rng(seed)
     depth = len(model.layers)
@@ -124,7 +126,7 @@ def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
 
 
 def write(model: Model, config: dict[str, object], target: Path, out: Path) -> None:
-    """The folder of a model, in float16, with the target's tokenizer."""
+    """Write the folder of a model, in float16, with the target's tokenizer."""
     for name in TOKENIZER_FILES:
         if (target / name).exists():
             shutil.copy(target / name, out / name)

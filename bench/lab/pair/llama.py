@@ -143,11 +143,11 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     def matrices(self) -> list[nn.Parameter]:
-        """The parameters that Muon trains."""
+        """List the parameters that Muon trains."""
         return [p for name, p in self.named_parameters() if p.ndim == 2 and "embed" not in name]
 
     def vectors(self) -> list[nn.Parameter]:
-        """The others: norms and the embedding."""
+        """List the other parameters: norms and the embedding."""
         return [p for name, p in self.named_parameters() if p.ndim == 1 or "embed" in name]
 
 
