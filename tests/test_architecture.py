@@ -121,6 +121,15 @@ def test_imports_go_down() -> None:
     assert offenders == []
 
 
+def test_no_shipped_module_imports_the_laboratory() -> None:
+    offenders = [
+        name
+        for name, source in SOURCES.items()
+        if f"{PACKAGE}.bench.lab" in source.text.replace(" import lab", ".lab")
+    ]
+    assert offenders == []
+
+
 def test_no_room_imports_itself_in_a_circle() -> None:
     packages = {name for name, source in SOURCES.items() if source.is_package}
     edges = {

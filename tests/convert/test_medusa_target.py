@@ -125,7 +125,7 @@ def test_the_command_line(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(PROMPT)
     assert run(capsys, "check", *pair, "-p", PROMPT, "-m", 9).out.startswith("equal: 9 tokens")
-    options = ["--prompts", prompts, "-m", 6, "--beam-length", 3, "--repeats", 1]
+    options = ["--prompts", prompts, "-m", 6, "--shapes", "4x3x9", "--repeats", 1]
     found = run(capsys, "bench", "compare", *pair, *options)
     assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)
     out = tmp_path / "out"
