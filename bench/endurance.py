@@ -142,11 +142,6 @@ class Watch:
         """Forget all steps."""
         self.seconds: dict[DraftPlan | None, list[float]] = {}
 
-    @property
-    def only_looks(self) -> bool:
-        """See `DraftPolicy.only_looks`."""
-        return self.policy.only_looks
-
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
         return self.policy.choose(outlook)

@@ -22,7 +22,7 @@ from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turn
 from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser, choose
+from mlx_redrafter.decoding.sampling import KeyedChooser, choose, mark_nan
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.device_read import to_ints
@@ -233,7 +233,8 @@ class _Bench:
         def work() -> list[int]:
             length, depths = self.plan.shape.length, self.tree.depths
             noise = self.chooser.noise(self.cache.length, length)
-            chosen = choose(self.chooser, self.logits, depths, noise, length).checked
+            _, sampled, normalisers = choose(self.chooser, self.logits, depths, noise, length)
+            chosen = mark_nan(sampled, normalisers)
             path, num_accepted, bonus, _, tokens = accept(self.tree, chosen)
             return to_ints(mx.concatenate([num_accepted, bonus, path, tokens]))
 

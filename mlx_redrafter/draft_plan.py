@@ -80,7 +80,7 @@ class DraftPlan:
 
     Attributes:
         shape: Shape of the search; no node of the tree is at depth L or below.
-        num_nodes: Most nodes of the tree, root included, N.
+        num_nodes: Maximum number of nodes that are verified, root included, N; 1 for a probe.
         from_text: Whether the drafts are looked up in the text instead of computed by a network.
     """
 
@@ -115,6 +115,16 @@ class DraftPlan:
         hint = f" for beam_width {width} and beam_length {length}"
         check_int("tree_nodes", num_nodes, 2, shape.max_nodes, hint)
         return cls(shape, num_nodes)
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the drafts are drawn next to a plain step, only to be compared with the text."""
+        return self.num_nodes == 1
+
+    @property
+    def searched(self) -> DraftPlan:
+        """The plan for the proposer: that of a probe has all nodes that its search scores."""
+        return replace(self, num_nodes=self.shape.max_nodes) if self.is_probe else self
 
     def within(self, max_length: int | None) -> DraftPlan:
         """The same plan with beams of at most that many tokens; None is no bound."""

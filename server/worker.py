@@ -16,8 +16,8 @@ from contextlib import suppress
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.scheduler import StepScheduler
 from mlx_redrafter.errors import RedrafterError, UnsupportedTargetError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
@@ -49,7 +49,7 @@ class Worker(threading.Thread):
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self._is_stopped = False
-        self._shared: StepScheduler | None = None
+        self._shared: Scheduler | None = None
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue, from any thread.

@@ -152,11 +152,6 @@ class Step(NamedTuple):
 class DraftPolicy(Protocol):
     """Says how much every step drafts and verifies; no text depends on it."""
 
-    @property
-    def only_looks(self) -> bool:
-        """Whether `keep` keeps nothing of the plan that was chosen last, whatever is drafted."""
-        ...
-
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """The plan of the next step, None for plain decoding.
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -314,37 +314,28 @@ class StockChooser:
         return self.sampler(log_probs).reshape(1)
 
 
-class Choices(NamedTuple):
-    """The target's tokens after N nodes.
-
-    Attributes:
-        log_probs: Natural log-probabilities, shape (N, V).
-        tokens: Token ids, int32, shape (N,); any token where the logits are NaN.
-        normalisers: See `normalise`, shape (N,).
-    """
-
-    log_probs: mx.array
-    tokens: mx.array
-    normalisers: mx.array
-
-    @property
-    def checked(self) -> mx.array:
-        """The tokens, `NOT_A_NUMBER` where the logits are NaN: no draft is accepted there."""
-        # Of the ways to ask whether they are finite, the one with the fewest operations.
-        return mx.where(mx.abs(self.normalisers) < math.inf, self.tokens, NOT_A_NUMBER)
-
-
 def choose(
     chooser: TokenChooser,
     logits: mx.array,
     depths: mx.array,
     noise: GumbelNoise | None,
     num_levels: int,
-) -> Choices:
-    """The target's token after each node; the arguments are those of `TokenChooser.sample`."""
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Choose the target's token after each node; the arguments are those of `TokenChooser.sample`.
+
+    Returns:
+        Natural log-probabilities, shape (N, V); token ids, int32, shape (N,), any token if the
+        logits are NaN; and the normalisers of `normalise`, shape (N,).
+    """
     log_probs, normalisers = normalise(logits)
     tokens = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return Choices(log_probs, tokens, normalisers)
+    return log_probs, tokens, normalisers
+
+
+def mark_nan(tokens: mx.array, normalisers: mx.array) -> mx.array:
+    """Replace tokens whose logits are NaN by `NOT_A_NUMBER`, which no draft is equal to."""
+    # Of the ways to ask whether they are finite, the one with the fewest operations.
+    return mx.where(mx.abs(normalisers) < math.inf, tokens, NOT_A_NUMBER)
 
 
 def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -23,20 +23,19 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.batch_stream import BatchStream
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
-from mlx_redrafter.engine.responses import ResponseStream
-from mlx_redrafter.engine.scheduler import StepScheduler
+from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.grammar import Grammar
@@ -100,7 +99,7 @@ class Engine:
         prompt_progress_callback: ProgressCallback | None = None,
         history: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
-        shared: StepScheduler | None = None,
+        shared: Scheduler | None = None,
         **options: Any,
     ) -> ResponseStream:
         """Begin a text; its responses come one per token.
@@ -179,7 +178,7 @@ class Engine:
         self._streams.add(stream)
         return stream
 
-    def share(self) -> StepScheduler:
+    def share(self) -> Scheduler:
         """What the streams of one thread share their forward passes by, which are read in turns.
 
         They come and go, and each text is the one that it is alone.
@@ -271,20 +270,20 @@ class Engine:
             drafting = proposer.open(target, ids, options.couple, own)
         is_free = not logits_processors and masks is None
         chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
-        text = SequenceDecoder(target, cache, chooser, request, drafting, policy, chain)
-        if isinstance(policy, AdaptivePolicy):
-            text.on_close = self._conclusion(text, policy, options.couple)
-        return text
+        on_close = self._conclusion(policy, options.couple)
+        return SequenceDecoder(target, cache, chooser, request, drafting, policy, chain, on_close)
 
     def _conclusion(
-        self, text: SequenceDecoder, policy: AdaptivePolicy, couple: bool
-    ) -> Callable[[], None]:
-        """However a text ends, keep what its steps have shown."""
+        self, policy: DraftPolicy | None, couple: bool
+    ) -> Callable[[DecodingStats], None]:
+        """Return a function that keeps the estimates of a sequence's policy when it ends."""
         memory = self.memory
 
-        def conclude() -> None:
+        def conclude(stats: DecodingStats) -> None:
+            if not isinstance(policy, AdaptivePolicy):
+                return
             experience = policy.conclude()
-            text.stats.shapes = policy.shapes()
+            stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
             is_doubted = experience.slowdowns.show_long_times and doubt_times(
@@ -295,27 +294,33 @@ class Engine:
 
         return conclude
 
-    def _share(self, options: GenerationOptions) -> StepScheduler:
-        batch = Batch(self.target)
-        joint = cache(lambda: self._joint_policy(batch, options))
+    def _share(self, options: GenerationOptions) -> Scheduler:
+        @cache
+        def joint() -> JointPolicy:
+            return self._joint_policy(scheduler, options)
 
         def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
-            """What steps of one text take says nothing there of how much is drafted."""
+            """Replace a policy that rests on the step times of a lone sequence."""
             if isinstance(policy, AdaptivePolicy):
                 return joint().of_text()
             return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
-        return StepScheduler(batch, in_batch)
+        scheduler = Scheduler(self.target, in_batch)
+        return scheduler
 
-    def _joint_policy(self, batch: Batch, options: GenerationOptions) -> JointPolicy:
-        """Who says how much the texts of a batch draft; a lookup drafts by a fixed plan only."""
+    def _joint_policy(self, scheduler: Scheduler, options: GenerationOptions) -> JointPolicy:
+        """Make the policy of a whole batch. Prompt lookup needs a fixed plan there."""
         proposer = self.proposer
         assert proposer is not None
         costs = step_costs(self.target, self._network, CONTEXT, self.memory.timed)
         # Acceptance of uncoupled drafts is not that of coupled ones.
         memory = self.memory if options.couple else LearnedState()
         return JointPolicy(
-            costs, lambda: batch.num_slots, memory.batches, memory.experience, proposer.max_length
+            costs,
+            lambda: scheduler.num_slots,
+            memory.batches,
+            memory.experience,
+            proposer.max_length,
         )
 
     def _plan(

@@ -331,8 +331,6 @@ class _Schedule:
         clock: Seconds so far.
     """
 
-    only_looks = False
-
     def __init__(
         self,
         timed: Sequence[Kind],

@@ -21,26 +21,27 @@ class TreeBatch:
         size: Number of nodes of each tree, N; that of the largest by default.
 
     Attributes:
+        drafts: The trees and roots, as given.
         size: Number of nodes of each tree, N.
         max_depths: Bounds on the depths of each tree's nodes.
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
-        self._drafts = drafts
+        self.drafts = drafts
         self.max_depths = [one.max_depth if isinstance(one, TokenTree) else 0 for one in drafts]
         self.size = max(map(tree_size, drafts)) if size is None else size
 
     def __len__(self) -> int:
-        return len(self._drafts)
+        return len(self.drafts)
 
     def of(self, slots: Sequence[int]) -> TreeBatch:
         """The trees of some slots, of the same size."""
-        return TreeBatch([self._drafts[slot] for slot in slots], self.size)
+        return TreeBatch([self.drafts[slot] for slot in slots], self.size)
 
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids, int32, shape (B, N)."""
-        rows = [one.tokens if isinstance(one, TokenTree) else one for one in self._drafts]
+        rows = [one.tokens if isinstance(one, TokenTree) else one for one in self.drafts]
         return self._stacked(rows, NO_TOKEN)
 
     @cached_property
@@ -49,7 +50,7 @@ class TreeBatch:
         if self.size == 1:
             return mx.zeros((len(self), 1), dtype=mx.int32)
         root = mx.zeros((1,), dtype=mx.int32)
-        rows = [one.parents if isinstance(one, TokenTree) else root for one in self._drafts]
+        rows = [one.parents if isinstance(one, TokenTree) else root for one in self.drafts]
         return self._stacked(rows, 0)
 
     @cached_property
@@ -58,7 +59,7 @@ class TreeBatch:
         if self.size == 1:
             return self.parents
         root = mx.zeros((1,), dtype=mx.int32)
-        rows = [one.depths if isinstance(one, TokenTree) else root for one in self._drafts]
+        rows = [one.depths if isinstance(one, TokenTree) else root for one in self.drafts]
         return self._stacked(rows, 0)
 
     @cached_property

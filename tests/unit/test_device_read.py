@@ -31,8 +31,8 @@ LOOP = [
     "decoding/records",
     "decoding/sampling",
     "decoding/stats",
-    "decoding/text",
-    "decoding/verdict",
+    "decoding/sequence",
+    "decoding/target_choice",
     "proposers/draft_model",
     "proposers/expansion",
     "proposers/lookup",
@@ -43,12 +43,12 @@ LOOP = [
     "proposers/search",
     "proposers/suffix_index",
     "target/caches/full",
-    "target/caches/levels",
+    "target/caches/draft_rows",
     "target/caches/tree_cache",
     "target/hooks",
     "target/target",
-    "topk",
-    "tree",
+    "trees/topk",
+    "trees/tree",
 ]
 
 
@@ -172,7 +172,7 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
 ) -> None:
     """The draft depends on the step that is read, so the device has work when the read returns."""
     log: list[str] = []
-    for name in ("_draft", "_verify", "_accept"):
+    for name in ("_propose", "_accept", "answer"):
         original = getattr(SequenceDecoder, name)
 
         def wrapper(*args: Any, name: str = name, original: Any = original) -> Any:
@@ -191,8 +191,8 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
         )
     )
     # The first token waits for nothing.
-    assert log[:5] == ["_accept", "_draft", "_verify", "_draft", "_accept"]
-    rounds = "".join(f"{name};" for name in log).count("_draft;_accept;_verify;")
+    assert log[:6] == ["answer", "_accept", "_propose", "answer", "_propose", "_accept"]
+    rounds = "".join(f"{name};" for name in log).count("_propose;_accept;answer;")
     assert rounds >= 20
 
 

@@ -327,20 +327,26 @@ class BatchCache:
 
 
 class SlotCache:
-    """A slot as the cache of its text; its forward passes are those of the batch."""
+    """A slot as the cache of its sequence; its forward passes are those of the batch.
 
-    def __init__(self, batch: BatchCache, slot: int):
+    Attributes:
+        slot: Number of the slot.
+        stock: The sequence's own mlx-lm caches, which are empty meanwhile.
+    """
+
+    def __init__(self, batch: BatchCache, slot: int, stock: Sequence[KVCache]):
         self._batch = batch
-        self._slot = slot
+        self.slot = slot
+        self.stock = stock
 
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return self._batch.lengths[self._slot]
+        return self._batch.lengths[self.slot]
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
-        self._batch.commit(self._slot, path)
+        self._batch.commit(self.slot, path)
 
     def takes(self, tree: TokenTree) -> bool:
         """True, as every layer attends to all tokens."""
