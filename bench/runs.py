@@ -153,7 +153,7 @@ def drafted_arm(setting: Setting, plan: DraftPlan | None) -> Arm:
 
 def plain_arm(setting: Setting) -> Arm:
     """Decoding by this package without a drafter."""
-    return _own_arm(setting)
+    return _own_arm(setting, drafter=None)
 
 
 def _own_arm(setting: Setting, **drafting: Any) -> Arm:

@@ -18,7 +18,7 @@ The single files of floor 1 are one room, the ground.
     3  target
     2  trees
     1  backend  checkpoint_files  checks  device_read  draft_plan  errors  escaping
-    1  generation_options  grammar  measured  version
+    1  generation_options  grammar  measured  thread_streams  version
 """
 
 from importlib import import_module

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypedDict
 
 from mlx_redrafter.checks import check_int, check_max_tokens, is_number
 from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
@@ -26,8 +26,8 @@ class SamplingParams:
         temp: Temperature; 0 takes the most probable token.
         top_p: Nucleus mass, off at 0 and at 1.
         top_k: Number of most probable tokens kept, off at 0.
-        min_p: Least probability relative to the most probable token, off at 0.
-        seed: Key of the noise, 0 to 2**32 - 1. The text depends on nothing else.
+        min_p: Minimum probability relative to the most probable token, off at 0.
+        seed: Seed of the random numbers, 0 to 2**32 - 1.
     """
 
     temp: float = 0.0
@@ -45,6 +45,10 @@ class SamplingParams:
                 raise ConfigError(f"{name} must be a number from 0 to 1 (0: off), got {value!r}")
         check_int("top_k", self.top_k, 0, hint=" (0: off)")
         check_int("seed", self.seed, 0, 2**32 - 1)
+
+
+# Names of the sampling options in every interface of this package.
+SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
 
 
 @dataclass(frozen=True)
@@ -73,25 +77,25 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The options of one text that are numbers and words; the same for every way in.
+    """The options of one text that are numbers and words, for functions, command line and server.
 
     The description of a field is the help text of its option on the command line.
 
-    The text is a function of the prompt, the sampling options and the seed, whatever is drafted.
-    With ``select="top_n"`` and "auto" for ``beam_width``, ``beam_length`` and ``tree_nodes``, every
-    step has a plan of its own; if one of them is a number, the others are 4, 5 and 9. Without a
-    seed the noise is fresh. Without
-    ``couple`` drafts are worth less at a temperature; it is there to measure how much.
+    The prompt, the sampling options and the seed determine the text, whatever is drafted. With
+    ``select="top_n"`` and "auto" for ``beam_width``, ``beam_length`` and ``tree_nodes``, the policy
+    chooses a plan for every step; if one of them is a number, the others are 4, 5 and 9. Without a
+    seed the random numbers differ from call to call. Without ``couple`` fewer drafts are accepted
+    with a temperature above 0; the option exists to measure how many.
     """
 
-    max_tokens: Annotated[int, "Most tokens to generate, -1 for no limit."] = 256
+    max_tokens: Annotated[int, "Maximum number of tokens to generate, -1 for no limit."] = 256
     temp: Annotated[float | None, "Temperature; 0 is greedy."] = None
     top_p: Annotated[float | None, "Nucleus mass, 0: off."] = None
     top_k: Annotated[int | None, "Most probable tokens kept, 0: off."] = None
     min_p: Annotated[
-        float | None, "Least probability relative to the most probable token, 0: off."
+        float | None, "Minimum probability relative to the most probable token, 0: off."
     ] = None
-    seed: Annotated[int | None, "Key of the noise, 0 to 2**32 - 1."] = None
+    seed: Annotated[int | None, "Seed of the random numbers, 0 to 2**32 - 1."] = None
     beam_width: Annotated[int | Auto, "Beams kept per level, 1 to 64."] = "auto"
     beam_length: Annotated[int | Auto, "Tokens per beam, root included, 2 to 16."] = "auto"
     tree_nodes: Annotated[int | Auto, "Tokens per verify, root included."] = "auto"
@@ -101,7 +105,9 @@ class GenerationOptions:
     couple: Annotated[bool, "Drafts ranked with the noise of the target, above temperature 0."] = (
         True
     )
-    prefill_step_size: Annotated[int, "Most prompt tokens per forward pass."] = 2048
+    prefill_step_size: Annotated[
+        int, "Maximum number of prompt tokens to process at a time; fewer need less memory."
+    ] = 2048
     kv_bits: Annotated[
         int | None, "Bits of quantised keys and values: 1 to 6 or 8; not quantised without."
     ] = None
@@ -127,8 +133,7 @@ class GenerationOptions:
     @property
     def given_sampling(self) -> dict[str, Any]:
         """The sampling options that are given."""
-        names = ("temp", "top_p", "top_k", "min_p", "seed")
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -141,6 +146,26 @@ class GenerationOptions:
     def sampling(self, fresh_seed: int) -> SamplingParams:
         """How tokens are chosen, with ``fresh_seed`` where no seed is given."""
         return SamplingParams(**{"seed": fresh_seed, **self.given_sampling})
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of `GenerationOptions` as keyword arguments, for type checkers."""
+
+    max_tokens: int
+    temp: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    beam_width: int | Auto
+    beam_length: int | Auto
+    tree_nodes: int | Auto
+    select: Selection
+    couple: bool
+    prefill_step_size: int
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
 
 
 def _check_choice(name: str, value: object, choices: Sequence[int]) -> None:

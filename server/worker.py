@@ -96,9 +96,7 @@ class Worker(threading.Thread):
         with wired_limit(self.engine.target.model, [generation_stream]):  # type: ignore[list-item]
             while self._admit():
                 start = time.perf_counter()
-                for job in list(self._running):
-                    if job in self._running:  # it may have ended beside another one's prompt
-                        self._step(job)
+                self._step_all()
                 self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
             for job in [*self._running, *self._waiting]:
                 job.close()
@@ -116,8 +114,13 @@ class Worker(threading.Thread):
 
     def _go_on(self, done: int, total: int) -> None:
         """Write on the texts that have begun, between the chunks of another one's prompt."""
+        self._step_all(only_begun=True)
+
+    def _step_all(self, only_begun: bool = False) -> None:
+        """Step every request, or every one whose text has begun."""
         for job in list(self._running):
-            if job.has_begun:
+            # A step may end others: those that go on between the chunks of a prompt within it.
+            if job in self._running and (job.has_begun or not only_begun):
                 self._step(job)
 
     def _step(self, job: Job) -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -56,8 +57,14 @@ class ProcessorChain:
         tokens = self._history
         if drafts:
             tokens = mx.concatenate([tokens, mx.array(list(drafts), dtype=mx.int32)])
-        for processor in self.processors:
-            logits = processor(tokens, logits)
+        for i, processor in enumerate(self.processors):
+            before, logits = logits, processor(tokens, logits)
+            if not isinstance(logits, mx.array) or logits.shape != before.shape:
+                found = getattr(logits, "shape", type(logits).__name__)
+                raise ConfigError(
+                    f"logits_processors[{i}] must return logits of shape {before.shape}, as they "
+                    f"are given, got {found}"
+                )
         return logits
 
     def process_tree(self, logits: mx.array, tree: TokenTree) -> mx.array:

@@ -145,7 +145,9 @@ class GumbelNoise:
         if 0 < params.top_k < log_probs.shape[-1]:
             log_probs = apply_top_k(log_probs, params.top_k)
         # Most often it is 1, and small models notice every operation.
-        return log_probs if params.temp == 1 else log_probs / min(max(params.temp, LEAST), MOST)
+        return (
+            log_probs if params.temp == 1 else log_probs / min(max(float(params.temp), LEAST), MOST)
+        )
 
 
 class KeyedChooser:
@@ -311,7 +313,11 @@ class StockChooser:
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)
-        return self.sampler(log_probs).reshape(1)
+        token = self.sampler(log_probs)
+        if not isinstance(token, mx.array) or token.size != 1:
+            found = getattr(token, "shape", type(token).__name__)
+            raise ConfigError(f"sampler must return one token id per row, as an array, got {found}")
+        return token.reshape(1)
 
 
 def choose(

@@ -94,9 +94,10 @@ class SequenceDecoder:
         self._pending: PendingPass | None = None
         # The pass whose tokens `take` returns, from `ask` on.
         self._taken: PendingPass | None = None
-        # Drafts of what follows the newest pass, and those of them that the target was asked for.
+        # Drafts of what follows the newest pass.
         self._proposal: Proposal | None = None
-        self._asked: TokenTree | None = None
+        # What the target was asked for, a root or a tree, until it has answered.
+        self._asked: mx.array | TokenTree | None = None
 
     def step(self) -> list[Token]:
         """Decode one step: the accepted drafts and the target's own token after them.
@@ -121,7 +122,7 @@ class SequenceDecoder:
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
         """
-        pending, self._proposal, self._asked = self._pending, None, None
+        pending, self._proposal = self._pending, None
         if pending is None:
             self.begin()
             return
@@ -142,28 +143,31 @@ class SequenceDecoder:
         """
         pending = self._pending
         if pending is None:
-            # The last token of the prompt alone, as mlx-lm does.
-            last = self.request.prompt[-1:]
-            return None if self.is_finished else mx.array(last, dtype=mx.int32)
-        if not pending.is_accepted:
+            # The last token of the prompt alone, as in mlx-lm.
+            last = mx.array(self.request.prompt[-1:], dtype=mx.int32)
+            self._asked = None if self.is_finished else last
+        elif pending.path is None and self._is_plain and not pending.is_accepted:
             self._taken = pending
-            if pending.path is None and self._is_plain:
-                return pending.root if self._needs_next else None
-            self._accept(pending)
-            if self.is_finished or not pending.is_finite:
-                return None
-        if not self._is_plain:
-            self._asked = self._keep_drafts()
-        return pending.root if self._asked is None else self._asked
+            self._asked = pending.root if self._needs_next else None
+        else:
+            if not pending.is_accepted:
+                self._taken = pending
+                self._accept(pending)
+            if not self.is_finished and pending.is_finite:
+                tree = None if self._is_plain else self._keep_drafts()
+                self._asked = pending.root if tree is None else tree
+        return self._asked
 
     def answer(self, chosen: PendingPass) -> None:
         """Make the target's answer, which is dispatched, the newest pass."""
-        proposal, tree = self._proposal, self._asked
-        chosen.plan = None if proposal is None else proposal.plan
-        chosen.length = self.cache.length - (tree is None)
-        if tree is not None:
-            chosen.num_nodes, chosen.num_unmerged = tree.num_nodes, tree.num_unmerged
-            chosen.known = tree.known
+        asked, self._asked = self._asked, None
+        chosen.plan = None if self._proposal is None else self._proposal.plan
+        chosen.length = self.cache.length
+        if isinstance(asked, TokenTree):
+            chosen.num_nodes, chosen.num_unmerged = asked.num_nodes, asked.num_unmerged
+            chosen.known = asked.known
+        else:
+            chosen.length -= 1  # the root is committed already
         if self._pending is None:
             chosen.num_nodes = chosen.num_unmerged = 0
             # Nothing is dispatched behind the first token, as to dispatch may mean to wait.
@@ -309,7 +313,8 @@ class SequenceDecoder:
     @property
     def noise(self) -> GumbelNoise | None:
         """Noise of the choices after the tree that `ask` returned; None without one."""
-        return self._proposal.noise if self._asked is not None and self._proposal else None
+        is_tree = isinstance(self._asked, TokenTree)
+        return self._proposal.noise if is_tree and self._proposal is not None else None
 
     @property
     def own_cache(self) -> TreeCache:
@@ -407,7 +412,8 @@ class SequenceDecoder:
         # A cache holds the K/V entry of the root of a tree in flight beyond the committed ones.
         has_root = pending is not None and pending.path is not None and not pending.is_accepted
         try:
-            if pending is not None and pending.is_accepted:
+            # After an interruption the caches may hold a part of what was asked for.
+            if pending is not None and pending.is_accepted and self._asked is None:
                 if not pending.is_shown:
                     self._show(pending)
                 if num_taken == self._num_tokens:

@@ -138,7 +138,10 @@ def sample_and_accept_all(
         paths,
         strict=True,
     )
-    return [PendingPass(*part, outcomes.reader(i)) for i, part in enumerate(parts)]
+    return [
+        PendingPass(outcome, root, hidden_state, one, state, path, outcomes.reader(i))
+        for i, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
+    ]
 
 
 def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:

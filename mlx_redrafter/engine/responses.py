@@ -21,6 +21,7 @@ from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.thread_streams import end_streams_with_thread
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ class ResponseStream(Iterator[GenerationResponse]):
 def _respond(
     sequence: SequenceDecoder, tokenizer: TokenizerWrapper, scheduler: Scheduler | None
 ) -> Generator[GenerationResponse, None, None]:
+    end_streams_with_thread()
     responder = Responder(sequence, tokenizer)
     with (
         wired_limit(sequence.target.model, [generation_stream]),  # type: ignore[list-item]
@@ -209,6 +211,7 @@ class BatchStream(Iterator[BatchResponse]):
         self._responses.close()
 
     def _respond(self) -> Generator[BatchResponse, None, None]:
+        end_streams_with_thread()
         model = self._scheduler.target.model
         with wired_limit(model, [generation_stream]):  # type: ignore[list-item]
             try:

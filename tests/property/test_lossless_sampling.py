@@ -71,7 +71,7 @@ def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> Non
         sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
         plain: list[Scored] = [
             (response.token, response.logprobs)
-            for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+            for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
         ]
         # A quarter with the random drafter's drafts.
         proposer = Scripted(ids(plain), VOCAB_SIZE) if case % 4 else drafter
@@ -113,7 +113,7 @@ def test_qwen3_samples_the_same_with_drafts() -> None:
     sampling: dict[str, Any] = {"temp": 1.0, "seed": 11, "max_tokens": 60}
     plain = [
         (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
     ]
     drafter = Scripted(ids(plain), VOCAB_SIZE)
     drafted = list(
@@ -129,7 +129,9 @@ def test_trained_model_samples_the_same_with_drafts(stories: Trained) -> None:
         sampling: dict[str, Any] = {"temp": 0.8, "top_p": 0.95, "seed": seed, "max_tokens": 60}
         plain = [
             (response.token, response.logprobs)
-            for response in stream_generate(stories.model, stories.tokenizer, "Lily", **sampling)
+            for response in stream_generate(
+                stories.model, stories.tokenizer, "Lily", drafter=None, **sampling
+            )
         ]
         drafted = [
             response.token
@@ -152,7 +154,7 @@ def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
         return [
             response.token
             for response in stream_generate(
-                model, tokenizer, PROMPT, temp=1.0, seed=seed, max_tokens=20
+                model, tokenizer, PROMPT, drafter=None, temp=1.0, seed=seed, max_tokens=20
             )
         ]
 
@@ -183,7 +185,7 @@ def test_drafters_that_know_part_of_the_vocabulary(
     sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
     plain = [
         (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
     ]
     drafted = list(
         stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
@@ -203,7 +205,7 @@ def test_drafts_that_are_no_numbers_change_no_sample(
     sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
     plain = [
         (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
     ]
     drafted = stream_generate(model, tokenizer, PROMPT, drafter=drafter, beam_width=4, **sampling)
     assert_same_tokens(plain, [response.token for response in drafted])

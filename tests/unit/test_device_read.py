@@ -105,7 +105,8 @@ def test_the_recorder_sees_every_way_to_read(events: list[str]) -> None:
 
 def _run(stories: Trained, events: list[str], **options: Any) -> list[list[str]]:
     """The events of each of 50 steps, from one first token of a step to the next step's."""
-    responses = stream_generate(stories.model, stories.tokenizer, [1], max_tokens=400, **options)
+    options = {"drafter": None, "max_tokens": 400, **options}
+    responses = stream_generate(stories.model, stories.tokenizer, [1], **options)
     steps: list[list[str]] = []
     events.clear()
     for response in responses:
