@@ -22,7 +22,7 @@ from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turn
 from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser, choose, mark_nan
+from mlx_redrafter.decoding.sampling import KeyedSampler, choose, mark_nan
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.device_read import to_ints
@@ -153,7 +153,7 @@ class _Bench:
         self.plan, self.drafter = plan, drafter
         self.target = Target(model)
         self.project_input = input_lookup(drafter, self.target)
-        self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
+        self.chooser = KeyedSampler(SamplingParams(temp=temp), self.target.vocab_size)
         self.texts: list[DecodingStats] = []
         # Room for the longest text, two steps more, and the pass in flight.
         self.cache = filled_cache(self.target, len(prompt) + max_tokens + 4 * plan.shape.length)

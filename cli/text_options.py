@@ -23,7 +23,7 @@ DESCRIPTIONS: dict[str, str] = {
 }
 
 
-# What the options of a text cannot say each for itself.
+# Help for the three sizes of drafts together.
 AUTO = (
     " With auto for this and the next two, every step verifies the drafts whose probabilities are "
     "worth the time, or nothing is drafted."
@@ -31,7 +31,7 @@ AUTO = (
 
 
 def parse_size(value: str) -> int | str:
-    """A number, or ``auto``."""
+    """Parse a number, or ``auto``."""
     if value == "auto":
         return value
     try:
@@ -41,7 +41,7 @@ def parse_size(value: str) -> int | str:
 
 
 def library_option(name: str, *flags: str, more: str = "", **settings: Any) -> Any:
-    """A typer option for a field of `GenerationOptions`, described as there.
+    """Make a typer option for a field of `GenerationOptions`, with its description.
 
     Args:
         name: Name of the field.
@@ -110,7 +110,7 @@ class Sizes:
     tree_nodes: Annotated[Any, _size_option("tree_nodes")] = GenerationOptions.tree_nodes
 
     def plan(self) -> DraftPlan | None:
-        """The plan of all steps, None if every step has its own.
+        """Make the plan of all steps; None if every step has its own.
 
         Raises:
             ConfigError: A value is out of range, or they contradict each other.
@@ -128,7 +128,7 @@ class Drafting(Sizes):
 
 
 def generation_options(text: TextOptions, drafting: Drafting) -> GenerationOptions:
-    """The options of a text as the library takes them, with a fresh seed if none is given.
+    """Make the options of a text for the library, with a fresh seed if none is given.
 
     Raises:
         ConfigError: A value is out of range, or they contradict each other.
@@ -138,5 +138,5 @@ def generation_options(text: TextOptions, drafting: Drafting) -> GenerationOptio
 
 
 def fresh_seed(seed: int | None) -> int:
-    """The seed given, or a new one."""
+    """Return the given seed, or a new one."""
     return secrets.randbits(32) if seed is None else seed

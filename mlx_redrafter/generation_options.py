@@ -11,16 +11,17 @@ from mlx_redrafter.checks import check_int, check_max_tokens, is_number
 from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
 from mlx_redrafter.errors import ConfigError
 
-# What MLX quantises to, and the length of a text from which on mlx-lm quantises by default.
-KV_BITS, KV_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
-
-
+# Bits per number that MLX can quantise to.
+KV_BITS = (1, 2, 3, 4, 5, 6, 8)
+# Elements per group that MLX can quantise with.
+KV_GROUP_SIZES = (32, 64, 128)
+# Length of a text from which on its K/V cache is quantised, in tokens; mlx-lm's default.
 QUANTIZED_KV_START = 5000
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target's tokens are chosen, with mlx-lm's meaning of every option.
+    """Sampling options of the target's tokens, with mlx-lm's meaning of each.
 
     Attributes:
         temp: Temperature; 0 takes the most probable token.
@@ -53,12 +54,12 @@ SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How the rows of K/V caches are quantised, with mlx-lm's meaning of every option.
+    """Options of K/V cache quantization, with mlx-lm's meaning of each.
 
     Attributes:
-        bits: Bits of a number.
-        group_size: Numbers that share a scale.
-        start: Length of a text from which on all its rows are quantised.
+        bits: Bits per number.
+        group_size: Elements per group.
+        start: Length of a text from which on all its K/V entries are quantised.
     """
 
     bits: int
@@ -71,7 +72,7 @@ class Quantisation:
         check_int("quantized_kv_start", self.start, 0)
 
     def of_text(self, length: int) -> Quantisation | None:
-        """How rows are quantised in a text that begins with ``length`` tokens, None if not."""
+        """Return the quantization from the start of a text of ``length`` tokens; None for none."""
         return replace(self, start=0) if length >= self.start else None
 
 
@@ -138,13 +139,13 @@ class GenerationOptions:
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """How the rows of K/V caches are quantised, None where they are not."""
+        """Options of K/V cache quantization; None to leave it as it is."""
         bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # the others are checked, too
         found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
         return None if self.kv_bits is None else found
 
     def sampling(self, fresh_seed: int) -> SamplingParams:
-        """How tokens are chosen, with ``fresh_seed`` where no seed is given."""
+        """Return the sampling options, with ``fresh_seed`` if no seed is given."""
         return SamplingParams(**{"seed": fresh_seed, **self.given_sampling})
 
 

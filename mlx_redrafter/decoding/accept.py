@@ -1,4 +1,4 @@
-"""The acceptance walk: how far the target's own choices agree with the drafts.
+"""Acceptance: the longest path of drafts that agree with the target's own choices.
 
 Axes: N nodes of the tree, L its levels, the root's included (`TokenTree.max_depth` + 1).
 """

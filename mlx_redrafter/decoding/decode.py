@@ -1,4 +1,4 @@
-"""From the steps of a sequence to its tokens, alone or among others."""
+"""The tokens of a sequence, step by step, alone or in a batch."""
 
 from __future__ import annotations
 

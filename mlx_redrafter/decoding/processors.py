@@ -45,15 +45,15 @@ class ProcessorChain:
         if self.processors:
             self._history = mx.concatenate([self._history, tokens])
         if self._masks is not None:
-            mx.async_eval(tokens)  # before the logits, so that nobody waits for both
+            mx.async_eval(tokens)  # before the logits, so that a read need not wait for both
             self._unread.append(tokens)
 
     def process(self, logits: mx.array) -> mx.array:
-        """Logits of shape (1, V), given the history."""
+        """Return logits of shape (1, V) after all processors, given the history."""
         return self._mask(self._run(logits), [NO_TOKEN], [0])
 
     def _run(self, logits: mx.array, drafts: Sequence[int] = ()) -> mx.array:
-        """Logits of shape (1, V) after all processors, given the history and then ``drafts``."""
+        """Run the processors on logits of shape (1, V), given the history and then ``drafts``."""
         tokens = self._history
         if drafts:
             tokens = mx.concatenate([tokens, mx.array(list(drafts), dtype=mx.int32)])
@@ -68,7 +68,7 @@ class ProcessorChain:
         return logits
 
     def process_tree(self, logits: mx.array, tree: TokenTree) -> mx.array:
-        """Logits of all nodes; padding keeps its own. Reads the tree, so the device is waited for.
+        """Process the logits of all nodes but padding. Reads the tree, so it waits for the device.
 
         Args:
             logits: Shape (N, V).

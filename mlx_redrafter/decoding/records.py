@@ -97,7 +97,7 @@ class PendingPass:
         is_shown: Whether the proposer was given it.
         num_kept: Tokens that belong to the sequence, which may end before the others; None until
             the outcome is read and committed.
-        finish_reason: Why the sequence ends with the last of them; None if it goes on.
+        finish_reason: Reason that the sequence ends with them; None if it goes on.
     """
 
     outcome: mx.array

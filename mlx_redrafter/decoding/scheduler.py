@@ -40,7 +40,7 @@ PATIENCE = 4
 
 T = TypeVar("T")
 PolicyInBatch = Callable[[DraftPolicy | None], DraftPolicy | None]
-# What sequences ask the target to process: a root, shape (1,), or a tree.
+# Roots, shape (1,), or trees that sequences ask the target to process.
 Asked = dict[SequenceDecoder, mx.array | TokenTree]
 
 
@@ -59,7 +59,7 @@ class Progress(NamedTuple):
 
 
 class Scheduler:
-    """Decodes the sequences of one thread, each when it is asked for, or all of them.
+    """Decodes the sequences of one thread: one of them at a call, or all.
 
     Slots come in powers of two, and grow and shrink with the number of sequences.
 
@@ -92,7 +92,7 @@ class Scheduler:
         return self._cache.num_slots
 
     def begin(self, sequences: Sequence[SequenceDecoder]) -> None:
-        """Process the prompts but for their last tokens; similar lengths share forward passes."""
+        """Process all but the last tokens of prompts; similar lengths share forward passes."""
         for group in _of_similar_lengths([one for one in sequences if one.shares_prefill]):
             if len(group) > 1:
                 with mx.stream(generation_stream):
@@ -238,7 +238,7 @@ class Scheduler:
         return results
 
     def _answer(self, asked: Asked) -> None:
-        """Run the target on all that is asked for, sample, and answer each sequence."""
+        """Run the target on all roots and trees, sample, and answer each sequence."""
         if not asked:
             return
         drafts: list[mx.array | TokenTree] = [self._idle] * self.num_slots
@@ -263,13 +263,13 @@ class Scheduler:
     ) -> list[PendingPass]:
         """Sample after the trees or roots of several sequences with one set of operations."""
         slots = [self._slots[one].slot for one in group]
-        choosers = [one.common_chooser for one in group if one.common_chooser is not None]
+        samplers = [one.common_sampler for one in group if one.common_sampler is not None]
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.num_slots)):
             outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
         if is_tree:
-            return sample_and_accept_all(choosers, outputs, trees, [one.noise for one in group])
-        return sample_roots(choosers, outputs, [one.cache.length for one in group])
+            return sample_and_accept_all(samplers, outputs, trees, [one.noise for one in group])
+        return sample_roots(samplers, outputs, [one.cache.length for one in group])
 
     def _sample_alone(
         self, sequence: SequenceDecoder, drafts: mx.array | TokenTree, outputs: TargetOutputs
@@ -292,10 +292,10 @@ def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:
     """Group the sequences that one set of operations can sample; leave out all others."""
     groups = defaultdict(list)
     for sequence, drafts in asked.items():
-        chooser, noise = sequence.common_chooser, sequence.noise
-        if chooser is not None:
+        sampler, noise = sequence.common_sampler, sequence.noise
+        if sampler is not None:
             num_levels = None if noise is None else noise.values.shape[0]
-            key = isinstance(drafts, TokenTree), num_levels, chooser.unseeded
+            key = isinstance(drafts, TokenTree), num_levels, sampler.unseeded
             groups[key].append(sequence)
     return groups.values()
 

@@ -7,11 +7,10 @@
 
 Axes: N nodes of the tree, H hidden size, V vocabulary.
 
-The host reads the outcome of a pass while the device drafts what follows it (in plain decoding,
-while it computes the next token), so the device is not idle for a read, and the host knows the
-length of every forward pass. The device is idle, while the host builds the next pass, if a policy
-reads the probabilities of the drafts before it decides how many to verify, or if a lookup waits
-for the outcome.
+The host reads the outcome of a pass while the device drafts what follows it, or computes the next
+token in plain decoding. So the device is not idle for a read, and the host knows the length of
+every forward pass. If a policy reads the probabilities of the drafts before it decides how many to
+verify, or a lookup waits for the outcome, the device is idle while the host builds the next pass.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposal, Step
 from mlx_redrafter.decoding.records import PendingPass, Request, Token
-from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser, TokenChooser
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
 from mlx_redrafter.draft_plan import DraftPlan
@@ -46,7 +45,7 @@ class SequenceDecoder:
     Args:
         target: The model that decodes it.
         cache: The sequence's K/V cache.
-        chooser: Sampler of the target's tokens.
+        sampler: Sampler of the target's tokens.
         request: The prompt, and where to end.
         drafting: Proposes tokens; None for plain decoding.
         policy: Chooses how much to draft in every step; None for plain decoding.
@@ -65,7 +64,7 @@ class SequenceDecoder:
         self,
         target: Target,
         cache: TreeCache | SlotCache,
-        chooser: TokenChooser,
+        sampler: TokenSampler,
         request: Request,
         drafting: Drafting | None = None,
         policy: DraftPolicy | None = None,
@@ -74,7 +73,7 @@ class SequenceDecoder:
     ):
         self.target = target
         self.cache = cache
-        self.chooser = chooser
+        self.sampler = sampler
         self.request = request
         self.drafting = drafting
         self.policy = policy
@@ -96,14 +95,14 @@ class SequenceDecoder:
         self._taken: PendingPass | None = None
         # Drafts of what follows the newest pass.
         self._proposal: Proposal | None = None
-        # What the target was asked for, a root or a tree, until it has answered.
+        # The root or tree that the target is to process, until it has answered.
         self._asked: mx.array | TokenTree | None = None
 
     def step(self) -> list[Token]:
         """Decode one step: the accepted drafts and the target's own token after them.
 
-        The first step is the prompt, which yields one token. The second one yields none: it
-        dispatches the pass that the third one reads, while drafts behind it are dispatched.
+        The first step is the prompt, which yields one token. The second one yields none: from then
+        on, every step returns the tokens of the pass that the step before has dispatched.
 
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
@@ -115,9 +114,9 @@ class SequenceDecoder:
         return self.take()
 
     def draft(self) -> None:
-        """Dispatch drafts of what may follow the newest pass, without waiting for that.
+        """Dispatch drafts of what may follow the newest pass, without waiting for that pass.
 
-        A lookup is an exception: it has to wait for the tokens of the pass.
+        Prompt lookup is an exception: it needs the tokens of the pass.
 
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
@@ -127,7 +126,7 @@ class SequenceDecoder:
             self.begin()
             return
         if pending.is_accepted:
-            pending.check_finite()  # it may have accepted drafts nevertheless
+            pending.check_finite()  # NaN may follow drafts that were accepted
         plan = self._choose_plan()
         if plan is not None:
             self._proposal = self._propose(plan, pending)
@@ -138,8 +137,7 @@ class SequenceDecoder:
         """Return what the target is to process next: a root, shape (1,), or a tree.
 
         After a tree this reads and commits the outcome first, as the next pass depends on it. From
-        one token to the next it reads nothing: the length is known before the outcome is. None
-        after the last pass.
+        one token to the next it reads nothing, as the length is known anyway. None at the end.
         """
         pending = self._pending
         if pending is None:
@@ -159,7 +157,7 @@ class SequenceDecoder:
         return self._asked
 
     def answer(self, chosen: PendingPass) -> None:
-        """Make the target's answer, which is dispatched, the newest pass."""
+        """Make the target's answer, whose computation is dispatched, the newest pass."""
         asked, self._asked = self._asked, None
         chosen.plan = None if self._proposal is None else self._proposal.plan
         chosen.length = self.cache.length
@@ -177,9 +175,9 @@ class SequenceDecoder:
         self._pending = chosen
 
     def take(self) -> list[Token]:
-        """Return the tokens of the pass before the newest one, once its outcome is there.
+        """Wait for the pass before the newest one, commit it, and return its tokens.
 
-        The outcome is read and committed unless it is already, and cut where the sequence ends.
+        Tokens after the end of the sequence are cut.
 
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
@@ -191,14 +189,14 @@ class SequenceDecoder:
             if self._proposal is None and taken.num_nodes:
                 self._show(taken)
         if self._is_plain and not self.is_finished:
-            self._keep_drafts()  # those of a probe: its policy learns from them
+            self._keep_drafts()  # of a probe, from which the policy updates its estimates
         return [] if taken is None else taken.kept_tokens
 
     def sample(self, drafts: mx.array | TokenTree, outputs: TargetOutputs) -> PendingPass:
-        """Sample the target's tokens after what it was asked for, and dispatch that.
+        """Sample the target's tokens after a root or a tree, and dispatch that.
 
         Args:
-            drafts: What `ask` returned.
+            drafts: The root or the tree from `ask`.
             outputs: The target's outputs for it.
         """
         with mx.stream(generation_stream):
@@ -207,17 +205,17 @@ class SequenceDecoder:
                     self.processors.extend(drafts.tokens[:1])
                     logits = self.processors.process_tree(outputs.logits, drafts)
                     outputs = outputs._replace(logits=logits)
-                return sample_and_accept(self.chooser, outputs, drafts, self.noise)
+                return sample_and_accept(self.sampler, outputs, drafts, self.noise)
             if self.processors is not None:
                 if self._pending is not None:  # the processors know the prompt
                     self.processors.extend(drafts)
                 outputs = outputs._replace(logits=self.processors.process(outputs.logits))
             # The token just processed, the last of the committed ones, is the root of this choice.
-            noise = self.chooser.noise_of_root(self.cache.length - 1)
-            return sample_root(self.chooser, outputs, noise)
+            noise = self.sampler.noise_of_root(self.cache.length - 1)
+            return sample_root(self.sampler, outputs, noise)
 
     def begin(self) -> None:
-        """Process the prompt but for its last token; nothing if that is done.
+        """Process all tokens of the prompt but the last one; nothing if that is done.
 
         Tokens that the cache holds, such as those of a shared prefill, are left out. A sequence
         that is cancelled meanwhile is finished.
@@ -305,10 +303,10 @@ class SequenceDecoder:
         return self.own_cache.length == 0 and len(self.request.prompt) > 1 and not self.layers
 
     @property
-    def common_chooser(self) -> KeyedChooser | None:
+    def common_sampler(self) -> KeyedSampler | None:
         """Sampler that a batch may apply to several sequences at once; None to sample it alone."""
-        is_alone = self.processors is not None or not isinstance(self.chooser, KeyedChooser)
-        return None if is_alone else cast(KeyedChooser, self.chooser)
+        is_alone = self.processors is not None or not isinstance(self.sampler, KeyedSampler)
+        return None if is_alone else cast(KeyedSampler, self.sampler)
 
     @property
     def noise(self) -> GumbelNoise | None:
@@ -329,7 +327,7 @@ class SequenceDecoder:
 
     @property
     def _needs_next(self) -> bool:
-        """Whether the token in flight is processed, too."""
+        """Whether the target has to process the token in flight, too."""
         return self.request.leave_as_stock or self._num_tokens + 1 != self.request.max_tokens
 
     def _process(self, drafts: mx.array | TokenTree) -> TargetOutputs:
@@ -351,21 +349,21 @@ class SequenceDecoder:
         pending.is_shown = True
         with mx.stream(generation_stream):
             accepted = pending.num_accepted, pending.max_accepted
-            noise = self.chooser.noise(pending.length + 1, plan.shape.length, *accepted)
+            noise = self.sampler.noise(pending.length + 1, plan.shape.length, *accepted)
             tree = self.drafting.propose(pending, plan.searched, noise)
             if tree is not None and tree.known is None:
                 mx.async_eval(tree.arrays)
         return Proposal(plan, tree, noise)
 
     def _show(self, pending: PendingPass) -> None:
-        """Let the proposer know of an accepted pass after which it drafts nothing."""
+        """Show the proposer an accepted pass after which it drafts nothing."""
         pending.is_shown = True
         if self.drafting is not None:
             with mx.stream(generation_stream):
                 self.drafting.skip(pending)
 
     def _keep_drafts(self) -> TokenTree | None:
-        """Let the policy keep the drafts that are worth verifying; None if it keeps none."""
+        """Let the policy choose the drafts to verify; None if it chooses none."""
         proposal = self._proposal
         if self.policy is None or proposal is None or proposal.tree is None:
             return None
@@ -389,7 +387,7 @@ class SequenceDecoder:
         if pending.path is not None:
             with mx.stream(generation_stream):
                 self.cache.commit(rows)
-                self.chooser.commit(len(rows))
+                self.sampler.commit(len(rows))
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(pending, num_accepted)
@@ -412,14 +410,14 @@ class SequenceDecoder:
         # A cache holds the K/V entry of the root of a tree in flight beyond the committed ones.
         has_root = pending is not None and pending.path is not None and not pending.is_accepted
         try:
-            # After an interruption the caches may hold a part of what was asked for.
+            # Without an answer the caches may hold a part of that pass.
             if pending is not None and pending.is_accepted and self._asked is None:
                 if not pending.is_shown:
                     self._show(pending)
                 if num_taken == self._num_tokens:
                     self._catch_up(pending)
         finally:
-            # After an interruption it may hold fewer entries than tokens were taken.
+            # After an interruption the cache may lack entries of tokens that were taken.
             length = min(self._end_of_prompt + num_taken, self.cache.length + has_root)
             self.own_cache.settle(length)
         if self.drafting is not None:
@@ -431,4 +429,4 @@ class SequenceDecoder:
         if num_cut == 0:
             self.sample(pending.root, self._process(pending.root))
         else:
-            self.chooser.commit(len(pending.tokens) - num_cut + 1)
+            self.sampler.commit(len(pending.tokens) - num_cut + 1)

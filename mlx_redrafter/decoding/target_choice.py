@@ -19,8 +19,8 @@ from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.records import NOT_A_NUMBER, PendingPass
 from mlx_redrafter.decoding.sampling import (
     GumbelNoise,
-    KeyedChooser,
-    TokenChooser,
+    KeyedSampler,
+    TokenSampler,
     choose,
     gumbel_noise,
     mark_nan,
@@ -35,13 +35,13 @@ _DEPTH_OF_ROOT = mx.zeros((1,), dtype=mx.int32)
 
 
 def sample_root(
-    chooser: TokenChooser, outputs: TargetOutputs, noise: GumbelNoise | None
+    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None
 ) -> PendingPass:
     """Sample after a root, N = 1, and dispatch that.
 
     The host looks for NaN itself, which saves the device an operation.
     """
-    log_probs, token, normaliser = choose(chooser, outputs.logits, _DEPTH_OF_ROOT, noise, 1)
+    log_probs, token, normaliser = choose(sampler, outputs.logits, _DEPTH_OF_ROOT, noise, 1)
     mx.async_eval(token, normaliser, outputs.hidden_states, log_probs, outputs.states)
 
     def read() -> list[int]:
@@ -52,11 +52,11 @@ def sample_root(
 
 
 def sample_and_accept(
-    chooser: TokenChooser, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
+    sampler: TokenSampler, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
 ) -> PendingPass:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
-    log_probs, tokens, normalisers = choose(chooser, outputs.logits, tree.depths, noise, num_levels)
+    log_probs, tokens, normalisers = choose(sampler, outputs.logits, tree.depths, noise, num_levels)
     path, num_accepted, bonus, last, path_tokens = accept(tree, mark_nan(tokens, normalisers))
     hidden_state = outputs.hidden_states[last].squeeze(0)
     outcome = mx.concatenate([bonus, num_accepted, path, path_tokens])
@@ -66,22 +66,22 @@ def sample_and_accept(
 
 
 def sample_roots(
-    choosers: Sequence[KeyedChooser], outputs: TargetOutputs, positions: Sequence[int]
+    samplers: Sequence[KeyedSampler], outputs: TargetOutputs, positions: Sequence[int]
 ) -> list[PendingPass]:
     """Sample after the roots of several sequences, and dispatch that.
 
     Args:
-        choosers: One per sequence; they differ in their seeds only.
+        samplers: One per sequence; they differ in their seeds only.
         outputs: Outputs for all sequences, each array with an axis of G before its others. Only
             those of the first node are used.
         positions: Position of the token chosen, for each sequence.
     """
-    first, noise = choosers[0], None
+    first, noise = samplers[0], None
     if first.params.temp:
-        seeds = mx.array([one.params.seed for one in choosers], dtype=mx.uint32)
+        seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
         values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
         noise = GumbelNoise(first.params, values)
-    count = len(choosers)
+    count = len(samplers)
     log_probs, tokens, normalisers = choose(
         first, outputs.logits[:, 0], mx.arange(count), noise, count
     )
@@ -101,7 +101,7 @@ def sample_roots(
 
 
 def sample_and_accept_all(
-    choosers: Sequence[KeyedChooser],
+    samplers: Sequence[KeyedSampler],
     outputs: TargetOutputs,
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
@@ -109,7 +109,7 @@ def sample_and_accept_all(
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
     Args:
-        choosers: As in `sample_roots`.
+        samplers: As in `sample_roots`.
         outputs: Outputs for all sequences, each array with an axis of G before its others.
         trees: The trees.
         noises: Noise of the choices after nodes of each depth, of the same number of depths for
@@ -118,11 +118,11 @@ def sample_and_accept_all(
     count, size, rows = len(trees), trees.size, trees.depths
     values, noise = [one.values for one in noises if one is not None], None
     if values:
-        noise = GumbelNoise(choosers[0].params, mx.concatenate(values))
+        noise = GumbelNoise(samplers[0].params, mx.concatenate(values))
         rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
     num_rows = count * size
     logits = outputs.logits.reshape(num_rows, -1)
-    log_probs, sampled, normalisers = choose(choosers[0], logits, rows.reshape(-1), noise, num_rows)
+    log_probs, sampled, normalisers = choose(samplers[0], logits, rows.reshape(-1), noise, num_rows)
     chosen = mark_nan(sampled, normalisers).reshape(count, size)
     paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)

@@ -27,7 +27,7 @@ from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
-from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler, Sampler, StockSampler, TokenSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
@@ -284,8 +284,8 @@ class Engine:
         cache = target.new_cache(cached, options.quantisation, prompt_cache)
         check_prompt(ids, cache.length, target)
         params = options.sampling(secrets.randbits(32))
-        chooser: TokenChooser = (
-            KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
+        token_sampler: TokenSampler = (
+            KeyedSampler(params, target.vocab_size) if sampler is None else StockSampler(sampler)
         )
         drafting, policy = None, None
         if self.proposer is not None:
@@ -294,7 +294,9 @@ class Engine:
         is_free = not logits_processors and masks is None
         chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
         on_close = self._conclusion(policy, options.couple)
-        return SequenceDecoder(target, cache, chooser, request, drafting, policy, chain, on_close)
+        return SequenceDecoder(
+            target, cache, token_sampler, request, drafting, policy, chain, on_close
+        )
 
     def _conclusion(
         self, policy: DraftPolicy | None, couple: bool

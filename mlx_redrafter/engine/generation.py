@@ -37,7 +37,7 @@ class LearnedStates:
         self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], LearnedState]] = {}
 
     def of(self, *owners: object) -> LearnedState:
-        """Return the learned state of these objects, which are told apart by identity."""
+        """Return the learned state of these objects, known by their identity."""
         key = tuple(map(id, owners))
         if key not in self._known:
             try:

@@ -1,4 +1,4 @@
-"""From the tokens of sequences to mlx-lm's responses: streams of one sequence, and of a batch."""
+"""mlx-lm's responses, made of the tokens of one sequence or of a batch."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class BatchStream(Iterator[BatchResponse]):
                     self._end(sequence)
 
     def _begin(self, begun: list[tuple[int, SequenceDecoder]]) -> None:
-        """Process the prompts of some sequences but for their last tokens; the others wait."""
+        """Process all but the last tokens of some prompts; the other sequences wait."""
         for number, sequence in begun:
             self._live[sequence] = number, Responder(sequence, self._tokenizer)
         self._scheduler.begin([sequence for _, sequence in begun])

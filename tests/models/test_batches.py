@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import UnsupportedTargetError
@@ -52,7 +52,7 @@ def test_texts_that_come_and_go(model_type: str) -> None:
     texts, found, scheduler = [], [], Scheduler(target)
     for number, (prompt, num) in enumerate(TEXTS):
         request = Request(prompt, max_tokens=num, leave_as_stock=True)
-        chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+        chooser = KeyedSampler(SamplingParams(), target.vocab_size)
         # Every third text decodes plainly.
         drafts = (ScriptedDrafts(expected[number][0]), FixedPolicy(PLAN)) if number % 3 else ()
         texts.append(SequenceDecoder(target, target.new_cache(), chooser, request, *drafts))
