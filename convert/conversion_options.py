@@ -14,6 +14,8 @@ from mlx_redrafter.proposers.mtp.network import MtpConfig
 from mlx_redrafter.proposers.redrafter.checkpoint import check_quantization
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 
+Config = DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -86,6 +88,6 @@ class Conversion:
         warnings: Warnings about the drafter, for the user.
     """
 
-    config: DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
+    config: Config
     provenance: dict[str, Any]
     warnings: tuple[str, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_redrafter.convert.conversion_card import Config
+from mlx_redrafter.convert.conversion_options import Config
 from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
 from mlx_redrafter.convert.mtp import check_mtp, describe_mtp, find_mtp
 from mlx_redrafter.convert.names import NamedTensors, map_names

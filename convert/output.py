@@ -1,4 +1,4 @@
-"""What every conversion writes: the weights, where they come from, and a card."""
+"""Output of a conversion: the weights, their provenance, and a model card in the hub's format."""
 
 from __future__ import annotations
 
@@ -7,11 +7,44 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint_files import shared_name
-from mlx_redrafter.convert.conversion_card import Config, render_conversion_card
-from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
+from mlx_redrafter.convert.conversion_options import Config, Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.mtp.network import MtpConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.version import __version__
+
+_TEMPLATE = """---
+library_name: mlx
+tags:
+- mlx
+- redrafter
+- speculative-decoding
+{base_model}---
+
+# {title}
+
+{kind} {purpose}, converted from `{source}` for \
+mlx_redrafter {version}. It makes the target's text appear faster; the text stays the target's.
+
+    redrafter-mlx generate --model {target} --drafter PATH-OF-THIS-FOLDER --prompt "..."
+
+| | |
+|---|---|
+{rows}
+
+{notes}
+The licence is that of `{source}`; read it there before you pass these weights on.
+"""
+
+_KINDS: Mapping[type, str] = {
+    DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
+    EagleConfig: "An [EAGLE](https://arxiv.org/abs/2503.01840) head",
+    MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",
+    MtpConfig: "An MTP module",
+}
 
 
 def write_conversion(
@@ -36,7 +69,7 @@ def write_conversion(
         save(folder, {PROVENANCE_KEY: provenance})
         stored_as = str(options.quantization or options.dtype)
         name = destination.resolve().name
-        card = render_conversion_card(name, config, stored_as, provenance)
+        card = _render_card(name, config, stored_as, provenance)
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
     return Conversion(config, provenance, tuple(warnings))
 
@@ -48,7 +81,7 @@ def describe_provenance(
     self_test: Mapping[str, Any] | None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Origin of converted weights, for ``config.json``."""
+    """Describe the origin of converted weights, for ``config.json``."""
     return {
         "source": source.name,
         "sha256": source.sha256(),
@@ -58,3 +91,67 @@ def describe_provenance(
         "self_test": self_test,
         "notes": list(notes),
     }
+
+
+def _render_card(
+    title: str,
+    config: Config,
+    quantization: str,
+    provenance: Mapping[str, Any],
+) -> str:
+    """Render the card as Markdown.
+
+    Args:
+        title: Name of the folder or the repository.
+        config: The drafter's config.
+        quantization: Format of the weights, such as "float16" or "4 bits, groups of 64".
+        provenance: Provenance, as in ``config.json``.
+    """
+    target = provenance["target"]
+    rows = {
+        "hidden size of the target": config.hidden_size,
+        "vocabulary": _describe_vocabulary(config),
+        **_describe_network(config),
+        "weights": quantization,
+    }
+    self_test = provenance["self_test"]
+    if self_test is not None:
+        rows["first drafts accepted"] = (
+            f"{self_test['acceptance']:.1%} of {self_test['positions']} (greedy)"
+        )
+    return _TEMPLATE.format(
+        base_model=f"base_model: {target}\n" if target and target.count("/") == 1 else "",
+        title=title,
+        kind=_KINDS[type(config)],
+        purpose=f"for `{target}`" if target else "for the model it was trained with",
+        source=provenance["source"],
+        version=provenance["converter"].split()[-1],
+        target=target or "MODEL",
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        notes="".join(f"- {note}\n" for note in provenance["notes"]),
+    )
+
+
+def _describe_network(config: Config) -> dict[str, str]:
+    if isinstance(config, MedusaConfig):
+        return {
+            "heads, and residual blocks of each": f"{config.num_heads}, {config.num_layers}",
+            "tree": config.tree,
+        }
+    if isinstance(config, EagleConfig):
+        return {
+            "kind": config.name,
+            "width of the MLP, heads": f"{config.intermediate_size}, {config.num_attention_heads}",
+        }
+    if isinstance(config, MtpConfig):
+        return {"type of the target": config.model_type}
+    return {
+        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
+        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+    }
+
+
+def _describe_vocabulary(config: Config) -> str:
+    if config.draft_vocab_size is None:
+        return str(config.vocab_size)
+    return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

@@ -16,7 +16,7 @@ from mlx_redrafter.checkpoint_files import find_checkpoint, read_config, read_sh
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
 from mlx_redrafter.errors import CheckpointError, first_line
-from mlx_redrafter.kernels.product_trials import use_kernels
+from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle

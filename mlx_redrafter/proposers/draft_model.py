@@ -27,7 +27,12 @@ from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.search import LevelScorer, Rank, search
 from mlx_redrafter.target.caches.cache_kinds import describe
-from mlx_redrafter.target.caches.draft_rows import Descent, LevelCache, LevelMask, hook_attention
+from mlx_redrafter.target.caches.draft_cache import (
+    DraftCache,
+    DraftLineage,
+    DraftMask,
+    hook_attention,
+)
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -145,7 +150,7 @@ class ModelDrafting:
                 f"expected KVCache() in the draft model's layers of prompt_cache, found {others}; "
                 "leave these layers out, or make them with make_prompt_cache(draft_model)"
             )
-        self.cache = LevelCache(layers)
+        self.cache = DraftCache(layers)
         self._is_shared = bool(cached)
         # Rows whose tokens the host knows, and known tokens without a row.
         self.length = self.cache.num_rows
@@ -219,9 +224,9 @@ class ModelDrafting:
         self._unread = []
         return logits[num_known + flight.num_accepted]
 
-    def read_level(self, tokens: mx.array, mask: LevelMask, positions: TreePositions) -> mx.array:
+    def read_level(self, tokens: mx.array, mask: DraftMask, positions: TreePositions) -> mx.array:
         """Process the newest tokens of the beams, (W,), on rows aside; logits, shape (W, V)."""
-        self.cache.expect_level(mask)
+        self.cache.expect_drafts(mask)
         with tree_positions(positions):
             return self._forward(tokens)
 
@@ -319,13 +324,13 @@ class _TreeLevels(_DraftLevels):
         logits = self.drafting.read_flight(self.flight)
         length = self.drafting.length
         root = length + self.flight.num_accepted
-        self._descent = Descent(length, root, self.drafting.cache.num_rows)
+        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
         return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         """See `LevelScorer.following`."""
         logits = self.drafting.read_level(
-            tokens, *self._descent.extend(beams, tokens.shape[0], depth)
+            tokens, *self._lineage.extend(beams, tokens.shape[0], depth)
         )
         return log_probs(logits, self.num_rows)
 
@@ -344,9 +349,11 @@ class _Branches(_DraftLevels):
         # The row of the tree's root is there, and not seen: its logits are asked for again.
         length = drafting.length - 1
         before = mx.array([length - 1], dtype=mx.int32)
-        self._descent = Descent(length, before, drafting.cache.num_rows)
+        self._lineage = DraftLineage(length, before, drafting.cache.num_rows)
         tokens = mx.maximum(tree.tokens, 0)  # padding has no token
-        return log_probs(drafting.read_level(tokens, *self._descent.take_tree(tree)), self.num_rows)
+        return log_probs(
+            drafting.read_level(tokens, *self._lineage.start_at_nodes(tree)), self.num_rows
+        )
 
     def begin(self, nodes: mx.array, tokens: mx.array) -> None:
         """See `Branches.begin`."""
@@ -364,7 +371,7 @@ class _Branches(_DraftLevels):
         width, roots = tokens.shape[0], self._nodes.shape[0]
         # What follows a node of depth d stands at d + 2, as the tree's root is at 1.
         depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
-        level = self._descent.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
+        level = self._lineage.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
         return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)
 
 

@@ -27,7 +27,12 @@ from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT, READ_STEP_SIZE,
 from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork, KvNetwork
 from mlx_redrafter.proposers.search import Rank, search
-from mlx_redrafter.target.caches.draft_rows import Descent, LevelCache, LevelMask, hook_attention
+from mlx_redrafter.target.caches.draft_cache import (
+    DraftCache,
+    DraftLineage,
+    DraftMask,
+    hook_attention,
+)
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.inspection import hook_positions
@@ -108,7 +113,7 @@ class KvDrafting(ABC):
         self.target = target
         self.layers = network.captured_layers(target)
         self.couple_noise = couple_noise
-        self.cache = LevelCache(_stock_cache(network, target, cached))
+        self.cache = DraftCache(_stock_cache(network, target, cached))
         self._is_shared = bool(cached)
         # Prompt tokens that no pair has yet.
         self._following = list(prompt[1:])
@@ -232,10 +237,10 @@ class AutoregressiveDrafting(KvDrafting):
         return search(_Levels(self, flight), shape, rank)
 
     def read_level(
-        self, features: mx.array, tokens: mx.array, mask: LevelMask, positions: TreePositions
+        self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
     ) -> mx.array:
         """Process the newest tokens of the beams, (W,), on rows aside; outputs, shape (W, H)."""
-        self.cache.expect_level(mask)
+        self.cache.expect_drafts(mask)
         with tree_positions(positions):
             return self._forward(features, tokens)
 
@@ -258,7 +263,7 @@ class _Levels:
         self._outputs = self.drafting.read_flight(self.flight)
         length = self.drafting.length
         root = length + self.flight.num_accepted
-        self._descent = Descent(length, root, self.drafting.cache.num_rows)
+        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
@@ -270,7 +275,7 @@ class _Levels:
             if beams is None
             else features[beams]
         )
-        level = self._descent.extend(beams, width, depth)
+        level = self._lineage.extend(beams, width, depth)
         self._outputs = self.drafting.read_level(features, tokens, *level)
         return self._log_probs()
 

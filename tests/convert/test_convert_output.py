@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert import publication, upload
+from mlx_redrafter.convert import publication
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import (
     ConversionOptions,
@@ -277,15 +277,15 @@ class FakeHub:
 
 def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub()
-    monkeypatch.setattr(upload, "HfApi", lambda: hub)
+    monkeypatch.setattr(publication, "HfApi", lambda: hub)
     out = source.parent / "out"
     convert_drafter(source, out)
-    assert upload.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
+    assert publication.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
     assert hub.calls == [("create", "me/drafter"), ("me/drafter", ",".join(OUTPUT))]
     with pytest.raises(
         CheckpointError, match=r"complete but could not be uploaded.*offline; check"
     ):
-        upload.upload_folder(out, "nobody/nothing")
+        publication.upload_folder(out, "nobody/nothing")
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 50])

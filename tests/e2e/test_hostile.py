@@ -31,10 +31,10 @@ from mlx_redrafter import Engine, checkpoint_files, generate, load, load_drafter
 from mlx_redrafter.checkpoint_files import write_checkpoint
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.main import app
-from mlx_redrafter.convert import upload
+from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import Timed, load_or_measure
-from mlx_redrafter.proposers.redrafter.checkpoint_files import save_drafter
+from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -501,7 +501,7 @@ def test_no_network(
         assert "check the name and the network, or give a folder" in line
     refused(capsys, yard, "convert", "org/name", "new", codes=(1,))
 
-    monkeypatch.setattr(upload.HfApi, "create_repo", fail)
+    monkeypatch.setattr(publication.HfApi, "create_repo", fail)
     result = run(capsys, "convert", "drafter", "new", "--upload-repo", "org/name")
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith(

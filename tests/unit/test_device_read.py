@@ -43,7 +43,7 @@ LOOP = [
     "proposers/search",
     "proposers/suffix_index",
     "target/caches/full",
-    "target/caches/draft_rows",
+    "target/caches/draft_cache",
     "target/caches/tree_cache",
     "target/hooks",
     "target/target",
