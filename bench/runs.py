@@ -151,8 +151,8 @@ def drafted_arm(settings: CommonSettings, plan: DraftPlan | None) -> Arm:
 
 
 def plain_arm(settings: CommonSettings) -> Arm:
-    """Decode by this package without a drafter."""
-    return _own_arm(settings)
+    """Decode by this package without drafts."""
+    return _own_arm(settings, drafter=None)
 
 
 def _own_arm(settings: CommonSettings, **drafting: Any) -> Arm:

@@ -26,7 +26,7 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
 from mlx_redrafter.errors import ConfigError
@@ -144,11 +144,6 @@ class Watch:
     def begin(self) -> None:
         """Forget all steps."""
         self.seconds: dict[DraftPlan | None, list[float]] = {}
-
-    @property
-    def only_looks(self) -> bool:
-        """See `DraftPolicy.only_looks`."""
-        return self.policy.only_looks
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""
@@ -274,7 +269,7 @@ class _EnduranceJobs:
             else FixedPolicy(plan)
         )
         self.watch = Watch(chosen)
-        chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+        chooser = KeyedSampler(SamplingParams(), target.vocab_size)
         request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
         drafting = proposer.open(target, prompt, True, [])
         self.text = SequenceDecoder(

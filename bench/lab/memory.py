@@ -24,7 +24,7 @@ from mlx_redrafter.bench.lab.contexts import PREFILL_STEP
 from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
@@ -227,7 +227,7 @@ def _drafted_tokens(
     caches: Sequence[Any] | None = None,
 ) -> tuple[Sequence[KVCache], Iterator[object]]:
     caches = make_prompt_cache(target.model) if caches is None else caches
-    chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+    chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
     drafting = RecurrentProposer(drafter).open(target, prompt, True, [])
     cache = target.new_cache(caches)

@@ -22,7 +22,7 @@ from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, tak
 from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser, choose
+from mlx_redrafter.decoding.sampling import KeyedSampler, choose, mark_nan
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.device_read import to_ints
@@ -154,7 +154,7 @@ class _OverheadJobs:
         self.plan, self.drafter = plan, drafter
         self.target = Target(model)
         self.project_input = input_lookup(drafter, self.target)
-        self.chooser = KeyedChooser(SamplingParams(temp=temp), self.target.vocab_size)
+        self.chooser = KeyedSampler(SamplingParams(temp=temp), self.target.vocab_size)
         self.texts: list[DecodingStats] = []
         # Room for the longest text, two steps more, and the pass in flight.
         self.cache = filled_cache(self.target, len(prompt) + max_tokens + 4 * plan.shape.length)
@@ -234,7 +234,8 @@ class _OverheadJobs:
         def work() -> list[int]:
             length, depths = self.plan.shape.length, self.tree.depths
             noise = self.chooser.noise(self.cache.length, length)
-            chosen = choose(self.chooser, self.logits, depths, noise, length).checked
+            _, sampled, normalisers = choose(self.chooser, self.logits, depths, noise, length)
+            chosen = mark_nan(sampled, normalisers)
             path, num_accepted, bonus, _, tokens = accept(self.tree, chosen)
             return to_ints(mx.concatenate([num_accepted, bonus, path, tokens]))
 

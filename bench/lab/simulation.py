@@ -153,7 +153,7 @@ def run_policy(
         if chosen is not None:
             drafts = text.drafts(position, chosen.shape.width)
             short = [i for i, depth in enumerate(drafts.depths) if depth < chosen.shape.length]
-            tree: Any = SimulatedTree(drafts).subtree(short[: chosen.num_nodes - 1])
+            tree: Any = SimulatedTree(drafts).subtree(short[: chosen.searched.num_nodes - 1])
             kept = policy.keep(chosen, tree)
             is_read = policy.waits  # type: ignore[attr-defined]
             num_nodes = kept.size

@@ -534,9 +534,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "load_drafter(model)": lambda: load_drafter("model"),
     "Engine(None)": lambda: Engine(None, wrapped_tokenizer(8)),  # type: ignore[arg-type]
     "Engine(3)": lambda: Engine(3, wrapped_tokenizer(8)),  # type: ignore[arg-type]
-    "stream_generate(3)": lambda: stream_generate(3, wrapped_tokenizer(8), [1]),  # type: ignore[arg-type]
-    "generate([])": lambda: generate(tiny_llama(), wrapped_tokenizer(8), []),
-    "generate(None)": lambda: generate(tiny_llama(), wrapped_tokenizer(8), None),  # type: ignore[arg-type]
+    "stream_generate(3)": lambda: stream_generate(3, wrapped_tokenizer(8), [1], drafter=None),  # type: ignore[arg-type]
+    "generate([])": lambda: generate(tiny_llama(), wrapped_tokenizer(8), [], drafter=None),
+    "generate(None)": lambda: generate(tiny_llama(), wrapped_tokenizer(8), None, drafter=None),  # type: ignore[arg-type]
 }
 
 

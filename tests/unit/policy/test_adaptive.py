@@ -60,10 +60,6 @@ class Watched:
     def waits(self) -> bool:
         return self.policy.waits
 
-    @property
-    def only_looks(self) -> bool:
-        return self.policy.only_looks
-
     def choose(self, outlook: Any) -> DraftPlan | None:
         return self.policy.choose(outlook)
 
