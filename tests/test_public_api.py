@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import fields
 
 import mlx_lm
 import pytest
 from mlx_lm.generate import GenerationResponse as StockResponse
 
 import mlx_redrafter
+from mlx_redrafter.engine.generation import GenerationKeywords
+from mlx_redrafter.generation_options import GenerationOptions
 
 EXPORTS = [
     "Conversation",
@@ -33,6 +36,25 @@ EXPORTS = [
 ]
 
 
+DEFAULTS = {
+    "max_tokens": 256,
+    "temp": None,
+    "top_p": None,
+    "top_k": None,
+    "min_p": None,
+    "seed": None,
+    "beam_width": "auto",
+    "beam_length": "auto",
+    "tree_nodes": "auto",
+    "select": "top_n",
+    "couple": True,
+    "prefill_step_size": 2048,
+    "kv_bits": None,
+    "kv_group_size": 64,
+    "quantized_kv_start": 5000,
+}
+
+
 def test_exported_names() -> None:
     assert mlx_redrafter.__all__ == EXPORTS
     for name in EXPORTS:
@@ -49,29 +71,12 @@ def test_options_of_stream_generate() -> None:
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert positional == ["model", "tokenizer", "prompt"]
-    assert keywords == {
-        "drafter": None,
-        "max_tokens": 256,
-        "temp": None,
-        "top_p": None,
-        "top_k": None,
-        "min_p": None,
-        "seed": None,
-        "beam_width": "auto",
-        "beam_length": "auto",
-        "tree_nodes": "auto",
-        "select": "top_n",
-        "couple": True,
-        "sampler": None,
-        "logits_processors": None,
-        "grammar": None,
-        "prompt_cache": None,
-        "prefill_step_size": 2048,
-        "kv_bits": None,
-        "kv_group_size": 64,
-        "quantized_kv_start": 5000,
-        "prompt_progress_callback": None,
-    }
+    assert keywords == {"drafter": "lookup"}
+    assert GenerationKeywords.__optional_keys__ == {
+        *DEFAULTS, "sampler", "logits_processors", "grammar", "prompt_cache", "history",
+        "prompt_progress_callback",
+    }  # fmt: skip
+    assert {one.name: one.default for one in fields(GenerationOptions)} == DEFAULTS
 
 
 def test_responses_have_mlx_lms_fields_and_three_more() -> None:

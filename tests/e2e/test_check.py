@@ -104,7 +104,11 @@ def test_a_difference_is_told_with_its_gap(
 
 
 def _plain(stories: Trained, prompt: list[int]) -> list[Any]:
-    return list(generation.stream_generate(stories.model, stories.tokenizer, prompt, max_tokens=24))
+    return list(
+        generation.stream_generate(
+            stories.model, stories.tokenizer, prompt, drafter=None, max_tokens=24
+        )
+    )
 
 
 def _log_probs(stories: Trained, tokens: list[int]) -> mx.array:
