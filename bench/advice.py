@@ -162,7 +162,7 @@ def _gains(outlook: Outlook, trial: Trial | None) -> list[str]:
 
 def _training(subject: Subject, outlook: Outlook, cost: TrainingCost) -> list[str]:
     work, needed = cost.work, cost.needed
-    tokens = work.given + work.written
+    tokens = work.given + work.generated
     memory = f"{format_bytes(needed.memory)} of memory"
     if subject.folder is not None and (total := read_total_memory()) is not None:
         memory += f" (there are {format_bytes(total)})"

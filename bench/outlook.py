@@ -29,7 +29,6 @@ from mlx_redrafter.policy.profiling import step_costs
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.duration import Timetable
 from mlx_redrafter.training.rehearsal import rehearse
-from mlx_redrafter.training.resources import count_drafter_weights
 from mlx_redrafter.training.students.student_kinds import new_student
 
 # Tokens per forward pass whose cost is told.
@@ -73,7 +72,7 @@ class Trial:
 
 def predict_outlook(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Outlook:
     """Predict for a chip that need not be at hand."""
-    question = Question(chip, shape.active, shape.bits, count_drafter_weights(cost.config))
+    question = Question(chip, shape.active, shape.bits, cost.num_weights)
     best = predict(question, APPLE_ACCEPTANCE)[0]
     return Outlook(
         question.plain_step / 1e3,
@@ -99,7 +98,7 @@ def measure_outlook(
     costs = step_costs(target, None)
     times = {1: costs.plain, **costs.verify}
     ratios = np.array(list(times.values())) / costs.plain
-    drafted = count_drafter_weights(cost.config) * BYTES[UNQUANTISED]
+    drafted = cost.num_weights * BYTES[UNQUANTISED]
     level = drafted / (shape.active * BYTES[shape.bits])
     speedups = {
         one.name: one.tokens_per_step

@@ -16,20 +16,21 @@ from mlx_redrafter.bench.cost_model import Step, step_time
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_family
 from mlx_redrafter.bench.predict import BANDWIDTH_SHARE, FITTED, Question
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import DataOptions, TrainingRequest
 from mlx_redrafter.training.duration import Pace, Timetable, Workload, format_time
-from mlx_redrafter.training.initial import choose_drafter_config
 from mlx_redrafter.training.resources import (
     COPIES_IN_MEMORY,
     COPIES_OF_LOGITS,
     PROMPT_TOKENS,
-    Estimate,
+    ResourceEstimate,
     StudentSize,
-    count_drafter_weights,
+    count_weights,
     estimate,
     format_bytes,
 )
 from mlx_redrafter.training.self_generated import BATCH_SIZE
+from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 from mlx_redrafter.training.teacher import BATCH_SEQUENCES, LOGITS_BYTES, MAX_CHUNK_TOKENS
 
 MILLION = 10**6
@@ -53,12 +54,14 @@ class TrainingCost:
         needed: Disk and memory.
         request: The run.
         config: The drafter's shape.
+        num_weights: Number of the drafter's weights.
     """
 
     work: Workload
-    needed: Estimate
+    needed: ResourceEstimate
     request: TrainingRequest
     config: DrafterConfig
+    num_weights: int
 
     @classmethod
     def of(cls, shape: ModelShape, tokens: int) -> TrainingCost:
@@ -68,11 +71,12 @@ class TrainingCost:
         request = TrainingRequest(
             shape.name, Path("drafter"), data=[Path("texts")], data_options=options, resume=True
         )
-        written = round(options.written_share * tokens)
-        work = Workload.of(request, tokens - written, written, PROMPT_TOKENS, options.held_out)
-        config = choose_drafter_config(shape.target_size, request.network)
-        size = StudentSize(count_drafter_weights(config))
-        return cls(work, estimate(work, request, shape.target_size, size), request, config)
+        generated = round(options.self_generated_share * tokens)
+        work = Workload.of(request, tokens - generated, generated, PROMPT_TOKENS, options.held_out)
+        config = choose_drafter_config(shape.hidden_size, shape.vocab_size, request.network)
+        num_weights = count_weights(Drafter(config))
+        needed = estimate(work, request, shape.target_size, StudentSize(num_weights))
+        return cls(work, needed, request, config, num_weights)
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
         """The computed time on a chip."""
@@ -80,7 +84,7 @@ class TrainingCost:
 
     def _pace(self, shape: ModelShape, chip: Chip) -> Pace:
         at_once = min(MAX_CHUNK_TOKENS, LOGITS_BYTES // 4 // shape.vocab_size) // BATCH_SEQUENCES
-        weights = count_drafter_weights(self.config)
+        weights = self.num_weights
         positions = self.request.training.batch_tokens
         bandwidth = BANDWIDTH_SHARE * chip.bandwidth * 1e9
         flops = chip.teraflops * 1e12 / FITTED.row
@@ -94,7 +98,7 @@ class TrainingCost:
         optimiser = 2 * COPIES_IN_MEMORY * 4 * weights / bandwidth
         chain = drafting(FORWARD)
         return Pace(
-            writing=_pass_seconds(shape, chip, BATCH_SIZE) / BATCH_SIZE,
+            generating=_pass_seconds(shape, chip, BATCH_SIZE) / BATCH_SIZE,
             reading=_pass_seconds(shape, chip, at_once * BATCH_SEQUENCES)
             / (at_once * BATCH_SEQUENCES),
             rollout=0.0,

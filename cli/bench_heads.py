@@ -15,8 +15,7 @@ from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
 from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import MODEL, Seed
-from mlx_redrafter.cli.train import RUN_FILE
-from mlx_redrafter.cli.train_options import Schedule, Texts
+from mlx_redrafter.cli.train import RUN_FILE, RunOptions
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 
@@ -137,10 +136,10 @@ def _kind(values: dict[str, Any]) -> str:
         words.append("fused")
     if values.get("layers_read") is not None:
         words.append(f"layers {values['layers_read']}")
-    if values.get("recipe", Schedule.recipe) != Schedule.recipe:
+    if values.get("recipe", RunOptions.recipe) != RunOptions.recipe:
         words.append(str(values["recipe"]))
-    if values.get("self_written", Texts.self_written) != Texts.self_written:
-        words.append(f"self-written {values['self_written']}")
+    if values.get("self_generated", RunOptions.self_generated) != RunOptions.self_generated:
+        words.append(f"self-generated {values['self_generated']}")
     if values.get("start_from") is not None:
         words.append("continued")
     return ", ".join(words)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mlx_redrafter.errors import first_line
+
 # Maximum number of characters of a name.
 MAX_NAME = 80
 # Maximum number of items of a list.
@@ -25,7 +27,6 @@ def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return the first line of an error's text, which may quote a file, escaped and shortened."""
-    lines = str(error).splitlines()
-    text = lines[0] if lines else type(error).__name__
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: 2 * MAX_NAME + 1])
+    text = first_line(error)[: 2 * MAX_NAME + 1]
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return text if len(text) <= 2 * MAX_NAME else f"{text[: 2 * MAX_NAME]}..."

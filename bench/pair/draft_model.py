@@ -22,10 +22,10 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
-from mlx_redrafter.training.loss import Batch, draft_loss
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
 from mlx_redrafter.training.trainer import make_schedule
-from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
+from mlx_redrafter.training.training_request import LossOptions, TrainingOptions
 
 # Consecutive tokens that attend to each other, whatever texts they are of, and tokens per step.
 STRETCH, BATCH_TOKENS = 512, 2048
@@ -97,7 +97,7 @@ def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
     rate = make_schedule(peak, TrainingOptions.warmup, total)
     adam = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
 
-    def loss(part: Batch, counts: mx.array) -> mx.array:
+    def loss(part: TrainingBatch, counts: mx.array) -> mx.array:
         # Row t of a batch holds the token after position t and what the target says after it.
         logits = model(part.tokens[None, :, 0])[0].astype(mx.float32)
         return draft_loss(logits[:, None], part, counts, LossOptions())

@@ -8,25 +8,22 @@ Axes: N nodes of a tree, S committed tokens, D head size.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from inspect import unwrap
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES
 from mlx_redrafter.kernels.layers import is_available
 from mlx_redrafter.kernels.tree_attention import tree_attention
-from mlx_redrafter.kernels.variant import DTYPES
+from mlx_redrafter.kernels.variant import DTYPES, dtype_name
 from mlx_redrafter.target.caches.full import FullCache
-from mlx_redrafter.target.hooks import Call, HookPoint, install
+from mlx_redrafter.target.hooks import Call, HookPoint, install, install_in_attention
 from mlx_redrafter.target.scoped import Scoped
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -94,8 +91,7 @@ def attention_shapes(model: nn.Module) -> dict[AttentionShape, int]:
 
     The shapes come from a forward pass that is never computed.
     """
-    for file in _files(model):
-        install(HookPoint(file, scaled_dot_product_attention.__name__, _attend))
+    install_in_attention(model, _attend)
     found: list[AttentionShape] = []
     with Scoped(_seen, found):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
@@ -106,15 +102,6 @@ def use_attention(model: nn.Module, choices: Sequence[AttentionChoice]) -> None:
     """Let a model that `attention_shapes` has hooked use the kernel from now on."""
     model.redrafter_kernel = AttentionChoices(tuple(choices))
     install(HookPoint(model, "__call__", _run))
-
-
-def _files(model: nn.Module) -> Iterator[ModuleType]:
-    """Yield the files of a model's layers that import mlx-lm's function."""
-    for name in dict.fromkeys(type(module).__module__ for module in model.modules()):
-        file = sys.modules[name]
-        function = vars(file).get(scaled_dot_product_attention.__name__)
-        if function and unwrap(function) is scaled_dot_product_attention:
-            yield file
 
 
 def _run(call: MethodType, *args: Any, **kwargs: Any) -> Any:
@@ -155,8 +142,7 @@ def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
         return None
     if (queries.dtype, queries.shape[3]) != (keys.dtype, keys.shape[3]):
         return None
-    dtype = str(keys.dtype).removeprefix("mlx.core.")
-    return AttentionShape(queries.shape[1], keys.shape[1], keys.shape[3], dtype)
+    return AttentionShape(queries.shape[1], keys.shape[1], keys.shape[3], dtype_name(keys.dtype))
 
 
 def _tree(cache: Any, mask: Any) -> TokenTree | None:

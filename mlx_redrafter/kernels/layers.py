@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.kernels.dense import AnyShape, AnyVariant, DenseShape
 from mlx_redrafter.kernels.small_t import small_t
-from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape
+from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape, dtype_name
 from mlx_redrafter.target.hooks import HookPoint, install, is_verifying
 
 # Methods that multiply, by type of layer.
@@ -64,7 +64,7 @@ def layers_by_shape(model: nn.Module) -> dict[AnyShape, list[nn.Module]]:
         if type(module).__module__.startswith(ADAPTERS)
         for inner in module.modules()
     }
-    dtypes = {_name(one.dtype) for one in named_parameters(model).values()} & DTYPES.keys()
+    dtypes = {dtype_name(one.dtype) for one in named_parameters(model).values()} & DTYPES.keys()
     found: dict[AnyShape, list[nn.Module]] = {}
     for module in modules:
         if _stock_type(module) in METHODS and id(module) not in adapted:
@@ -122,15 +122,11 @@ def _shape(layer: Any, dtypes: set[str]) -> AnyShape | None:
     """
     outputs, columns = layer.weight.shape
     if "scales" not in layer:
-        return DenseShape(_name(layer.weight.dtype), columns, outputs)
+        return DenseShape(dtype_name(layer.weight.dtype), columns, outputs)
     if "biases" in layer:
-        dtypes = {_name(layer.scales.dtype)}
+        dtypes = {dtype_name(layer.scales.dtype)}
     if len(dtypes) != 1:
         return None
     (dtype,) = dtypes
     inputs = columns * WORD // layer.bits
     return MatrixShape(layer.bits, layer.group_size, dtype, inputs, outputs, layer.mode)
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.kernels.attention_source import THREADS, AttentionVariant, attention_source
+from mlx_redrafter.kernels.variant import dtype_name
 
 
 def tree_attention(
@@ -30,8 +31,7 @@ def tree_attention(
         compile.
     """
     _, heads, nodes, head_size = queries.shape
-    dtype = str(queries.dtype).removeprefix("mlx.core.")
-    (y,) = _kernel(AttentionVariant(head_size, dtype))(
+    (y,) = _kernel(AttentionVariant(head_size, dtype_name(queries.dtype)))(
         inputs=[queries, keys, values, parents, mx.array(scale, dtype=mx.float32)],
         grid=(heads * THREADS, nodes, 1),
         threadgroup=(THREADS, 1, 1),

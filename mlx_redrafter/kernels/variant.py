@@ -126,3 +126,8 @@ class MatrixShape:
         bits = f"{self.bits} bits, groups of {self.group_size}"
         kind = bits if self.mode == "affine" else self.mode
         return f"{self.outputs} x {self.inputs}, {kind}, {self.dtype}"
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a dtype, as in `DTYPES`."""
+    return str(dtype).removeprefix("mlx.core.")

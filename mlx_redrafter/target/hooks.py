@@ -9,15 +9,18 @@ Axes: B sequences of a batch, N nodes of each tree, H heads, D head size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
+from inspect import unwrap
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple, SupportsIndex, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.scoped import Scoped
@@ -106,6 +109,16 @@ def install(point: HookPoint) -> None:
             setattr(owner, name, wrapped)
     elif (name, hook) not in getattr(type(owner), "redrafter_hooks", ()):
         owner.__class__ = _hooked(type(owner), name, hook)
+
+
+def install_in_attention(model: nn.Module, hook: Hook) -> None:
+    """Install a hook for mlx-lm's attention function in the files of a model's layers."""
+    name = scaled_dot_product_attention.__name__
+    for file_name in dict.fromkeys(type(module).__module__ for module in model.modules()):
+        file = sys.modules[file_name]
+        function = vars(file).get(name)
+        if function and unwrap(function) is scaled_dot_product_attention:
+            install(HookPoint(file, name, hook))
 
 
 def rotate_at_tree_positions(call: Call, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:

@@ -1,8 +1,8 @@
 """Batches of positions in an order that depends on the seed alone.
 
-Where a drafter's state starts anew at each position, positions are independent examples. A drafter
-that attends to what it read before has stretches of consecutive positions as examples. Those of
-several shards are shuffled together. A run can begin anywhere in the order.
+A drafter that starts from one state of the target has single positions as examples. A drafter that
+attends to the context has stretches of consecutive positions as examples. Examples of several
+shards are shuffled together. A run can begin anywhere in the order.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch
+from mlx_redrafter.training.loss import IMPOSSIBLE, TrainingBatch
 from mlx_redrafter.training.teacher_cache import (
-    OPTIONAL,
+    EXTRAS,
     Shard,
     Split,
     TeacherCache,
+    extras_of,
     find_draftable_steps,
 )
-from mlx_redrafter.training.training_options import Recipe
+from mlx_redrafter.training.training_request import Recipe
 
-# Upper limit of the cached arrays in memory at one time; the shards below it are shuffled together.
+# Maximum size of the shards that are in memory and shuffled together, in bytes.
 GROUP_BYTES = 2**29
 
 
@@ -34,14 +35,13 @@ class BatchOptions(NamedTuple):
     """Options of `BatchOrder`.
 
     Attributes:
-        recipe: Training objective; "rollouts" takes the drafts from rollouts, the others from the
-            text.
+        recipe: Training objective; "rollouts" trains on rollouts, the others on the text.
         beam_length: L, root included.
-        batch_tokens: Positions per batch; the last batch of a group is padded with positions of
-            weight 0.
+        batch_tokens: Number of positions per batch; positions of weight 0 pad the last batch of a
+            group.
         seed: Random seed for the order.
-        stretch: Consecutive positions of an example.
-        layers: Layers of the target whose inputs stand for its last hidden states, [] for none.
+        stretch: Number of consecutive positions of an example.
+        layers: Layers of the target whose inputs the drafter reads, () for its last hidden states.
     """
 
     recipe: Recipe
@@ -53,7 +53,7 @@ class BatchOptions(NamedTuple):
 
     @property
     def batch_examples(self) -> int:
-        """Examples per batch."""
+        """Number of examples per batch."""
         return max(1, self.batch_tokens // self.stretch)
 
 
@@ -74,13 +74,13 @@ class HeadRows:
             self._rows = mx.array(rows)
 
     def look_up(self, tokens: mx.array) -> mx.array:
-        """Row of each token, int32, same shape; -1 for tokens without a row."""
+        """Map tokens to their rows, int32, same shape; -1 for tokens without a row."""
         return tokens if self._rows is None else self._rows[tokens]
 
     def map_distributions(
         self, top_ids: mx.array, log_probs: mx.array, tail: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Distributions over rows instead of tokens; tokens without a row join the tail."""
+        """Map distributions over tokens to rows; tokens without a row join the tail."""
         if self._rows is None:
             return top_ids, log_probs, tail
         rows = self._rows[top_ids]
@@ -88,22 +88,14 @@ class HeadRows:
         return mx.maximum(rows, 0), mx.where(rows < 0, IMPOSSIBLE, log_probs), tail + lost
 
 
-class Place(NamedTuple):
-    """Place of a step in the order: the epoch, the group's number, and the batch's in the group."""
-
-    epoch: int
-    group: int
-    batch: int
-
-
 @dataclass(frozen=True)
-class Group:
-    """Shards in memory.
+class ShardGroup:
+    """Shards in memory, divided into examples.
 
     Attributes:
         shard: All shards of the group, concatenated.
-        examples: First positions of the examples; of single positions, those with at least one
-            step that counts, int64, shape (p,).
+        examples: First positions of the examples, int64, shape (p,). Examples of one position
+            have at least one step that counts.
         steps: True for the unroll steps that count, bool, shape (n, L - 1).
     """
 
@@ -142,35 +134,31 @@ class BatchOrder:
                 f"expected texts of more than {options.beam_length} tokens to train on, found "
                 "none; give longer or more texts"
             )
-        self._group: tuple[int, Group] | None = None
-
-    @property
-    def num_examples(self) -> int:
-        """Examples per epoch."""
-        return sum(self.counts)
+        self._group: tuple[int, ShardGroup] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches per epoch."""
+        """Number of batches per epoch."""
         return sum(map(self._num_batches, self.counts))
 
-    def batch(self, step: int) -> Batch:
-        """The batch of a step; the first step is 0."""
-        place = self._place(step)
-        group = self._load(place.group)
-        rng = np.random.default_rng([self.options.seed, place.epoch, place.group])
+    def batch(self, step: int) -> TrainingBatch:
+        """Collect the batch of a step; the first step is 0."""
+        epoch, number, first = self._place(step)
+        group = self._load(number)
+        rng = np.random.default_rng([self.options.seed, epoch, number])
         order = rng.permutation(group.examples)
         options, size = self.options, self.options.batch_examples
-        chosen = order[place.batch * size : (place.batch + 1) * size]
+        chosen = order[first : first + size]
         positions = (chosen[:, None] + np.arange(options.stretch)).flatten()
         return gather(group, positions, size * options.stretch, options.beam_length, self.rows)
 
-    def _place(self, step: int) -> Place:
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """Find the epoch of a step, its group, and its first example in the group's order."""
         epoch, left = divmod(step, self.steps_per_epoch)
         rng = np.random.default_rng([self.options.seed, epoch])
         for group in rng.permutation(len(self.groups)):
             if left < self._num_batches(self.counts[group]):
-                return Place(epoch, int(group), left)
+                return epoch, int(group), left * self.options.batch_examples
             left -= self._num_batches(self.counts[group])
         raise AssertionError("a step beyond the epoch")
 
@@ -183,8 +171,8 @@ class BatchOrder:
         counts: list[int] = []
         sizes: list[int] = []
         room = 0
-        # The cache holds given texts first and self-generated texts after them: a group of
-        # neighbours would be one kind of text, and the drafter would forget the other.
+        # The cache holds given texts first and self-generated texts after them. A group of
+        # neighbours would hold one kind of text, and the drafter would forget the other.
         rng = np.random.default_rng(self.options.seed)
         for number in rng.permutation(self.cache.num_shards(self.split)).tolist():
             shard = self.cache.load(self.split, number)
@@ -216,35 +204,34 @@ class BatchOrder:
             steps = np.repeat(trained[:, None], length - 1, axis=1)
         return steps
 
-    def _load(self, number: int) -> Group:
+    def _load(self, number: int) -> ShardGroup:
         if self._group is None or self._group[0] != number:
             self._group = None  # free its memory before the next group is read
             length = self.options.beam_length if self.options.recipe == "rollouts" else None
-            layers = self.options.layers
-            shards = [self.cache.load(self.split, n, length, layers) for n in self.groups[number]]
+            extras = extras_of(self.options.layers, length)
+            shards = [self.cache.load(self.split, n, extras) for n in self.groups[number]]
             steps = np.concatenate([self._mark_steps(shard) for shard in shards])
             self._group = (number, make_group(concatenate(shards), steps, self.options.stretch))
         return self._group[1]
 
 
-def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> Group:
-    """Divide a shard into examples.
+def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> ShardGroup:
+    """Divide a shard into examples of ``stretch`` positions; no step may reach beyond its stretch.
 
     Args:
         shard: The shard.
-        steps: True for the unroll steps that count, bool, shape (n, L - 1). Those that reach beyond
-            their stretch do not.
-        stretch: Consecutive positions of an example.
+        steps: True for the unroll steps that count, bool, shape (n, L - 1).
+        stretch: Number of consecutive positions of an example.
     """
     if stretch == 1:
-        return Group(shard, np.flatnonzero(steps.any(axis=1)), steps)
+        return ShardGroup(shard, np.flatnonzero(steps.any(axis=1)), steps)
     count, num_steps = steps.shape
     last = np.arange(count)[:, None] % stretch + np.arange(num_steps)
-    return Group(shard, np.arange(0, count, stretch), steps & (last < stretch))
+    return ShardGroup(shard, np.arange(0, count, stretch), steps & (last < stretch))
 
 
 def concatenate(shards: list[Shard]) -> Shard:
-    """Join several shards into one; waits for the device."""
+    """Join several shards into one; blocks until MLX has evaluated it."""
     if len(shards) == 1:
         return shards[0]
     offsets = np.cumsum([0, *(shard.tokens.shape[0] for shard in shards)])
@@ -254,7 +241,7 @@ def concatenate(shards: list[Shard]) -> Shard:
         for name in shards[0].arrays()
         if name != "starts"
     }
-    for name in OPTIONAL:
+    for name in EXTRAS:
         arrays = [getattr(shard, name) for shard in shards]
         if all(array is not None for array in arrays):
             joined[name] = mx.concatenate(arrays)
@@ -265,11 +252,11 @@ def concatenate(shards: list[Shard]) -> Shard:
 
 
 def gather(
-    group: Group, positions: NDArray[np.int64], size: int, length: int, rows: HeadRows
-) -> Batch:
+    group: ShardGroup, positions: NDArray[np.int64], size: int, length: int, rows: HeadRows
+) -> TrainingBatch:
     """Collect the batch of some positions.
 
-    Positions of weight 0 pad it to ``size``, and stand for positions beyond the last.
+    Positions of weight 0 pad it to ``size``, and replace positions beyond the last.
     """
     shard, last = group.shard, len(group.steps) - 1
     padded = np.full(size, last + 1)
@@ -277,7 +264,7 @@ def gather(
     is_there = padded <= last
     padded = np.where(is_there, padded, 0)
     weights = np.where(is_there[:, None], group.steps[padded], False).astype(np.float32)
-    # What pads a stretch is another sequence.
+    # The padding of a stretch counts as another sequence.
     sequences = np.searchsorted(np.array(shard.starts), padded, side="right")
     sequences = np.where(is_there, sequences, 0).astype(np.int32)
     here = mx.array(padded.astype(np.int32))
@@ -292,7 +279,7 @@ def gather(
     top_ids, log_probs, tail = rows.map_distributions(
         shard.top_ids[where], shard.top_log_probs[where].astype(mx.float32), shard.tail[where]
     )
-    return Batch(
+    return TrainingBatch(
         states=(shard.hidden if shard.states is None else shard.states)[here],
         sequences=mx.array(sequences),
         tokens=tokens,

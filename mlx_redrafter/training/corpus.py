@@ -1,16 +1,16 @@
 """The sequences of a training run: given, self-generated and held-out.
 
-The held-out sequences are self-generated too, half greedily and half sampled, from prompts that no
-other sequence starts from: measurements on them hold for drafting, which continues the target's own
-text.
+The target generates the held-out sequences, too, half greedily and half sampled, from prompts that
+no other sequence starts from. So they measure drafting as it happens in decoding, which continues
+text of the target.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,29 +18,28 @@ import numpy as np
 from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.training.data import (
     CHARS_PER_TOKEN,
-    Conversation,
+    Chat,
     Document,
     Encoder,
     Item,
     TokenSequence,
     split_text,
 )
+from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.self_generated import (
     AnswerLimits,
     PromptSource,
     TextGenerator,
     plan_jobs,
 )
-from mlx_redrafter.training.training_options import DataOptions
+from mlx_redrafter.training.training_request import DataOptions
 
-# Largest number of uses of a text as a prompt: its beginning has another length each time.
+# Maximum number of uses of a text as a prompt; its beginning has a random length each time.
 MAX_PASSES = 64
-# Largest number of uses of the prompts if one of them is fixed: it repeats in full.
+# Maximum number of uses of the prompts if one of them is fixed, which repeats in full.
 FIXED_PASSES = 16
 # Number of uses of each prompt without a limit of tokens.
 DEFAULT_PASSES = 2
-
-OnProgress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ class Sources:
 def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) -> Sources:
     """Hold some items out and divide the others by their use.
 
-    Rows of ``data`` that are prompts join ``prompts``. Without any prompts, the target continues
-    beginnings of the texts of ``data``, which are also trained on.
+    Prompts in ``data`` join ``prompts``. If there are no prompts, the target continues beginnings
+    of the texts of ``data``, and the drafter also trains on these texts.
 
     Raises:
         DataError: There are fewer than two items.
@@ -116,7 +115,7 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
 
 
 def _is_prompt(item: Item) -> bool:
-    return isinstance(item, Conversation) and not item.is_answered
+    return isinstance(item, Chat) and not item.is_answered
 
 
 def _split_item(item: Item, max_chars: int) -> Iterator[Item]:
@@ -133,52 +132,40 @@ def build_corpus(
     generator: TextGenerator,
     options: DataOptions,
     folder: Path,
-    on_progress: OnProgress,
+    reporter: Reporter,
 ) -> Corpus:
     """Tokenise the given texts and let the target generate the others.
 
-    Args:
-        sources: Divided items.
-        encoder: Encoder of the items.
-        generator: Generator of the texts by the target.
-        options: Amounts of given and self-generated text.
-        folder: Folder of the self-generated texts; complete files are read instead of generated.
-        on_progress: Called with the name of the stage, the tokens done, and the tokens of the whole
-            stage or None.
+    Self-generated texts are stored in ``folder``; those in it are read instead of generated.
 
     Raises:
         ConfigError: The target must generate texts, but there is nothing to start them from.
         DataError: A text cannot be encoded.
     """
-    share = options.written_share if sources.given else 1.0
+    share = options.self_generated_share if sources.given else 1.0
     given = list(_encode_given(sources.given, encoder, options, 1.0 - share))
     wanted = _count_wanted(given, share, options)
+
+    def encode(items: Sequence[Item]) -> list[PromptSource]:
+        return [as_prompt_source(item, encoder, options) for item in items]
+
+    def generate(
+        prompts: Sequence[PromptSource], passes: int, seed: int, total: int | None, kind: str
+    ) -> list[TokenSequence]:
+        return generator.generate(
+            plan_jobs(prompts, options.temp, passes, seed),
+            AnswerLimits(options.answer_tokens, options.sequence_length, total),
+            folder,
+            f"{kind}-text",
+            lambda done: reporter.progress(f"generating {kind} text", done, total),
+        )
+
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
-        self_generated = generator.generate(
-            plan_jobs(
-                prompts := [as_prompt_source(i, encoder, options) for i in sources.prompts],
-                options.temp,
-                _choose_num_passes(prompts, wanted),
-                options.seed,
-            ),
-            AnswerLimits(options.answer_tokens, options.sequence_length, wanted),
-            folder,
-            "written",
-            lambda done: on_progress("writing", done, wanted),
-        )
-    held_out = generator.generate(
-        plan_jobs(
-            [as_prompt_source(i, encoder, options) for i in sources.held_out],
-            options.temp,
-            1,
-            options.seed + 1,
-        ),
-        AnswerLimits(options.answer_tokens, options.sequence_length),
-        folder,
-        "held-out-text",
-        lambda done: on_progress("writing held-out text", done, None),
-    )
+        prompts = encode(sources.prompts)
+        passes = _choose_num_passes(prompts, wanted)
+        self_generated = generate(prompts, passes, options.seed, wanted, "training")
+    held_out = generate(encode(sources.held_out), 1, options.seed + 1, None, "held-out")
     return Corpus(given, self_generated, held_out)
 
 
@@ -218,20 +205,15 @@ def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> i
 
 
 def as_prompt_source(item: Item, encoder: Encoder, options: DataOptions) -> PromptSource:
-    """Encode what the target continues.
+    """Encode a prompt, or a text whose beginning is one.
 
     Raises:
         DataError: The item cannot be encoded.
     """
-    if isinstance(item, Conversation):
+    if isinstance(item, Chat):
         tokens = encoder.encode_prompt(item)
         if len(tokens) > options.sequence_length - 8:
             tokens = tokens[: options.sequence_length // 2]
         return PromptSource(tokens, is_fixed=True)
     first = next(iter(encoder.encode(item)))
     return PromptSource([int(token) for token in first.tokens], is_fixed=False)
-
-
-def describe(options: DataOptions) -> dict[str, object]:
-    """List the options that determine the sequences, by name."""
-    return asdict(options)

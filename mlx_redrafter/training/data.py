@@ -4,7 +4,7 @@ Files are not trusted: errors in a file are reported with its name and line.
 
 - ``*.jsonl``: one object per line with ``"text"``, with ``"messages"`` (a chat), with ``"prompt"``
   (the target generates the answer), or with ``"prompt"`` and ``"completion"``.
-- Any other name: plain text. Lines ``<|endoftext|>`` divide the text into documents.
+- All other names: plain text. Lines ``<|endoftext|>`` divide the text into documents.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError, DataError
 
+# Line between two documents of a plain text.
 DOCUMENT_SEPARATOR = "<|endoftext|>"
+# Maximum length of a line, in characters; protects the memory from damaged files.
 MAX_LINE_CHARS = 2**24
 # Guess for cutting long texts before they are tokenised; most languages have 2 to 5.
 CHARS_PER_TOKEN = 3
+# Roles of the messages of a chat.
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 Message = dict[str, Any]
@@ -40,10 +43,10 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Chat:
     """Messages with "role" and "content"; ``origin`` is their file and line.
 
-    A conversation without an assistant's message at the end is a prompt that the target answers.
+    The target answers a chat that does not end with an assistant's message.
     """
 
     messages: list[Message]
@@ -55,7 +58,7 @@ class Conversation:
         return self.messages[-1]["role"] == "assistant"
 
 
-Item = Document | Conversation
+Item = Document | Chat
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class TokenSequence:
 
     Attributes:
         tokens: Token ids, int32, shape (n,).
-        is_trained: True for tokens to draft, which the target would have to generate when serving,
-            bool, shape (n,).
+        is_trained: True for tokens that the target would generate and the drafter should draft,
+            bool, shape (n,); False for the prompt.
     """
 
     tokens: NDArray[np.int32]
@@ -142,8 +145,8 @@ def _read_documents(path: Path) -> Iterator[Document]:
             lines.append(line)
 
 
-def _as_prompt(text: str, origin: str) -> Conversation:
-    return Conversation([{"role": "user", "content": text}], origin)
+def _as_prompt(text: str, origin: str) -> Chat:
+    return Chat([{"role": "user", "content": text}], origin)
 
 
 def _parse_row(line: str, origin: str) -> Item:
@@ -154,7 +157,7 @@ def _parse_row(line: str, origin: str) -> Item:
     if not isinstance(row, dict):
         raise DataError(f"{origin}: expected a JSON object, found {type(row).__name__}")
     if "messages" in row:
-        return Conversation(_check_messages(row["messages"], origin), origin)
+        return Chat(_check_messages(row["messages"], origin), origin)
     for key in ("text", "prompt", "completion"):
         if key in row and not (isinstance(row[key], str) and row[key].strip()):
             raise DataError(f'{origin}: expected "{key}" to be a text, found {row[key]!r:.40}')
@@ -162,7 +165,7 @@ def _parse_row(line: str, origin: str) -> Item:
         messages = [{"role": "user", "content": row["prompt"]}]
         if "completion" in row:
             messages.append({"role": "assistant", "content": row["completion"]})
-        return Conversation(messages, origin)
+        return Chat(messages, origin)
     if "text" in row:
         return Document(row["text"], origin)
     raise DataError(
@@ -186,12 +189,12 @@ def _check_messages(messages: object, origin: str) -> list[Message]:
 
 
 class Encoder:
-    """Encoder of items into token sequences, tokenised as in serving.
+    """Encoder of items into token sequences, with the prompt encoding of decoding.
 
     Args:
         tokenizer: The target's tokenizer.
-        sequence_length: Length of the longest sequence, in tokens.
-        vocab_size: Rows of the target's embedding; larger token ids are an error.
+        sequence_length: Maximum length of a sequence, in tokens.
+        vocab_size: Number of rows of the target's embedding; larger token ids are an error.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, sequence_length: int, vocab_size: int):
@@ -215,7 +218,7 @@ class Encoder:
             reply = list(self.tokenizer.encode(answer, add_special_tokens=False))
             yield self._sequence([*prompt, *reply], len(prompt), item.origin)
 
-    def encode_prompt(self, item: Conversation) -> list[int]:
+    def encode_prompt(self, item: Chat) -> list[int]:
         """Encode a chat up to the beginning of the assistant's last reply.
 
         Returns:
@@ -247,7 +250,7 @@ class Encoder:
                 part = body[start : start + room]
                 yield self._sequence([*prefix, *part], num_given, document.origin)
 
-    def _encode_chat(self, item: Conversation) -> Iterator[TokenSequence]:
+    def _encode_chat(self, item: Chat) -> Iterator[TokenSequence]:
         """Encode all replies as one sequence, or several if the template rewrites earlier turns."""
         tokens: list[int] = []
         is_trained: list[bool] = []
@@ -278,7 +281,7 @@ class Encoder:
             )
 
     def _end_of_reply(self, tokens: Sequence[int], start: int) -> int:
-        """Index after the reply's stop token: templates may add a line break after it."""
+        """Find the index after the reply's stop token; a template may add a line break there."""
         stops = self.tokenizer.eos_token_ids
         return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), len(tokens))
 

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mlx_redrafter.proposers.fit import ENOUGH
-from mlx_redrafter.training.request import TrainingRequest
+from mlx_redrafter.training.training_request import TrainingRequest
 
-# Least share of the given minutes that is left for training, whatever the other stages take.
+# Minimum share of the given minutes for training, however slow the other stages are.
 LEAST_SHARE = 0.25
-# Share of the given minutes for evaluation, unless that would be fewer measurements than the least.
+# Share of the given minutes for evaluation, unless that allows fewer than `LEAST_EVALUATIONS`.
 EVALUATION_SHARE = 0.25
+# Minimum number of measurements, the first one left out.
 LEAST_EVALUATIONS = 2
-# Without minutes: least tokens trained on from one measurement to the next, by those it measures.
+# Minimum number of tokens trained on between two measurements, by the tokens of a measurement;
+# without minutes only.
 TRAINED_PER_MEASURED = 4
-
-
-class Schedule(NamedTuple):
-    """Length of the training.
-
-    Attributes:
-        total_steps: Number of optimiser steps.
-        num_evaluations: Number of measurements, beside the first.
-    """
-
-    total_steps: int
-    num_evaluations: int
 
 
 @dataclass(frozen=True)
@@ -36,16 +25,16 @@ class Workload:
 
     Attributes:
         given: Number of tokens of the texts from files.
-        written: Number of tokens that the target writes for training.
-        held_out: Number of tokens that the target writes for measuring.
+        generated: Number of tokens that the target generates for training.
+        held_out: Number of tokens that the target generates for measuring.
         prompts: Number of tokens of the prompts of both.
         steps: Number of optimiser steps without a limit of minutes.
         batch_tokens: Number of tokens of a step.
-        num_evaluations: Most measurements, beside the first.
+        num_evaluations: Maximum number of measurements, the first one left out.
     """
 
     given: int
-    written: int
+    generated: int
     held_out: int
     prompts: int
     steps: int
@@ -54,24 +43,16 @@ class Workload:
 
     @classmethod
     def of(
-        cls, request: TrainingRequest, given: int, written: int, prompt: int, num_held_out: int
+        cls, request: TrainingRequest, given: int, generated: int, prompt: int, num_held_out: int
     ) -> Workload:
-        """The work of a request.
-
-        Args:
-            request: The request.
-            given: Number of tokens of the texts from files.
-            written: Number of tokens that the target writes for training.
-            prompt: Mean number of tokens of a prompt.
-            num_held_out: Number of held-out texts.
-        """
+        """Compute the work of a request, with ``prompt`` the mean number of tokens of a prompt."""
         answer, training = request.data_options.answer_tokens, request.training
-        steps_per_epoch = -(-(given + written) // training.batch_tokens)
+        steps_per_epoch = -(-(given + generated) // training.batch_tokens)
         return cls(
             given,
-            written,
+            generated,
             num_held_out * answer,
-            prompt * (written // answer + 1 + num_held_out),
+            prompt * (generated // answer + 1 + num_held_out),
             training.epochs * steps_per_epoch,
             training.batch_tokens,
             training.num_evaluations,
@@ -80,25 +61,25 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Number of tokens of all sequences."""
-        return self.given + self.written + self.held_out + self.prompts
+        return self.given + self.generated + self.held_out + self.prompts
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that the parts of a run take on a machine.
+    """Times of the parts of a run on a machine.
 
     Attributes:
-        writing: Seconds per token that the target writes, many texts at once.
+        generating: Seconds per token that the target generates, many texts at once.
         reading: Seconds per token that the target reads.
-        rollout: Seconds per token whose greedy continuation is written; 0 for the recipes
-            without rollouts.
+        rollout: Seconds per token whose greedy continuation the target generates; 0 for the
+            recipes without rollouts.
         step: Seconds per optimiser step.
         chain: Seconds per held-out token of a measurement with a chain.
         tree: Seconds per held-out token of the other measurements of a finished drafter.
         calibration: Seconds per held-out token of the calibration, which stops at `ENOUGH`.
     """
 
-    writing: float
+    generating: float
     reading: float
     rollout: float
     step: float
@@ -114,7 +95,7 @@ class Timetable:
     Attributes:
         stages: Seconds by the name of the stage, in order.
         step: Seconds per optimiser step.
-        num_evaluations: Number of measurements, beside the first.
+        num_evaluations: Number of measurements, the first one left out.
     """
 
     stages: Mapping[str, float]
@@ -123,15 +104,15 @@ class Timetable:
 
     @classmethod
     def of(cls, work: Workload, pace: Pace, minutes: float | None) -> Timetable:
-        """The timetable of a run.
+        """Plan a run.
 
-        With ``minutes`` training gets what the other stages leave of them. There are fewer
-        measurements where these would take too much; without ``minutes`` that is a matter of
-        numbers of tokens, so that equal runs are equal.
+        With ``minutes``, training fills the time that the other stages leave. Slow measurements are
+        made less often. Without ``minutes``, only the numbers of tokens decide how often, so that
+        equal runs are equal.
         """
-        given_and_written = work.tokens - work.held_out
+        given_and_generated = work.tokens - work.held_out
         chain = pace.chain * work.held_out
-        # Calibration looks at two drafts per token.
+        # Calibration reads two predictions per token.
         calibration = pace.calibration * min(work.held_out, ENOUGH // 2)
         finishing = chain + pace.tree * work.held_out + calibration
         if minutes is not None:
@@ -140,8 +121,8 @@ class Timetable:
             room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * work.held_out)
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
         stages = {
-            "writing": pace.writing * (work.written + work.held_out),
-            "reading": pace.reading * work.tokens + pace.rollout * given_and_written,
+            "generating": pace.generating * (work.generated + work.held_out),
+            "reading": pace.reading * work.tokens + pace.rollout * given_and_generated,
             "training": work.steps * pace.step,
             "evaluation": (num_evaluations + 1) * chain + finishing,
         }
@@ -158,16 +139,10 @@ class Timetable:
     def __str__(self) -> str:
         return f"about {format_time(self.total)}: {format_stages(self.stages)}"
 
-    def schedule(self, minutes: float, elapsed: float) -> Schedule:
-        """The length of training that fits into the given minutes.
-
-        Args:
-            minutes: Time for the whole run.
-            elapsed: Seconds that are gone before the first step.
-        """
+    def count_steps(self, minutes: float, elapsed: float) -> int:
+        """Count the steps that fit into a run, ``elapsed`` seconds after it began."""
         left = 60 * minutes - elapsed - self.stages["evaluation"]
-        steps = round(max(left, LEAST_SHARE * 60 * minutes) / self.step)
-        return Schedule(max(1, steps), self.num_evaluations)
+        return max(1, round(max(left, LEAST_SHARE * 60 * minutes) / self.step))
 
 
 def format_stages(stages: Mapping[str, float]) -> str:
@@ -176,7 +151,7 @@ def format_stages(stages: Mapping[str, float]) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Render a time in seconds, minutes or hours, whichever is read best."""
+    """Render a time in seconds, in minutes from 100 seconds on, or in hours from 100 minutes on."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = seconds / 60

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import read_json, write_atomically
+from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.errors import CheckpointError
 
 Arrays = dict[str, mx.array]
@@ -20,7 +20,7 @@ LEFTOVER = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|csv|png|md)")
 
 
 def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file; waits for the device."""
+    """Write a safetensors file; blocks until MLX has evaluated the arrays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
         path,
@@ -54,13 +54,6 @@ def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
     return dict(arrays), dict(metadata)  # type: ignore[arg-type]
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete the incomplete files of killed runs, in subfolders too."""
-    for path in folder.rglob(".*"):
-        if LEFTOVER.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-
-
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON object."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,10 +61,8 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
-    return read_json(path)
+def remove_leftovers(folder: Path) -> None:
+    """Delete the incomplete files of killed runs, in subfolders too."""
+    for path in folder.rglob(".*"):
+        if LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Identification of a model by a hash over its weights as they are in memory.
+"""Fingerprint of a model: a hash over its weights in memory.
 
 A quantised copy, an adapter or a later checkpoint of the same name has other hidden states, so
 drafters and caches made with one of them must not be used with another.
@@ -13,11 +13,12 @@ import mlx.nn as nn
 
 from mlx_redrafter.checkpoint_files import named_parameters
 
+# Unsigned integer dtypes by the size of an element, in bytes.
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def fingerprint_weights(model: nn.Module) -> str:
-    """Hash the names, shapes, dtypes and values of all weights; waits for the device."""
+    """Hash names, shapes, dtypes and values of all weights; blocks until MLX has evaluated them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(named_parameters(model).items()):
         digest.update(f"{name} {tensor.shape} {tensor.dtype} {_checksums(tensor)}\n".encode())

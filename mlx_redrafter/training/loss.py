@@ -1,13 +1,13 @@
-"""The training losses: distillation of the target along the drafter's own unrolled states.
+"""The training losses: distillation of the target along the drafter's unrolled states.
 
 Axes: B positions, S = L - 1 unroll steps, C layers of the target, H hidden size, V rows of the
 head, k kept tokens.
 
-At position t a drafter sees the hidden state h_t and the tokens x_{t+1} (the root) to x_{t+1+i}, or
-of these only the root, and predicts x_{t+2+i}: step i of S. The target's own distribution of that
+At position t a drafter reads the hidden state h_t and the tokens x_{t+1} (the root) to x_{t+1+i},
+or only the root of these, and predicts x_{t+2+i}: step i of S. The target's distribution of that
 token is P_{t+1+i}, which one pass over the text gives for all t and i. Trained on these
-distributions along self-generated text, the drafter minimises the paper's Eq. 2 with the inner
-expectation taken exactly.
+distributions along self-generated text, the drafter minimises the paper's Eq. 2 with an exact inner
+expectation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_redrafter.training.training_options import DISTILLING, LossOptions
+from mlx_redrafter.training.training_request import DISTILLING, LossOptions
 
 # Log-probability of impossible tokens, in nats; its exponential is zero in float32.
 IMPOSSIBLE = -1e4
-# Smallest probability outside the kept tokens that float32 can tell from zero.
+# Minimum probability outside the kept tokens; float32 cannot tell a smaller one from zero.
 LEAST_TAIL = 1e-7
 # Lower bound of the log-probabilities in the ratios of `agreement`, in nats.
 LEAST_RATIO_LOG_PROB = -30.0
@@ -30,7 +30,7 @@ LEAST_AGREEMENT = 1e-4
 
 
 class Distribution(NamedTuple):
-    """What a drafter says of the next token.
+    """Distribution of the next token under a drafter.
 
     Attributes:
         logits: Its logits, float32, shape (..., V).
@@ -42,8 +42,8 @@ class Distribution(NamedTuple):
 
     @classmethod
     def of(cls, logits: mx.array) -> Distribution:
-        """That of some logits, float32, shape (..., V)."""
-        # What the decorator returns has no type.
+        """Normalise logits, float32, shape (..., V)."""
+        # The decorator erases the type of `_log_total`.
         total, _ = cast(tuple[mx.array, mx.array], _log_total(logits))
         return cls(logits, total)
 
@@ -52,8 +52,8 @@ class Distribution(NamedTuple):
         return mx.take_along_axis(self.logits, rows, axis=-1) - self.total[..., None]
 
 
-# Exponentials take most of a step on a CPU. MLX's own logsumexp computes them once more for the
-# gradient; this one keeps the probabilities, which are its gradient.
+# Exponentials are most of the cost of a step on a CPU. MLX's own logsumexp computes them a second
+# time for the gradient; this one keeps the probabilities, which are its gradient.
 @mx.custom_function
 def _log_total(logits: mx.array) -> tuple[mx.array, mx.array]:
     probs = mx.softmax(logits, axis=-1)
@@ -67,12 +67,12 @@ def _log_total_gradient(
     return cotangents[0][..., None] * outputs[1]
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """The drafter's inputs and the target's outputs at B positions.
 
     Attributes:
-        states: Last hidden states of the target, or the inputs of those of its layers that the
-            drafter reads, shape (B, H) or (B, C * H).
+        states: Last hidden states of the target, shape (B, H), or the inputs of the C layers that
+            the drafter reads, shape (B, C * H).
         sequences: Number of the sequence of each position, int32, shape (B,).
         tokens: Root and drafts, int32, shape (B, S + 1).
         labels: Rows of the head for the tokens after the root, -1 for tokens without a row, int32,
@@ -93,12 +93,14 @@ class Batch(NamedTuple):
     top_log_probs: mx.array
     tail: mx.array
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """The positions from ``start`` to ``stop``, the latter excluded."""
-        return Batch(*(array[start:stop] for array in self))
+    def rows(self, start: int, stop: int) -> TrainingBatch:
+        """Select the positions from ``start`` to ``stop``, the latter excluded."""
+        return TrainingBatch(*(array[start:stop] for array in self))
 
 
-def draft_loss(logits: mx.array, batch: Batch, counts: mx.array, options: LossOptions) -> mx.array:
+def draft_loss(
+    logits: mx.array, batch: TrainingBatch, counts: mx.array, options: LossOptions
+) -> mx.array:
     """Compute the loss of a batch, or of a part of a batch, in nats.
 
         loss = sum_i w_i (sum_t rho_{t,i} l_{t,i}) / counts_i
@@ -144,7 +146,7 @@ def divergence(
 
         KL = sum_k p_k (log p_k - log q_k) + p_tail (log p_tail - log q_tail)
 
-    Renormalising the kept tokens instead would teach the drafter that the others never occur.
+    Renormalising the kept tokens instead would train the drafter to rule the others out.
 
     Args:
         drafter: The drafter's distribution, shape (...).
@@ -167,18 +169,18 @@ def agreement(
     """Compute the probability that drafter and target sample the same token with the same noise.
 
     With Gumbel noise G both choose i if ``G_i - G_j`` is at least ``log(p_j / p_i)`` and
-    ``log(q_j / q_i)`` for every j, which has the probability
-    ``1 / sum_j max(p_j / p_i, q_j / q_i)`` (Gumbel coupling, arXiv 2408.07978). The events are
-    those of `divergence`; the last one, any other token, never counts as agreement. With the events
-    sorted by ``q / p``, the sum over j is the sum of p up to i, divided by p_i, plus the sum of q
-    beyond i, divided by q_i.
+    ``log(q_j / q_i)`` for every j. The probability of that is
+    ``1 / sum_j max(p_j / p_i, q_j / q_i)`` (Gumbel coupling, arXiv 2408.07978).
+
+    The events are those of `divergence`; the last one, any other token, never counts as agreement.
+    With the events sorted by ``q / p``, the sum over j is the sum of p up to i, divided by p_i,
+    plus the sum of q beyond i, divided by q_i.
 
     Args:
         drafter: The drafter's distribution, shape (...).
-        top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0, shape
-            (..., k).
-        top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
-        tail: The target's probability of all other tokens, shape (...).
+        top_ids: As in `divergence`.
+        top_log_probs: As in `divergence`.
+        tail: As in `divergence`.
 
     Returns:
         The probability of agreement, 0 to 1, shape (...).

@@ -16,18 +16,17 @@ import numpy as np
 
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.batches import Group, HeadRows, gather
+from mlx_redrafter.training.batches import ShardGroup, gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
-from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.self_generated import (
     ROUND_SIZE,
     AnswerLimits,
     GenerationJob,
     TextGenerator,
 )
-from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.simulated_decoding import simulate
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher import (
     BATCH_SEQUENCES,
     ROLLOUT_POSITIONS,
@@ -36,21 +35,28 @@ from mlx_redrafter.training.teacher import (
     roll_out,
 )
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.trainer import Optimiser, stretch_of
+from mlx_redrafter.training.trainer import Optimiser, choose_stretch
+from mlx_redrafter.training.training_request import TrainingRequest
 
-# Most tokens of a prompt, and tokens of a short and a long answer: their difference is the time of
-# writing without that of the prompts. The first tokens take longer, as fewer texts are at hand:
-# prompts are read between them.
-PROMPT_TOKENS, SHORT, LONG = 8, 10, 26
-# Tokens of each sequence of the untimed pass before reading is timed.
+# Maximum number of tokens of a prompt.
+PROMPT_TOKENS = 8
+# Number of tokens of a short answer. The first tokens of an answer cost more, because prompts are
+# read between them; the difference of a long and a short answer leaves them out.
+SHORT = 10
+# Number of tokens of a long answer.
+LONG = 26
+# Number of tokens of each sequence of the untimed pass before reading is timed.
 WARM_UP_TOKENS = 8
-# Steps that are timed after an untimed one, in which MLX may compile.
+# Number of timed steps, after an untimed one in which MLX may compile.
 TIMED_STEPS = 2
-# Tokens of a measurement, and of a calibration, which looks at many scales.
-MEASURED_TOKENS, CALIBRATED_TOKENS = 256, 64
+# Number of tokens of a measurement.
+MEASURED_TOKENS = 256
+# Number of tokens of a calibration, which costs more, because it compares many scales.
+CALIBRATED_TOKENS = 64
 
 Result = TypeVar("Result")
 OnStage = Callable[[int, int], None]
+# Number of stages of the rehearsal.
 NUM_STAGES = 4
 
 
@@ -61,20 +67,20 @@ def rehearse(
     prompts: Sequence[list[int]],
     on_stage: OnStage,
 ) -> Pace:
-    """Time the stages of a run. Seeds MLX's global random state, waits for the device.
+    """Time the stages of a run. Seeds MLX's global random state.
 
     Args:
         request: The run.
         target: The teacher.
         student: The drafter, whose weights change.
-        prompts: Beginnings of texts that the target continues, token ids.
-        on_stage: Called with the number of stages done and of all of them.
+        prompts: Token ids of prompts.
+        on_stage: Called with the number of stages done, and the number of all stages.
 
     Raises:
         NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
     """
     on_stage(0, NUM_STAGES)
-    sequences, writing = _write(request, target, prompts)
+    sequences, generating = _generate(request, target, prompts)
     on_stage(1, NUM_STAGES)
     k = request.top_k
     beginnings = [
@@ -95,18 +101,18 @@ def rehearse(
         rollout = seconds / few.tokens.shape[0]
     on_stage(2, NUM_STAGES)
     ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
-    initialise(student, None, 0, ids)
-    step = _time_step(request, target, student, shard)
+    student.initialise(None, 0, ids)
+    step = _time_step(request, student, shard)
     on_stage(3, NUM_STAGES)
     evaluation = _time_evaluation(request, student, shard)
     on_stage(4, NUM_STAGES)
-    return Pace(writing, reading, rollout, step, *evaluation)
+    return Pace(generating, reading, rollout, step, *evaluation)
 
 
-def _write(
+def _generate(
     request: TrainingRequest, target: Target, prompts: Sequence[list[int]]
 ) -> tuple[list[TokenSequence], float]:
-    """Let the target write: sequences of one length, and the seconds per token."""
+    """Let the target generate sequences of one length, and time it, in seconds per token."""
     temps, longest = (0.0, request.data_options.temp), request.data_options.sequence_length
     jobs = [
         GenerationJob(prompts[i % len(prompts)][:PROMPT_TOKENS], temps[i % 2])
@@ -114,30 +120,28 @@ def _write(
     ]
     generator = TextGenerator(target.model, (), 0)  # no text ends early
 
-    def write(answer_tokens: int) -> list[TokenSequence]:
+    def generate(answer_tokens: int) -> list[TokenSequence]:
         limits = AnswerLimits(answer_tokens, longest)
         return generator.generate_round(jobs, limits, 0)
 
-    _, short = _timed(lambda: write(SHORT))
-    texts, long = _timed(lambda: write(LONG), is_warm=True)
+    _, short = _timed(lambda: generate(SHORT))
+    texts, long = _timed(lambda: generate(LONG), is_warm=True)
     tokens = np.concatenate([text.tokens for text in texts])
     size = min(len(tokens) // BATCH_SEQUENCES, longest)
     starts = range(0, BATCH_SEQUENCES * size + 1, size)
     sequences = [TokenSequence(tokens[a:b], np.arange(size) > 0) for a, b in pairwise(starts)]
-    written = sum(int(text.is_trained.sum()) for text in texts) - ROUND_SIZE * SHORT
-    # Where a pass takes next to nothing, noise may leave less than nothing of the difference.
-    return sequences, max(long - short, 0.1 * long) / written
+    generated = sum(int(text.is_trained.sum()) for text in texts) - ROUND_SIZE * SHORT
+    # The measured difference may be negative if passes are very fast.
+    return sequences, max(long - short, 0.1 * long) / generated
 
 
-def _time_step(request: TrainingRequest, target: Target, student: Student, shard: Shard) -> float:
+def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> float:
     """Time optimiser steps on a batch of the run's size; the drafter's weights change."""
-    length, stretch = request.network.beam_length, stretch_of(student, request)
+    length, stretch = request.network.beam_length, choose_stretch(student, request)
     size = max(1, request.training.batch_tokens // stretch) * stretch
     count = shard.tokens.shape[0]
-    group = Group(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
-    rows = HeadRows(
-        None if student.row_ids is None else np.array(student.row_ids), target.vocab_size
-    )
+    group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
+    rows = student.rows
     optimiser = Optimiser(student, stretch, request.loss, request.training, total_steps=1000)
 
     def step() -> None:
@@ -154,11 +158,11 @@ def _time_step(request: TrainingRequest, target: Target, student: Student, shard
 def _time_evaluation(
     request: TrainingRequest, student: Student, shard: Shard
 ) -> tuple[float, float, float]:
-    """Seconds per token of a regular measurement, of all at the end, and of calibration."""
+    """Time a measurement with a chain, all others, and calibration, in seconds per token."""
     few, fewer = (_first_tokens(shard, n) for n in (MEASURED_TOKENS, CALIBRATED_TOKENS))
 
     def time_simulation(plan: DraftPlan) -> float:
-        """Mean time of greedy and sampled texts, of which half of the held-out ones are each."""
+        """Average over greedy and sampled texts, each of which are half of the held-out texts."""
         temps = (0.0, request.data_options.temp)
         return sum(
             _timed(lambda temp=temp: simulate(student, [few], plan, temp))[1]  # type: ignore[misc]
@@ -171,14 +175,14 @@ def _time_evaluation(
 
 
 def _first_tokens(shard: Shard, count: int) -> Shard:
-    """The first tokens of a shard, as one sequence."""
+    """Cut a shard to its first tokens, as one sequence."""
     arrays = {name: array[:count] for name, array in shard.arrays().items() if name != "starts"}
     starts = mx.array([0, arrays["tokens"].shape[0]], dtype=mx.int32)
     return replace(shard, starts=starts, **arrays)
 
 
 def _timed(work: Callable[[], Result], is_warm: bool = False) -> tuple[Result, float]:
-    """A result and the seconds it took, after an untimed call, in which MLX may compile."""
+    """Return a result and its seconds, after an untimed call, in which MLX may compile."""
     if not is_warm:
         work()
     start = time.perf_counter()

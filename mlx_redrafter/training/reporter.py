@@ -1,4 +1,4 @@
-"""What a training run tells whoever started it."""
+"""The interface through which a training run reports to its caller."""
 
 from __future__ import annotations
 

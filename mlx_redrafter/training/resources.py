@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_reduce
+import mlx.nn as nn
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ResourceError
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
-from mlx_redrafter.training.data import CHARS_PER_TOKEN, Conversation, Document, Encoder, Item
+from mlx_redrafter.training.data import CHARS_PER_TOKEN, Chat, Document, Encoder, Item
 from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
-from mlx_redrafter.training.request import TrainingRequest
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.target_size import TargetSize
+from mlx_redrafter.training.training_request import TrainingRequest
 
 # Usable share of the machine's memory.
 USABLE_MEMORY = 0.85
@@ -29,14 +29,16 @@ COPIES_IN_STATE = 5
 COPIES_IN_MEMORY = 7
 # Copies of the logits in memory: logits, exponentials, gradients, values for the backward pass.
 COPIES_OF_LOGITS = 5
-# Texts that tell how many characters a token has.
+# Size of an element of the drafter's weights on disk, in bytes.
+FLOAT16 = 2
+# Number of texts that measure the characters per token.
 SAMPLED_TEXTS = 16
-# Mean tokens of the beginning of a text that serves as a prompt.
+# Mean number of tokens of the beginning of a text that serves as a prompt.
 PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ResourceEstimate:
     """Upper estimates of the resources of a run.
 
     Attributes:
@@ -62,8 +64,35 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class TargetSize:
+    """Sizes of a target.
+
+    Attributes:
+        hidden_size: Size of a hidden state, H.
+        vocab_size: Number of rows of the input embedding, V.
+        weight_bytes: Size of all weights, in bytes.
+        float_bytes: Size of an element of a hidden state, in bytes.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    weight_bytes: int
+    float_bytes: int = 2
+
+    @classmethod
+    def of(cls, target: Target) -> TargetSize:
+        """Measure a loaded target."""
+        return cls(
+            target.hidden_size,
+            target.vocab_size,
+            sum(array.nbytes for array in named_parameters(target.model).values()),
+            target.embed(mx.zeros((1,), dtype=mx.int32)).dtype.size,
+        )
+
+
+@dataclass(frozen=True)
 class StudentSize:
-    """Sizes of a drafter, as far as training depends on them.
+    """Sizes of a drafter.
 
     Attributes:
         num_weights: Number of its weights.
@@ -77,44 +106,39 @@ class StudentSize:
 
     @classmethod
     def of(cls, student: Student) -> StudentSize:
-        """The sizes of a student."""
-        weights = tree_reduce(lambda total, v: total + v.size, student.network.parameters(), 0)
-        return cls(weights, len(student.layers), student.reads_context)
+        """Measure a student."""
+        return cls(count_weights(student.network), len(student.layers), student.reads_context)
 
 
-def count_drafter_weights(config: DrafterConfig) -> int:
-    """Count the weights of a drafter."""
-    hidden, width = config.hidden_size, config.exit_dim
-    count = width * config.head_rows + config.num_draft_layers * (width + 1) * width
-    if config.has_input_proj:
-        count += (2 * hidden + 1) * width
-    return count + (2 * hidden + 1) * hidden * config.rnn
+def count_weights(network: nn.Module) -> int:
+    """Count the weights of a network, which need not be computed."""
+    return sum(array.size for array in named_parameters(network).values())
 
 
 def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> Workload:
     """Estimate the work of a run, from characters unless the options limit the tokens.
 
     Raises:
-        DataError: A text of the sample that tells the characters of a token cannot be encoded.
+        DataError: One of the texts that measure the characters per token cannot be encoded.
     """
     options = request.data_options
-    share = options.written_share if sources.given else 1.0
+    share = options.self_generated_share if sources.given else 1.0
     rate = _measure_chars_per_token(sources, encoder)
     given = sum(_guess_tokens(item, rate) for item in sources.given)
     prompt = _guess_prompt_tokens(sources.prompts, rate)
     if options.max_tokens is not None:
         given = min(given, round((1 - share) * options.max_tokens))
-        written = round(share * options.max_tokens)
+        generated = round(share * options.max_tokens)
     elif share < 1:
-        written = round(given * share / (1 - share))
+        generated = round(given * share / (1 - share))
     else:
-        given, written = 0, DEFAULT_PASSES * len(sources.prompts) * options.answer_tokens
-    return Workload.of(request, given, written, prompt, len(sources.held_out))
+        given, generated = 0, DEFAULT_PASSES * len(sources.prompts) * options.answer_tokens
+    return Workload.of(request, given, generated, prompt, len(sources.held_out))
 
 
 def estimate(
     work: Workload, request: TrainingRequest, size: TargetSize, student: StudentSize
-) -> Estimate:
+) -> ResourceEstimate:
     """Estimate the resources for training a drafter.
 
     Args:
@@ -136,32 +160,24 @@ def estimate(
     heads = 3 * 4 * vocab * hidden
     reading = 3 * teacher.LOGITS_BYTES + 2 * teacher.SHARD_TOKENS * per_token
     steps = COPIES_IN_MEMORY * 4 * count + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
-    # A rehearsal takes steps beside the target.
+    # A rehearsal runs training steps while the target is in memory.
     filling = size.weight_bytes + max(heads, reading, steps)
     kept = size.weight_bytes if student.keeps_target else vocab * hidden * size.float_bytes
     training = steps + group + kept
-    drafter = getattr(mx, request.dtype).size * count
-    return Estimate(
+    drafter = FLOAT16 * count
+    return ResourceEstimate(
         work.tokens,
         cache,
         drafter,
         # A file is replaced once the new one is complete.
         disk=cache + 2 * (COPIES_IN_STATE * 4 * count + drafter),
-        # Held-out texts are read in one piece, and kept during training.
+        # Training loads the held-out texts as a whole, and keeps them.
         memory=max(filling, training) + 2 * held_out,
     )
 
 
-def check_resources(needed: Estimate, folder: Path) -> None:
-    """Raise `ResourceError` unless disk and memory suffice.
-
-    Args:
-        needed: Estimate of the run.
-        folder: Folder of the files to write; shards in it are not written again.
-
-    Raises:
-        ResourceError: There is not enough free disk or not enough memory.
-    """
+def check_resources(needed: ResourceEstimate, folder: Path) -> None:
+    """Raise `ResourceError` unless disk and memory suffice; shards in ``folder`` are reused."""
     existing = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     present = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     free = shutil.disk_usage(existing).free
@@ -180,7 +196,7 @@ def check_resources(needed: Estimate, folder: Path) -> None:
 
 
 def read_total_memory() -> int | None:
-    """Read the machine's memory in bytes, None if the system does not tell."""
+    """Read the machine's memory in bytes, None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -188,7 +204,7 @@ def read_total_memory() -> int | None:
 
 
 def check_minutes(timetable: Timetable, minutes: float) -> None:
-    """Raise `ResourceError` unless minutes for a whole run leave enough for training."""
+    """Raise `ResourceError` unless the minutes for a whole run leave enough for training."""
     if timetable.stages["training"] < LEAST_SHARE * 60 * minutes:
         others = {name: time for name, time in timetable.stages.items() if name != "training"}
         raise ResourceError(
@@ -215,7 +231,7 @@ def _guess_tokens(item: Item, chars_per_token: float) -> int:
 
 def _guess_prompt_tokens(items: Sequence[Item], chars_per_token: float) -> int:
     """Guess the mean tokens of a prompt."""
-    chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Conversation)]
+    chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Chat)]
     return sum(chats) // len(chats) if chats else PROMPT_TOKENS
 
 

@@ -1,8 +1,8 @@
-"""Self-generated training data: texts by the target itself, whose text the drafter must predict.
+"""Self-generated training data: texts by the target, which the drafter learns to predict.
 
-Half of the texts are greedy, half are sampled at the temperature in `DataOptions`. They are
-generated in rounds, each stored whole in its own file, so that an interrupted run continues with
-the next round.
+Half of the texts are greedy, half are sampled at the temperature in `DataOptions`. The target
+generates them in rounds. Each round is stored whole in its own file, so that an interrupted run
+continues with the next round.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
 
-# Texts per file.
+# Number of texts per file.
 ROUND_SIZE = 64
-# Texts that the target decodes at once.
+# Number of texts that the target decodes at once.
 BATCH_SIZE = 32
-# Length of the shortest beginning of a text that serves as a prompt, in tokens.
+# Minimum length of the beginning of a text that serves as a prompt, in tokens.
 SHORTEST_BEGINNING = 4
 # Number of different lengths of the beginnings of a text.
 NUM_BEGINNINGS = 28
@@ -52,9 +52,9 @@ class AnswerLimits(NamedTuple):
     """Limits of the generation.
 
     Attributes:
-        answer_tokens: Length of the longest answer, in tokens.
-        sequence_length: Length of the longest prompt with its answer, in tokens.
-        total_tokens: Number of tokens of all answers that is enough, None to do every job.
+        answer_tokens: Maximum length of an answer, in tokens.
+        sequence_length: Maximum length of a prompt with its answer, in tokens.
+        total_tokens: Number of tokens of all answers after which to stop, None to do every job.
     """
 
     answer_tokens: int
@@ -93,7 +93,7 @@ class TextGenerator:
             limits: Limits of the generation.
             folder: Folder of the rounds' files.
             name: Prefix of the rounds' file names.
-            on_tokens: Called with the number of tokens generated so far, answers only.
+            on_tokens: Called with the number of tokens generated so far, without the prompts.
 
         Returns:
             Prompts with their answers; only the answers are trained on.
@@ -118,7 +118,7 @@ class TextGenerator:
     def generate_round(
         self, jobs: Sequence[GenerationJob], limits: AnswerLimits, number: int
     ) -> list[TokenSequence]:
-        """Generate the texts of one round; see `generate`."""
+        """Generate the texts of one round. Seeds MLX's global random state."""
         answers: dict[int, list[int]] = {}
         for group, temp in enumerate(sorted({job.temp for job in jobs})):
             mx.random.seed(self.seed + 1_000_003 * number + group)
@@ -155,7 +155,7 @@ class TextGenerator:
         return [answers[uid] for uid in ids]
 
     def _answer(self, prompt: list[int], most: int, sampler: Sampler) -> list[int]:
-        """An answer of at most ``most`` tokens, its stop token included."""
+        """Generate an answer of at most ``most`` tokens, its stop token included."""
         answer: list[int] = []
         for token, _ in generate_step(
             mx.array(prompt), self.model, max_tokens=most, sampler=sampler
@@ -194,7 +194,7 @@ class PromptSource(NamedTuple):
 def plan_jobs(
     sources: Sequence[PromptSource], temp: float, num_passes: int, seed: int
 ) -> Iterator[GenerationJob]:
-    """Plan jobs that use the sources in turn, half of them greedy, half sampled.
+    """Plan jobs that use the sources alternately, half of them greedy, half sampled.
 
     A third greedy answer to a fixed prompt would repeat an earlier one, so fixed prompts are only
     sampled after two passes.

@@ -1,8 +1,8 @@
 """The state that training carries from one step to the next, in one file.
 
 The file is replaced as a whole, so a run that is killed at any moment continues from a finished
-step. Since batches and schedule depend on the step alone, a resumed run ends in the same weights as
-an undisturbed one.
+step. Since batches and learning rate depend on the step alone, a resumed run ends in the same
+weights as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.files import Arrays, load_arrays_and_metadata, save_arrays
 
 STATE_FILE = "state.safetensors"
+# Version of the state's arrays, progress and options; a state of another version is an error.
+FORMAT = "2"
 
 
 @dataclass
@@ -39,15 +39,15 @@ class CurvePoint:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Counters and measurements of a run.
 
     Attributes:
         total_steps: Number of steps of the whole run.
-        num_evaluations: Number of measurements of the whole run, beside the first.
+        num_evaluations: Number of measurements of the whole run, the first one left out.
         step: Number of steps done.
         seconds: Training time so far, in seconds.
-        best: Largest number of tokens per step measured so far.
+        best: Maximum tokens per step measured so far.
         best_step: Number of steps done at the best measurement.
         since_best: Number of measurements without improvement in the second half of the run.
         loss_sum: Sum of the losses since the last measurement, in nats.
@@ -73,16 +73,16 @@ class Progress:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Progress:
+    def from_json(cls, text: str) -> TrainingProgress:
         """Read the JSON of `to_json`."""
         values: dict[str, Any] = json.loads(text)
         values["curve"] = [CurvePoint(**point) for point in values["curve"]]
         return cls(**values)
 
 
-def save_state(folder: Path, arrays: Arrays, progress: Progress, identity: str) -> None:
-    """Replace the state in ``folder``; waits for the device."""
-    metadata = {"progress": progress.to_json(), "identity": identity}
+def save_state(folder: Path, arrays: Arrays, progress: TrainingProgress, identity: str) -> None:
+    """Replace the state in ``folder``; blocks until MLX has evaluated the arrays."""
+    metadata = {"format": FORMAT, "progress": progress.to_json(), "identity": identity}
     save_arrays(folder / STATE_FILE, arrays, metadata)
 
 
@@ -91,14 +91,22 @@ def has_state(folder: Path) -> bool:
     return (folder / STATE_FILE).exists()
 
 
-def load_state(folder: Path, identity: str) -> tuple[dict[str, mx.array], Progress]:
+def load_state(folder: Path, identity: str) -> tuple[Arrays, TrainingProgress]:
     """Load the state in ``folder``.
 
     Raises:
-        CheckpointError: The state is damaged, or belongs to a run with other options or texts.
+        CheckpointError: The state is damaged, of another version of this package, or belongs to a
+            run with other options or texts.
     """
     path = folder / STATE_FILE
     arrays, metadata = load_arrays_and_metadata(path)
+    version = metadata.get("format", "1")
+    if version != FORMAT:
+        raise CheckpointError(
+            f"expected a training state of format {FORMAT}, found format {version} in {path}; "
+            "finish the run with the version of mlx-redrafter that began it, or choose another "
+            "--out"
+        )
     found = metadata.get("identity", "")
     if found != identity:
         raise CheckpointError(
@@ -107,7 +115,7 @@ def load_state(folder: Path, identity: str) -> tuple[dict[str, mx.array], Progre
             "another --out"
         )
     try:
-        return arrays, Progress.from_json(metadata["progress"])
+        return arrays, TrainingProgress.from_json(metadata["progress"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a valid training state ({error}); delete it to begin again"

@@ -1,4 +1,4 @@
-"""One pass of the target over all sequences, the inputs of its layers, and greedy rollouts.
+"""The target's outputs on all sequences, the inputs of its layers, and greedy rollouts.
 
 Axes: n tokens, B sequences at once, c tokens of each sequence at once, V vocabulary, H hidden size,
 C layers, k kept tokens, L beam length.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -20,22 +20,21 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.files import save_arrays
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, extras_of
 from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
-# Sequences per forward pass.
+# Number of sequences per forward pass.
 BATCH_SEQUENCES = 8
-# Largest number of tokens per forward pass.
+# Maximum number of tokens per forward pass.
 MAX_CHUNK_TOKENS = 2048
-# Largest size of the float32 logits of a forward pass, in bytes.
+# Maximum size of the float32 logits of a forward pass, in bytes.
 LOGITS_BYTES = 2**27
-# Positions whose rollouts are verified in one tree.
+# Number of positions whose rollouts are verified in one tree.
 ROLLOUT_POSITIONS = 48
 
 OnTokens = Callable[[int], None]
@@ -60,13 +59,8 @@ def fill_cache(
 ) -> None:
     """Run the target over the sequences; existing shards are kept.
 
-    Args:
-        cache: Cache to fill.
-        split: Split of the cache to fill.
-        target: The teacher.
-        sequences: Sequences of the split.
-        k: Number of next tokens whose log-probabilities are kept.
-        on_tokens: Called with the number of tokens done so far.
+    The cache keeps the log-probabilities of k next tokens. ``on_tokens`` receives the number of
+    tokens done so far.
 
     Raises:
         NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
@@ -125,24 +119,37 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
 def fill_states(
     cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
 ) -> None:
-    """Add the inputs of some layers at every token of all shards; existing ones are kept.
-
-    Args:
-        cache: A filled cache.
-        split: Split of the cache.
-        target: The teacher, whose layers are watched.
-        layers: Layers of the teacher.
-        on_tokens: Called with the number of tokens done so far.
+    """Add the inputs of watched layers at every token of all shards; existing ones are kept.
 
     Raises:
         NonFiniteError: The inputs are not finite, or do not fit float16.
     """
+    (extra,) = extras_of(layers)
+    _fill_extra(cache, split, extra, lambda shard: read_states(target, shard, layers), on_tokens)
+
+
+def fill_rollouts(
+    cache: TeacherCache, split: Split, target: Target, length: int, on_tokens: OnTokens
+) -> None:
+    """Add greedy continuations of L tokens of every position; existing ones are kept."""
+    (extra,) = extras_of((), length)
+    _fill_extra(
+        cache, split, extra, lambda shard: mx.array(roll_out(target, shard, length)), on_tokens
+    )
+
+
+def _fill_extra(
+    cache: TeacherCache,
+    split: Split,
+    extra: str,
+    compute: Callable[[Shard], mx.array],
+    on_tokens: OnTokens,
+) -> None:
     done = 0
     for number in range(cache.num_shards(split)):
-        path = cache.state_path(split, number, layers)
         shard = cache.load(split, number)
-        if not path.exists():
-            save_arrays(path, {"states": read_states(target, shard, layers)})
+        if not cache.has(split, number, extra):
+            cache.save_extra(split, number, extra, compute(shard))
         done += shard.tokens.shape[0]
         on_tokens(done)
 
@@ -190,16 +197,14 @@ def _read_batch(
             count = min(size, len(sequences[row]) - begin)
             if count > 0:
                 where = slice(starts[row] + begin, starts[row] + begin + count)
-                for to, values in zip(_arrays(outputs), _arrays(found), strict=True):
-                    to[where] = values[index, :count]
-
-
-def _arrays(outputs: TokenOutputs) -> tuple[NDArray[Any], ...]:
-    return outputs
+                for name, values in found._asdict().items():
+                    getattr(outputs, name)[where] = values[index, :count]
 
 
 def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
-    """Keep the k most probable next tokens and the probability of the rest; waits for the device.
+    """Keep the k most probable next tokens and the probability of the rest.
+
+    Blocks until MLX has evaluated them.
 
     Args:
         logits: The target's logits, shape (B, c, V).
@@ -223,28 +228,6 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
     )
     mx.eval(arrays)
     return TokenOutputs(*(np.array(array) for array in arrays))
-
-
-def fill_rollouts(
-    cache: TeacherCache, split: Split, target: Target, length: int, on_tokens: OnTokens
-) -> None:
-    """Add greedy continuations of every position to all shards; existing ones are kept.
-
-    Args:
-        cache: A filled cache.
-        split: Split of the cache.
-        target: The teacher.
-        length: L, number of tokens of each continuation.
-        on_tokens: Called with the number of tokens done so far.
-    """
-    done = 0
-    for number in range(cache.num_shards(split)):
-        path = cache.rollout_path(split, number, length)
-        shard = cache.load(split, number)
-        if not path.exists():
-            save_arrays(path, {"rollouts": mx.array(roll_out(target, shard, length))})
-        done += shard.tokens.shape[0]
-        on_tokens(done)
 
 
 def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
@@ -280,14 +263,9 @@ def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
 
 
 def build_trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
-    """Build the tree of a text of m tokens, each with a branch of j tokens.
+    """Build the tree of a text of m tokens, shape (m,), each with a branch of j, shape (m, j).
 
-    Args:
-        trunk: Token ids of the text, shape (m,).
-        branches: Token ids of the branches, shape (m, j).
-
-    Returns:
-        The tree; its nodes are the trunk, then the branches level by level.
+    Its nodes are the trunk, then the branches level by level.
     """
     size, levels = branches.shape
     nodes = np.arange(size)

@@ -1,7 +1,7 @@
 """The teacher cache: the target's outputs at every token of every sequence, on disk.
 
-One pass of the target over the sequences gives all that training needs, for every unroll step, so
-the target runs once however long the drafter trains. A cache belongs to one target, one set of
+One pass of the target over the sequences computes all that training needs, for every unroll step,
+so the target runs once however long the drafter trains. A cache belongs to one target, one set of
 texts and one set of options; opening it with others is an error.
 
 Axes: n tokens of a shard, d sequences, H hidden size, C layers of the target, k kept tokens, L beam
@@ -19,14 +19,17 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.training.files import Arrays, load_arrays, load_json, save_arrays, save_json
+from mlx_redrafter.training.files import Arrays, load_arrays, save_arrays, save_json
 
-FORMAT = 1
+# Version of the files and of the names in the manifest; a cache of another version is an error.
+FORMAT = 2
+# Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
-# Arrays of a shard that only some drafters need, each in a file of its own.
-OPTIONAL = ("rollouts", "states")
+# Extra arrays of a shard, which only some drafters need, each in a file of its own.
+EXTRAS = ("rollouts", "states")
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Shard:
             (n, k).
         tail: Probability of all next tokens outside ``top_ids``, float32, shape (n,).
         rollouts: Greedy continuation of every token, or None, int32, shape (n, L).
-        states: The inputs of some of the target's layers, beside each other, or None, float16,
-            shape (n, C * H).
+        states: The concatenated inputs of C of the target's layers, or None, float16, shape
+            (n, C * H).
     """
 
     tokens: mx.array
@@ -58,8 +61,8 @@ class Shard:
     states: mx.array | None = None
 
     def arrays(self) -> Arrays:
-        """Arrays in the shard's file, by name."""
-        return {name: value for name, value in vars(self).items() if name not in OPTIONAL}
+        """Return the arrays in the shard's file, by name."""
+        return {name: value for name, value in vars(self).items() if name not in EXTRAS}
 
 
 class TeacherCache:
@@ -79,63 +82,50 @@ class TeacherCache:
         self.folder = folder
         self.identity = {"format": FORMAT, **identity}
         if self._manifest.exists():
-            _check_identity(load_json(self._manifest), self.identity, folder)
+            _check_identity(read_json(self._manifest), self.identity, folder)
 
     @property
     def _manifest(self) -> Path:
         return self.folder / MANIFEST
 
     def begin(self) -> None:
-        """Make the folder this cache's own, before the first file."""
+        """Write the manifest, before the first file, unless it exists."""
         if not self._manifest.exists():
             save_json(self._manifest, self.identity)
 
-    def shard_path(self, split: Split, number: int) -> Path:
-        """The file of a shard."""
-        return self.folder / f"{split}-{number:05d}.safetensors"
+    def path(self, split: Split, number: int, extra: str = "") -> Path:
+        """Name the file of a shard, or of an extra array of the shard, named by `extras_of`."""
+        return self.folder / f"{split}-{extra}{'-' if extra else ''}{number:05d}.safetensors"
 
-    def rollout_path(self, split: Split, number: int, length: int) -> Path:
-        """The file of a shard's rollouts of ``length`` tokens."""
-        return self.folder / f"{split}-rollouts-{length}-{number:05d}.safetensors"
-
-    def state_path(self, split: Split, number: int, layers: Sequence[int]) -> Path:
-        """The file of the inputs of some layers at a shard's tokens."""
-        named = "-".join(map(str, layers))
-        return self.folder / f"{split}-states-{named}-{number:05d}.safetensors"
-
-    def has(self, split: Split, number: int) -> bool:
-        """Tell whether a shard is stored."""
-        return self.shard_path(split, number).exists()
+    def has(self, split: Split, number: int, extra: str = "") -> bool:
+        """Tell whether a shard, or an extra array of the shard, is stored."""
+        return self.path(split, number, extra).exists()
 
     def save(self, split: Split, number: int, shard: Shard) -> None:
-        """Store a shard; waits for the device."""
+        """Store a shard; blocks until MLX has evaluated its arrays."""
         self.begin()
-        save_arrays(self.shard_path(split, number), shard.arrays())
+        save_arrays(self.path(split, number), shard.arrays())
 
-    def load(
-        self,
-        split: Split,
-        number: int,
-        rollout_length: int | None = None,
-        layers: Sequence[int] = (),
-    ) -> Shard:
-        """Read a shard, with rollouts of a length, and with the inputs of layers, if given.
+    def save_extra(self, split: Split, number: int, extra: str, array: mx.array) -> None:
+        """Store an extra array of a shard; blocks until MLX has evaluated it."""
+        save_arrays(self.path(split, number, extra), {_field(extra): array})
+
+    def load(self, split: Split, number: int, extras: Sequence[str] = ()) -> Shard:
+        """Read a shard with some of its extra arrays.
 
         Raises:
             CheckpointError: A file is missing or damaged.
         """
-        arrays = load_arrays(self.shard_path(split, number))
-        if rollout_length is not None:
-            path = self.rollout_path(split, number, rollout_length)
-            arrays["rollouts"] = load_arrays(path)["rollouts"]
-        if layers:
-            arrays["states"] = load_arrays(self.state_path(split, number, layers))["states"]
+        path = self.path(split, number)
+        arrays = load_arrays(path)
+        for extra in extras:
+            arrays[_field(extra)] = load_arrays(self.path(split, number, extra))[_field(extra)]
         try:
             return Shard(**arrays)
         except TypeError as error:
             raise CheckpointError(
-                f"expected a shard of the teacher cache in {self.shard_path(split, number)}, found "
-                f"other arrays; delete {self.folder} and train again"
+                f"expected a shard of the teacher cache in {path}, found other arrays; delete "
+                f"{self.folder} and train again"
             ) from error
 
     def num_shards(self, split: Split) -> int:
@@ -144,6 +134,17 @@ class TeacherCache:
         while self.has(split, number):
             number += 1
         return number
+
+
+def extras_of(layers: Sequence[int], rollout_length: int | None = None) -> list[str]:
+    """Name the extra arrays with the inputs of layers, and with rollouts of a length, if any."""
+    names = ["-".join(["states", *map(str, layers)])] if layers else []
+    return names if rollout_length is None else [*names, f"rollouts-{rollout_length}"]
+
+
+def _field(extra: str) -> str:
+    """Name the field of `Shard` that holds an extra array."""
+    return extra.partition("-")[0]
 
 
 def _check_identity(
@@ -161,15 +162,15 @@ def _check_identity(
 def find_draftable_steps(
     tokens: NDArray[np.int32], is_trained: NDArray[np.bool_], starts: NDArray[np.int32], length: int
 ) -> NDArray[np.bool_]:
-    """Find the unroll steps whose drafts can occur in serving.
+    """Find the unroll steps whose drafts can occur in decoding.
 
     Step i at position t, whose next token is the root, drafts the token at t + 2 + i. The step
     counts if all tokens from the root to this draft are in the same sequence and trained.
 
     Args:
-        tokens: Token ids, shape (n,).
-        is_trained: True for tokens to draft, bool, shape (n,).
-        starts: Index of the first token of each sequence, and n, shape (d + 1,).
+        tokens: As in `Shard`.
+        is_trained: As in `Shard`.
+        starts: As in `Shard`.
         length: L, root included.
 
     Returns:

@@ -15,36 +15,28 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.training.batches import BatchOrder
-from mlx_redrafter.training.duration import Schedule
 from mlx_redrafter.training.files import Arrays
-from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.request import TrainingRequest
-from mlx_redrafter.training.simulation import simulate
-from mlx_redrafter.training.state import CurvePoint, Progress, has_state, load_state, save_state
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
+from mlx_redrafter.training.simulated_decoding import simulate
+from mlx_redrafter.training.state import (
+    CurvePoint,
+    TrainingProgress,
+    has_state,
+    load_state,
+    save_state,
+)
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_options import LossOptions, TrainingOptions
+from mlx_redrafter.training.training_request import LossOptions, TrainingOptions, TrainingRequest
 
-# Largest size of the float32 logits computed at once, in bytes.
+# Maximum size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28
-# Smallest ratio to the best measurement that counts as an improvement.
+# Minimum ratio to the best measurement that counts as an improvement.
 LEAST_GAIN = 1.002
-# Final learning rate as a share of the peak.
+# Final learning rate, as a share of the peak.
 FINAL_RATE = 0.01
 
-Event = Callable[[Progress], None]
-
-
-class Update(NamedTuple):
-    """Results of one optimiser step, not yet evaluated.
-
-    Attributes:
-        loss: Loss of the batch in nats, a float32 scalar.
-        grad_norm: Norm of the gradient before clipping, a float32 scalar.
-    """
-
-    loss: mx.array
-    grad_norm: mx.array
+Event = Callable[[TrainingProgress], None]
 
 
 class Optimiser:
@@ -52,10 +44,10 @@ class Optimiser:
 
     Args:
         student: The drafter to train in place.
-        stretch: Consecutive positions of an example.
+        stretch: Number of consecutive positions of an example.
         loss: Training objective.
         options: Options of the optimisation.
-        total_steps: Length of the schedule, in steps.
+        total_steps: Length of the training, in steps.
     """
 
     def __init__(
@@ -80,14 +72,17 @@ class Optimiser:
             bias_correction=True,
         )
         self.adam.init(self.network.trainable_parameters())
-        self._cast = student.new_network()
         self.average: Arrays = {n: mx.array(v) for n, v in self._trainable_parameters().items()}
         self._gradient = self._compile(self._part_gradient, [self.network.state])
         state = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, state)
 
-    def step(self, batch: Batch) -> Update:
-        """Take one step, in parts of the batch that bound the memory for logits."""
+    def step(self, batch: TrainingBatch) -> mx.array:
+        """Compute one step, in parts of the batch that bound the memory for logits.
+
+        Returns:
+            Loss of the batch in nats, a float32 scalar.
+        """
         counts = mx.sum(batch.weights, axis=0)
         size = self._part_size(batch)
         loss = mx.array(0.0)
@@ -97,10 +92,11 @@ class Optimiser:
             loss = loss + part_loss
             gradient = part if gradient is None else tree_map(mx.add, gradient, part)
             mx.eval(loss, gradient)
-        return Update(loss, self._apply(gradient))
+        self._apply(gradient)
+        return loss
 
     def arrays(self) -> Arrays:
-        """Weights, optimiser state and averaged weights by name."""
+        """Return weights, optimiser state and averaged weights by name."""
         flat = dict(tree_flatten(self.adam.state))
         return {
             **{f"weights.{name}": value for name, value in self._trainable_parameters().items()},
@@ -119,13 +115,13 @@ class Optimiser:
         mx.eval(compiled)
 
     def averaged(self) -> Student:
-        """The drafter with the averaged weights, independent of the one that is trained."""
+        """Copy the drafter, with the averaged weights; training does not change the copy."""
         return self.student.with_weights(self.average)
 
     def _trainable_parameters(self) -> Arrays:
         return dict(tree_flatten(self.network.trainable_parameters()))
 
-    def _part_size(self, batch: Batch) -> int:
+    def _part_size(self, batch: TrainingBatch) -> int:
         if self.stretch > 1:
             return self.stretch
         rows, num_steps = batch.weights.shape
@@ -136,16 +132,10 @@ class Optimiser:
     def _part_gradient(self, *arrays: mx.array) -> tuple[mx.array, Any]:
         *fields, counts = arrays
         function = nn.value_and_grad(self.network, self._loss)
-        return function(Batch(*fields), counts)
+        return function(TrainingBatch(*fields), counts)
 
-    def _loss(self, batch: Batch, counts: mx.array) -> mx.array:
-        network = self.network
-        if self.options.compute_dtype == "bfloat16":
-            # The cast is inside the gradient, so weights and gradients stay in float32.
-            network = self._cast
-            weights = self._trainable_parameters().items()
-            network.update(tree_unflatten([(n, v.astype(mx.bfloat16)) for n, v in weights]))
-        logits = self.student.logits(network, batch)
+    def _loss(self, batch: TrainingBatch, counts: mx.array) -> mx.array:
+        logits = self.student.logits(self.network, batch)
         return draft_loss(logits, batch, counts, self.loss_options)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
@@ -188,7 +178,7 @@ class Trainer:
         task: Data and options.
         folder: Folder of the state; training continues from a state in the folder.
         identity: Description of the texts and options, which must equal that of the state.
-        schedule: Length of a new run; by default that of the options.
+        total_steps: Number of steps of a new run; by default that of the options.
 
     Raises:
         CheckpointError: The state is damaged or has another identity.
@@ -200,7 +190,7 @@ class Trainer:
         task: TrainingTask,
         folder: Path,
         identity: str,
-        schedule: Schedule | None = None,
+        total_steps: int | None = None,
     ):
         self.student = student
         self.task = task
@@ -208,15 +198,19 @@ class Trainer:
         self.identity = identity
         self.plan = next(iter(student.plans(task.order.options.beam_length).values()))
         self.best: Arrays = {}
-        self._optimiser: Optimiser | None = None
         self._saved_at = time.monotonic()
+        arrays: Arrays = {}
         if has_state(folder):
-            self._restore(*load_state(folder, identity))
+            arrays, self.progress = load_state(folder, identity)
         else:
-            if schedule is None:
-                steps = task.options.epochs * task.order.steps_per_epoch
-                schedule = Schedule(steps, task.options.num_evaluations)
-            self.progress = Progress(*schedule)
+            steps = total_steps or task.options.epochs * task.order.steps_per_epoch
+            self.progress = TrainingProgress(steps, task.options.num_evaluations)
+        self._optimiser = Optimiser(
+            student, task.order.options.stretch, task.loss, task.options, self.progress.total_steps
+        )
+        if arrays:
+            self._optimiser.restore(arrays)
+            self.best = _select_prefix("best.", arrays)
 
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end.
@@ -233,13 +227,12 @@ class Trainer:
             NonFiniteError: The loss is NaN or infinite.
         """
         progress = self.progress
-        optimiser = self._require_optimiser(progress.total_steps)
         if not progress.curve:
-            self._measure(optimiser, on_best)
+            self._measure(on_best)
         while not progress.is_done:
-            self._step(optimiser)
+            self._step()
             if self._is_measurement_due():
-                self._measure(optimiser, on_best)
+                self._measure(on_best)
                 self.save()
             elif time.monotonic() - self._saved_at >= self.task.options.checkpoint_seconds:
                 self.save()
@@ -252,7 +245,6 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state."""
-        assert self._optimiser is not None
         arrays = {
             **self._optimiser.arrays(),
             **{f"best.{name}": value for name, value in self.best.items()},
@@ -260,24 +252,12 @@ class Trainer:
         save_state(self.folder, arrays, self.progress, self.identity)
         self._saved_at = time.monotonic()
 
-    def _restore(self, arrays: Arrays, progress: Progress) -> None:
-        self.progress = progress
-        self._require_optimiser(progress.total_steps).restore(arrays)
-        self.best = _select_prefix("best.", arrays)
-
-    def _require_optimiser(self, total_steps: int) -> Optimiser:
-        if self._optimiser is None:
-            task = self.task
-            stretch = task.order.options.stretch
-            self._optimiser = Optimiser(self.student, stretch, task.loss, task.options, total_steps)
-        return self._optimiser
-
-    def _step(self, optimiser: Optimiser) -> None:
+    def _step(self) -> None:
         progress = self.progress
         start = time.perf_counter()
-        update = optimiser.step(self.task.order.batch(progress.step))
-        mx.eval(update, optimiser.arrays())
-        loss = update.loss.item()
+        found = self._optimiser.step(self.task.order.batch(progress.step))
+        mx.eval(found, self._optimiser.arrays())
+        loss = found.item()
         assert isinstance(loss, float)
         if not math.isfinite(loss):
             raise NonFiniteError(
@@ -294,9 +274,9 @@ class Trainer:
         due = (progress.step * count) // total > ((progress.step - 1) * count) // total
         return due or progress.step >= total
 
-    def _measure(self, optimiser: Optimiser, on_best: Callable[[Student], None]) -> None:
+    def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
-        student = optimiser.averaged()
+        student = self._optimiser.averaged()
         task = self.task
         stats = simulate(student, task.held_out, self.plan, task.temp)
         rate = stats.tokens_per_step or 1.0
@@ -310,15 +290,15 @@ class Trainer:
         progress.since_best = 0 if is_progress or is_early else progress.since_best + 1
         if rate > progress.best or not self.best:
             progress.best, progress.best_step = rate, progress.step
-            self.best = {name: mx.array(value) for name, value in optimiser.average.items()}
+            self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
             mx.eval(self.best)
             on_best(student)
         gave_up = progress.since_best >= self.task.options.patience
         progress.is_done = progress.step >= total or gave_up
 
 
-def stretch_of(student: Student, request: TrainingRequest) -> int:
-    """Consecutive positions of an example for this kind of drafter, whose logits fit."""
+def choose_stretch(student: Student, request: TrainingRequest) -> int:
+    """Choose the consecutive positions of an example of a drafter, so that the logits fit."""
     if not student.reads_context:
         return 1
     length = request.network.beam_length
@@ -328,7 +308,7 @@ def stretch_of(student: Student, request: TrainingRequest) -> int:
 
 
 def compiling_pays() -> bool:
-    """Tell whether to compile; on the CPU, MLX runs a C++ compiler for seconds and gains little."""
+    """Tell whether to compile: on the CPU, MLX runs a C++ compiler for seconds and gains little."""
     return bool(mx.default_device() != mx.Device(mx.cpu))
 
 

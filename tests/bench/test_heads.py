@@ -75,7 +75,7 @@ def test_the_command(folders, tmp_path):
     target, drafter = folders
     trained = shutil.copytree(drafter, tmp_path / "trained")
     run_file = {"tokens": 5000, "head": "redrafter", "fused": True, "layers_read": "1,-1"}
-    run_file |= {"recipe": "apple", "self_written": 0.0, "seed": 1}
+    run_file |= {"recipe": "apple", "self_generated": 0.0, "seed": 1}
     (trained / "run.json").write_text(json.dumps(run_file))
     prompts, out = tmp_path / "p.txt", tmp_path / "h.json"
     prompts.write_text("abc abc\n\ndef def")
@@ -86,7 +86,7 @@ def test_the_command(folders, tmp_path):
     result = json.loads(out.read_text())
     assert result["configuration"]["drafters"] == ["drafter", "trained", "lookup"]
     assert [cost["trained_tokens"] for cost in result["found"]["costs"]] == [None, 5000, None]
-    kind = "redrafter, fused, layers 1,-1, apple, self-written 0.0"
+    kind = "redrafter, fused, layers 1,-1, apple, self-generated 0.0"
     assert [cost["kind"] for cost in result["found"]["costs"]] == ["", kind, ""]
     assert len(result["runs"]) == 2 * 2 * (2 + 2 * 3)
     assert out.with_suffix(".png").exists() == ("matplotlib" in sys.modules)

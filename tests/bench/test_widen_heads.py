@@ -16,10 +16,10 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
-from mlx_redrafter.training.students.context import KvStudent
-from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.students.kv_students import KvStudent
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher import read_sequences
-from mlx_redrafter.training.training_options import HEADS, Head
+from mlx_redrafter.training.training_request import HEADS, Head
 from tests.helpers.models import shared_model
 
 LENGTH = 4
@@ -39,7 +39,7 @@ def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     source = shared_model("stories260k")
     target = Target(load(str(source))[0])
     student = new_student(target, NetworkOptions(head, beam_length=LENGTH))
-    initialise(student, None, 1)
+    student.initialise(None, 1)
     student.save(tmp_path / "head", {})
     shape = widen_target(source, tmp_path / "wide", 16_000_000)
     kind, _ = recognise(tmp_path / "head")

@@ -31,7 +31,7 @@ def stories_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_request(stories: Path, out: Path) -> TrainingRequest:
-    """A run of some seconds."""
+    """Request a run of some seconds."""
     return TrainingRequest(
         model=str(shared_model("stories260k")),
         out=out,
@@ -52,5 +52,5 @@ class Run:
 
 @pytest.fixture(scope="session")
 def finished(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A drafter for stories260k that drafts some tokens right."""
+    """Train a drafter for stories260k that drafts some tokens right."""
     return Run(small_request(stories_file, tmp_path_factory.mktemp("run") / "drafter"))

@@ -1,9 +1,16 @@
-"""A tokenizer and a trained run that several tests use."""
+"""A tokenizer, a drafter and a reporter that several tests use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.training import NetworkOptions
+from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
+from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 
 
 class WordTokenizer:
@@ -23,7 +30,7 @@ class WordTokenizer:
         return [0, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The words."""
+        """Join the words."""
         names = {number: word for word, number in self.words.items()}
         return " ".join(names[int(i)] for i in ids)
 
@@ -37,18 +44,24 @@ class WordTokenizer:
         return " ".join(["<s>", *turns, *(["[assistant]"] if add_generation_prompt else [])])
 
 
+def layered_student(target: Target, options: NetworkOptions) -> RecurrentStudent:
+    """Create an untrained recurrent drafter that reads two layers and the last hidden state."""
+    config = choose_drafter_config(target.hidden_size, target.vocab_size, options)
+    layers = (min(1, len(target.blocks) - 1), len(target.blocks) // 2, FINAL)
+    target.watch(layers)
+    return RecurrentStudent(Drafter(replace(config, captured_layers=layers)), target.embed)
+
+
 class Silent:
-    """A reporter that remembers what it heard."""
+    """A reporter that remembers the stages and messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.stages: list[str] = []
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
-        """See `mlx_redrafter.training.Reporter`."""
         if stage not in self.stages:
             self.stages.append(stage)
 
     def say(self, message: str) -> None:
-        """See `mlx_redrafter.training.Reporter`."""
         self.lines.append(message)

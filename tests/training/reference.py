@@ -24,7 +24,7 @@ def silu(x: Floats) -> Floats:
 def logits(
     weights: Weights, num_layers: int, hidden: Floats, embeddings: list[Floats]
 ) -> list[Floats]:
-    """The drafter's logits after each of the embedded tokens, by the formulas of the paper."""
+    """Compute the drafter's logits after each embedded token, by the formulas of the paper."""
     state = np.zeros(hidden.shape)
     results = []
     for embedding in embeddings:
@@ -57,7 +57,7 @@ def divergence(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
 
 
 def agreement(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
-    """The chance that both choose the same kept token with the same noise, pair by pair."""
+    """Compute the chance that both choose the same kept token with the same noise, by pairs."""
     rest = sum(math.exp(q) for i, q in enumerate(log_q) if i not in set(ids))
     p = [*(math.exp(value) for value in log_p), tail]
     q = [*(math.exp(log_q[i]) for i in ids), rest]
@@ -67,7 +67,7 @@ def agreement(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
 
 
 def confidences(log_qs: list[Floats], labels: Any, floor: float) -> list[float]:
-    """The smoothed chance that the drafts before each step are accepted."""
+    """Compute the smoothed chance that the drafts before each step are accepted."""
     chances = [1.0]
     for log_q, label in zip(log_qs[:-1], labels[:-1], strict=True):
         chances.append(chances[-1] * ((1 - floor) * math.exp(log_q[label]) + floor))
@@ -83,7 +83,7 @@ def loss(
     decay: float,
     rho: list[list[float]],
 ) -> float:
-    """The loss of a whole batch, position by position and step by step."""
+    """Compute the loss of a whole batch, position by position and step by step."""
     num_steps = batch["weights"].shape[1]
     total = 0.0
     for step in range(num_steps):

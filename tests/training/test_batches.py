@@ -1,4 +1,4 @@
-"""Which drafts count, and that every position comes once per epoch in a reproducible order."""
+"""Batches: the drafts that count, and every position once per epoch in a reproducible order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import select_frequent_tokens
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, divergence
+from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, divergence
 from mlx_redrafter.training.self_generated import pack_sequences
-from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, find_draftable_steps
+from mlx_redrafter.training.teacher_cache import (
+    Shard,
+    TeacherCache,
+    extras_of,
+    find_draftable_steps,
+)
 
 H, K, L = 2, 2, 3
 
@@ -71,7 +76,7 @@ def cache(tmp_path: Path) -> TeacherCache:
     return cache
 
 
-def _batches(order: BatchOrder, count: int) -> list[Batch]:
+def _batches(order: BatchOrder, count: int) -> list[TrainingBatch]:
     return [order.batch(step) for step in range(count)]
 
 
@@ -80,7 +85,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
 ) -> None:
     monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
     order = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))
-    assert order.num_examples == 3 + 7
+    assert sum(order.counts) == 3 + 7
     assert order.steps_per_epoch == 1 + 2
     seen: list[int] = []
     for batch in _batches(order, order.steps_per_epoch):
@@ -122,17 +127,15 @@ def test_a_group_mixes_shards_from_all_over_the_cache(
 
 
 def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
-    from mlx_redrafter.training.files import save_arrays
-
     for number in range(3):
         shard = cache.load("train", number)
         first = 0 if number == 0 else 7 if number == 1 else 16
         numbers = np.arange(first, first + shard.tokens.shape[0])
         rollouts = mx.array((numbers[:, None] * 10 + np.arange(L)).astype(np.int32))
-        save_arrays(cache.rollout_path("train", number, L), {"rollouts": rollouts})
+        cache.save_extra("train", number, *extras_of((), L), rollouts)
     order = BatchOrder(cache, "train", BatchOptions("rollouts", L, 32, seed=1))
     batch = order.batch(0)
-    assert order.num_examples == 4 + 1 + 8  # wherever the next token is the target's
+    assert sum(order.counts) == 4 + 1 + 8  # wherever the next token is the target's
     for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
         here = round(to_floats(batch.states[int(row), :1])[0])
         assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]

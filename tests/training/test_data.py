@@ -13,14 +13,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.corpus import divide
 from mlx_redrafter.training.data import (
-    Conversation,
+    Chat,
     Document,
     Encoder,
     TokenSequence,
     read_items,
     split_text,
 )
-from mlx_redrafter.training.training_options import DataOptions
+from mlx_redrafter.training.training_request import DataOptions
 from tests.training.pieces import WordTokenizer
 
 
@@ -57,10 +57,10 @@ def test_rows_of_all_kinds(tmp_path: Path) -> None:
     )
     text, chat, prompt, told = read_items([path])
     assert text == Document("one", f"{path}:1")
-    assert chat == Conversation(messages, f"{path}:2")
-    assert isinstance(prompt, Conversation)
+    assert chat == Chat(messages, f"{path}:2")
+    assert isinstance(prompt, Chat)
     assert not prompt.is_answered
-    assert isinstance(told, Conversation)
+    assert isinstance(told, Chat)
     assert told.is_answered
 
 
@@ -68,7 +68,7 @@ def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("why\n\nhow\n", encoding="utf-8")
     items = read_items([path], lines_are_prompts=True)
-    assert [i.messages[0]["content"] for i in items if isinstance(i, Conversation)] == [
+    assert [i.messages[0]["content"] for i in items if isinstance(i, Chat)] == [
         "why",
         "how",
     ]
@@ -114,7 +114,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 def test_only_the_replies_of_a_chat_are_trained() -> None:
     tokenizer = WordTokenizer()
-    chat = Conversation(
+    chat = Chat(
         [
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": "who are you"},
@@ -149,7 +149,7 @@ class ForgetfulTokenizer(WordTokenizer):
 
 def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> None:
     tokenizer = ForgetfulTokenizer()
-    chat = Conversation(
+    chat = Chat(
         [
             {"role": "user", "content": "q1"},
             {"role": "assistant", "content": "*hm a1"},
@@ -166,7 +166,7 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> N
 
 def test_prompts_are_rendered_as_served() -> None:
     tokenizer = WordTokenizer()
-    prompt = Conversation([{"role": "user", "content": "why"}], "x:1")
+    prompt = Chat([{"role": "user", "content": "why"}], "x:1")
     ids = _encoder(tokenizer).encode_prompt(prompt)
     assert tokenizer.decode(ids) == "<s> [user] why </s> eol [assistant]"
     plain = WordTokenizer(has_chat_template=False)
@@ -175,20 +175,18 @@ def test_prompts_are_rendered_as_served() -> None:
 
 def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
     tokenizer = WordTokenizer(has_chat_template=False)
-    row = Conversation(
-        [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}], "x:1"
-    )
+    row = Chat([{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}], "x:1")
     (sequence,) = _encoder(tokenizer).encode(row)
     assert tokenizer.decode(sequence.tokens.tolist()) == "<s> a b c d"
     assert _trained_text(sequence, tokenizer) == "c d"
-    chat = Conversation([{"role": "system", "content": "x"}, *row.messages], "x:7")
+    chat = Chat([{"role": "system", "content": "x"}, *row.messages], "x:7")
     with pytest.raises(DataError, match="x:7: expected a model with a chat template"):
         list(_encoder(tokenizer).encode(chat))
 
 
 def test_a_refusal_of_the_template_names_the_line() -> None:
     encoder = _encoder(WordTokenizer(strict_roles=True))
-    chat = Conversation([{"role": "system", "content": "x"}], "chats.jsonl:4")
+    chat = Chat([{"role": "system", "content": "x"}], "chats.jsonl:4")
     with pytest.raises(DataError, match=r"chats.jsonl:4: the model's chat template rejects .*user"):
         encoder.encode_prompt(chat)
 
@@ -222,7 +220,7 @@ def test_held_out_items_are_not_trained_on() -> None:
     assert len(sources.given) == 36
     assert not set(map(str, sources.held_out)) & set(map(str, sources.given))
     assert sources == divide(data, [], DataOptions(held_out=8))
-    asked = [Conversation([{"role": "user", "content": str(i)}], f"y:{i}") for i in range(20)]
+    asked = [Chat([{"role": "user", "content": str(i)}], f"y:{i}") for i in range(20)]
     sources = divide(data, asked, DataOptions())
     assert len(sources.given) == 40
     assert len(sources.prompts) == 18

@@ -19,7 +19,7 @@ REQUEST = TrainingRequest(
     data_options=DataOptions(answer_tokens=100),
     training=TrainingOptions(epochs=2, batch_tokens=300, num_evaluations=8),
 )
-WORK = Workload.of(REQUEST, given=1000, written=500, prompt=10, num_held_out=2)
+WORK = Workload.of(REQUEST, given=1000, generated=500, prompt=10, num_held_out=2)
 PACE = Pace(0.1, reading=0.01, rollout=0.0, step=3.0, chain=0.02, tree=0.04, calibration=0.05)
 
 
@@ -36,10 +36,10 @@ def test_every_stage_counts() -> None:
     # These and the first with a chain, and after training one with a chain, a tree, a calibration.
     assert timetable.num_evaluations == 3
     evaluation = 200 * (4 * 0.02 + 0.02 + 0.04 + 0.05)
-    stages = {"writing": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
+    stages = {"generating": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
     assert timetable.stages == pytest.approx(stages)
     assert str(timetable) == (
-        "about 3 min: writing 70 s, reading 18 s, training 30 s, evaluation 38 s"
+        "about 3 min: generating 70 s, reading 18 s, training 30 s, evaluation 38 s"
     )
     rolled = Timetable.of(WORK, replace(PACE, rollout=0.1), None)
     assert rolled.stages["reading"] == pytest.approx(17.8 + 158)
@@ -61,8 +61,8 @@ def test_minutes_are_for_all_stages() -> None:
     assert timetable.stages["training"] == pytest.approx(300 - 70 - 17.8 - 58)
     check_minutes(timetable, 5)
     # 242 s before the evaluation, of which 100 are gone.
-    assert timetable.schedule(5, elapsed=100) == (round(142 / 3), 8)
-    assert timetable.schedule(5, elapsed=1000) == (25, 8), "the least share, however late it is"
+    assert timetable.count_steps(5, elapsed=100) == round(142 / 3)
+    assert timetable.count_steps(5, elapsed=1000) == 25, "the minimum share, however late it is"
 
 
 def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None:
@@ -70,7 +70,7 @@ def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None
     assert Timetable.of(WORK, PACE, 3).num_evaluations == 4
     short = Timetable.of(WORK, PACE, 2)
     assert short.num_evaluations == 2
-    stages = r"\(writing 70 s, reading 18 s, evaluation 34 s\); give more --minutes"
+    stages = r"\(generating 70 s, reading 18 s, evaluation 34 s\); give more --minutes"
     with pytest.raises(ResourceError, match=rf"--minutes 2 is for the whole run.* {stages}"):
         check_minutes(short, 2)
 

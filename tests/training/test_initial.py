@@ -7,14 +7,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.initial import (
-    choose_drafter_config,
-    compute_head_matrix,
-    initialise_drafter,
-)
-from mlx_redrafter.training.training_options import NetworkOptions
+from mlx_redrafter.training import NetworkOptions, compute_head_matrix, new_student
 from tests.helpers.models import tiny_llama, tiny_qwen3
 
 
@@ -38,14 +34,20 @@ def _fits(module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
+def _drafter(target: Target, options: NetworkOptions, head: mx.array | None, seed: int) -> Drafter:
+    student = new_student(target, options)
+    student.initialise(head, seed)
+    drafter: Drafter = student.network
+    return drafter
+
+
 def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
     target = Target(tiny_llama())
-    config = choose_drafter_config(target, NetworkOptions())
-    assert config.exit_dim == 64
-    assert not config.has_input_proj
     head = compute_head_matrix(target)
     assert head is not None
-    drafter = initialise_drafter(config, head, seed=0)
+    drafter = _drafter(target, NetworkOptions(), head, seed=0)
+    assert drafter.config.exit_dim == 64
+    assert not drafter.config.has_input_proj
     x = mx.random.normal((3, 64))
     assert mx.array_equal(drafter.lm_head[0](x), x).item()
     assert mx.array_equal(drafter.lm_head[-1].weight[:, :32], head).item()
@@ -53,11 +55,11 @@ def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
 
 def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
     target = Target(tiny_llama())
-    config = choose_drafter_config(target, NetworkOptions(exit_dim=8))
-    assert config.has_input_proj
     head = compute_head_matrix(target)
     assert head is not None
-    weight = np.array(initialise_drafter(config, head, seed=0).lm_head[-1].weight)
+    drafter = _drafter(target, NetworkOptions(exit_dim=8), head, seed=0)
+    assert drafter.config.has_input_proj
+    weight = np.array(drafter.lm_head[-1].weight)
     full = np.array(head)
     left, values, _ = np.linalg.svd(full, full_matrices=False)
     # Its columns span the leading left singular vectors, with their lengths.
@@ -67,7 +69,7 @@ def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
 
 
 def test_the_seed_decides() -> None:
-    config = choose_drafter_config(Target(tiny_llama()), NetworkOptions(exit_dim=8))
-    first, again, other = (initialise_drafter(config, None, seed) for seed in (1, 1, 2))
+    target, options = Target(tiny_llama()), NetworkOptions(exit_dim=8)
+    first, again, other = (_drafter(target, options, None, seed) for seed in (1, 1, 2))
     assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()
     assert not mx.array_equal(first.rnn_w.weight, other.rnn_w.weight).item()

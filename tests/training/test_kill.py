@@ -62,7 +62,7 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _changes(path: Path) -> Callable[[], bool]:
-    """A condition that is met once the file is written anew."""
+    """Make a condition that holds once the file is written again."""
     before = path.stat().st_mtime_ns if path.exists() else None
     return lambda: path.exists() and path.stat().st_mtime_ns != before
 
@@ -74,7 +74,7 @@ def test_killed_at_random_moments_and_resumed(stories_file: Path, tmp_path: Path
     state = parts / "state" / STATE_FILE
     rng = random.Random(4)
     moments = [
-        parts / "cache" / "written-00000.safetensors",  # while the target writes
+        parts / "cache" / "training-text-00000.safetensors",  # while the target writes
         parts / "cache" / "train-00000.safetensors",  # while it reads
         state,
         state,

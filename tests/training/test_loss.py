@@ -14,9 +14,9 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import loss
-from mlx_redrafter.training.loss import IMPOSSIBLE, Batch, Distribution, draft_loss
+from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.training_options import LossOptions, Recipe
+from mlx_redrafter.training.training_request import LossOptions, Recipe
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1
@@ -39,7 +39,7 @@ def _drafter(exit_dim: int) -> Drafter:
     return drafter
 
 
-def _batch() -> Batch:
+def _batch() -> TrainingBatch:
     rng = np.random.default_rng(5)
     teacher = rng.normal(size=(B, S, V)) * 2
     teacher -= np.log(np.exp(teacher).sum(-1, keepdims=True))
@@ -49,7 +49,7 @@ def _batch() -> Batch:
     weights[0] = 1
     hidden = rng.normal(size=(B, H)).astype(np.float32)
     tokens = rng.integers(0, V, (B, S + 1)).astype(np.int32)
-    return Batch(
+    return TrainingBatch(
         states=mx.array(hidden),
         sequences=mx.zeros(B, dtype=mx.int32),
         tokens=mx.array(tokens),
@@ -99,13 +99,13 @@ class Case:
             result.append(reference.confidences(log_qs, tokens[1:], floor))
         return result
 
-    def loss(self, batch: Batch) -> mx.array:
-        """The trainer's loss."""
+    def loss(self, batch: TrainingBatch) -> mx.array:
+        """Compute the trainer's loss."""
         student = RecurrentStudent(self.drafter, lambda t: self.table[t])
         return draft_loss(student.logits(self.drafter, batch), batch, self.counts, self.options)
 
     def expected(self, weights: reference.Weights) -> float:
-        """The reference's loss; acceptance chances stay those of the original weights."""
+        """Compute the reference's loss; acceptance chances stay those of the original weights."""
         table = np.array(self.table).astype(np.float64)
         return reference.loss(
             weights,
@@ -197,7 +197,7 @@ def test_agreement_is_how_often_both_sample_the_same() -> None:
     everything = np.arange(V)
     found = agreement(*_arrays(logits, everything, log_p), mx.array(0.0)).item()
     assert found == pytest.approx(np.mean(chosen == drafted), abs=0.005)
-    # Of some tokens, what they agree on is counted, with the others as one event that never agrees.
+    # Agreement on some tokens is counted, with the others as one event that never agrees.
     tail = mx.array(1 - np.exp(log_p[ids]).sum())
     assert agreement(*_arrays(logits, ids, log_p[ids]), tail).item() == pytest.approx(
         np.mean((chosen == drafted) & np.isin(chosen, ids)), abs=0.05

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.training.posterior_noise import sample_posterior_noise
+from mlx_redrafter.training.generated_texts import sample_posterior_noise
 from mlx_redrafter.training.teacher_cache import Shard
 
 V, TEMP = 7, 0.8

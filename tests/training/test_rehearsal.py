@@ -25,8 +25,9 @@ from mlx_redrafter.training.preparation import is_slow
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.self_generated import AnswerLimits
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_options import RECIPES, Recipe
+from mlx_redrafter.training.training_request import RECIPES, Recipe
 from tests.helpers.models import tiny_llama
+from tests.training.pieces import layered_student
 
 REQUEST = TrainingRequest(
     "model", Path("none"), data=[Path("texts")], training=TrainingOptions(batch_tokens=64)
@@ -85,10 +86,10 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
     monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
-    request = replace(REQUEST, network=NetworkOptions(fused=True))
-    student = new_student(target, request.network)
+    request = REQUEST
+    student = layered_student(target, request.network)
     rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], lambda done, total: None)
-    # Of each, the first call is not timed, and short where its length does not matter.
+    # The first call of each is not timed, and short if its length does not matter.
     assert written == [10, 10, 26]
     assert read == [[8] * 8, [272] * 8]
     sequence = DataOptions(sequence_length=100)

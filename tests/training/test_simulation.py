@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.simulation import simulate
+from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from tests.conftest import Trained
@@ -78,7 +78,7 @@ def test_simulated_equals_measured_within_five_percent(
 def test_simulated_with_noise_equals_decoding_with_a_seed(
     stories: Trained, finished: Run, name: str
 ) -> None:
-    """The noise of a text is drawn anew, so only averages agree."""
+    """Compare averages, because the simulation draws other noise."""
     plan, temp = PLANS[name], 0.8
     drafter = load_drafter(finished.request.out)
     drafter.set_dtype(mx.float32)
@@ -94,7 +94,7 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(
 
 @pytest.mark.parametrize("name", PLANS)
 def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
-    """One position at a time by the functions of decoding, against all at once."""
+    """Compare all positions at once with one at a time by the functions of decoding."""
     plan = PLANS[name]
     target = Target(tiny_llama(vocab_size=16))
     drafter = random_drafter(16, 32)

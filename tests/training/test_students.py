@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
-from mlx_redrafter import load, stream_generate
+from mlx_redrafter import load, load_drafter, stream_generate
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
 from mlx_redrafter.target.target import Target
@@ -28,21 +29,20 @@ from mlx_redrafter.training import (
 )
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.training.students.context import AutoregressiveStudent
+from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.students.student import initialise
 from mlx_redrafter.training.teacher import read_sequences, read_states
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_options import HEADS, Head, LossOptions, Recipe
+from mlx_redrafter.training.training_request import HEADS, Head, LossOptions, Recipe
+from tests.conftest import Trained
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
 from tests.training.conftest import small_request
-from tests.training.pieces import Silent
+from tests.training.pieces import Silent, layered_student
 
 VOCAB, LENGTH = 12, 4
 CONTEXT: list[Head] = ["eagle", "eagle1"]
-# The classic recurrent drafter has a file of its own.
+# The recurrent one reads layers here; the classic one has a file of its own.
 STUDENTS = {head: NetworkOptions(head, beam_length=LENGTH) for head in HEADS}
-STUDENTS["redrafter"] = replace(STUDENTS["redrafter"], fused=True)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,9 @@ def target() -> Target:
 
 
 def _student(target: Target, head: Head) -> Student:
-    student = new_student(target, STUDENTS[head])
-    initialise(student, None, 3)
+    make = layered_student if head == "redrafter" else new_student
+    student = make(target, STUDENTS[head])
+    student.initialise(None, 3)
     return student
 
 
@@ -90,17 +91,36 @@ def test_every_head_learns_by_other_recipes(target: Target, head: Head, recipe: 
 
 
 @pytest.mark.parametrize(
-    ("head", "layers"), [("redrafter", (0, -1)), ("eagle", (1,)), ("specformer", (-1, 0))]
+    ("head", "layers"),
+    [("redrafter", (1, 1, -1)), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))],
 )
-def test_layers_that_are_named_are_read(
-    target: Target, head: Head, layers: tuple[int, ...]
-) -> None:
-    options = replace(STUDENTS[head], layers_read=layers)
-    student = new_student(target, options)
+def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple[int, ...]) -> None:
+    student = _student(target, head)
     assert tuple(student.layers) == layers
     assert _shard(target, student, 9).states.shape == (9, len(layers) * target.hidden_size)
     with pytest.raises(UnsupportedTargetError, match="found 40"):
-        new_student(target, replace(options, layers_read=(40,)))
+        target.watch((*layers, 40))
+
+
+def test_a_drafter_that_reads_layers_is_trained_further(
+    stories_file: Path, tmp_path: Path, stories: Trained
+) -> None:
+    student = layered_student(Target(stories.model), NetworkOptions(exit_dim=16))
+    student.initialise(None, 0)
+    student.save(tmp_path / "earlier", {})
+    request = small_request(stories_file, tmp_path / "out")
+    options = replace(request.training, epochs=1)
+    request = replace(request, start_from=str(tmp_path / "earlier"), training=options)
+    result = train_drafter(request, Silent())
+    assert result is not None
+    drafter = load_drafter(request.out)
+    assert drafter.config.captured_layers == tuple(student.layers)
+    changed = [
+        name
+        for name, value in named_parameters(student.network).items()
+        if not mx.array_equal(named_parameters(drafter)[name], value.astype(mx.float16)).item()
+    ]
+    assert "fusion.weight" in changed
 
 
 @pytest.mark.parametrize("head", CONTEXT)
@@ -229,15 +249,11 @@ def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
         NetworkOptions("eagle", exit_dim=8)
     with pytest.raises(ConfigError, match="draft_vocab has no meaning for the head eagle1"):
         NetworkOptions("eagle1", draft_vocab=8)
-    with pytest.raises(ConfigError, match="layers_read has no meaning for the head medusa"):
-        NetworkOptions("medusa", layers_read=(1,))
-    with pytest.raises(ConfigError, match="layers_read needs fused"):
-        NetworkOptions(layers_read=(1,))
-    with pytest.raises(ConfigError, match="captured_layers must be an integer from 0"):
-        new_student(Target(tiny_llama()), NetworkOptions("eagle", layers_read=(-1,)))
+    with pytest.raises(ConfigError, match="layers has no meaning for the head specformer"):
+        NetworkOptions("specformer", num_layers=1)
     with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
         NetworkOptions("hydra")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rollouts are no part of the text"):
+    with pytest.raises(ConfigError, match="rollouts cannot train the head eagle"):
         TrainingRequest(
             "m",
             tmp_path,
@@ -245,7 +261,7 @@ def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
             network=NetworkOptions("eagle"),
             loss=LossOptions("rollouts"),
         )
-    with pytest.raises(ConfigError, match="a head medusa begins anew"):
+    with pytest.raises(ConfigError, match="from a recurrent drafter only, got the head medusa"):
         TrainingRequest(
             "m", tmp_path, data=[tmp_path], network=NetworkOptions("medusa"), start_from="x"
         )

@@ -18,7 +18,7 @@ from mlx_redrafter.training import teacher
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
-from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
+from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, extras_of
 from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import build, tiny_config, windowed_config
 
@@ -103,8 +103,8 @@ def test_complete_shards_are_not_read_again(
     fill_rollouts(cache, "train", target, 3, lambda n: None)
     assert done == [24, 48, 53]
     assert cache.num_shards("train") == 3
-    first = cache.shard_path("train", 0).read_bytes()
-    cache.shard_path("train", 1).unlink()
+    first = cache.path("train", 0).read_bytes()
+    cache.path("train", 1).unlink()
     calls: list[int] = []
 
     def counted(target: Target, sequences: list[TokenSequence], k: int) -> Shard:
@@ -114,8 +114,8 @@ def test_complete_shards_are_not_read_again(
     monkeypatch.setattr(teacher, "read_sequences", counted)
     fill_cache(cache, "train", target, sequences, K, lambda n: None)
     assert len(calls) == 1
-    assert cache.shard_path("train", 0).read_bytes() == first
-    assert cache.load("train", 1, rollout_length=3).rollouts is not None
+    assert cache.path("train", 0).read_bytes() == first
+    assert cache.load("train", 1, extras_of((), 3)).rollouts is not None
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
 def test_damaged_shards_are_named(tmp_path: Path) -> None:
     cache = TeacherCache(tmp_path, {})
     cache.save("train", 0, read_sequences(Target(tiny_llama()), _sequences([6]), K))
-    path = cache.shard_path("train", 0)
+    path = cache.path("train", 0)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="train-00000"):
         mx.eval(cache.load("train", 0).tail)

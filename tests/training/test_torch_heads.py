@@ -16,11 +16,11 @@ from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
-from mlx_redrafter.training.loss import Batch, draft_loss
-from mlx_redrafter.training.students.student import initialise
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher import read_sequences, read_states
-from mlx_redrafter.training.training_options import HEADS, Head, LossOptions
+from mlx_redrafter.training.training_request import HEADS, Head, LossOptions
 from tests.helpers.models import tiny_llama
+from tests.training.pieces import layered_student
 
 torch = pytest.importorskip("torch")
 
@@ -38,20 +38,21 @@ def target() -> Target:
 
 
 def _student(target: Target, head: Head) -> Student:
-    """A student without weights of 0 or norms of 1, which would hide what they do."""
-    options = NetworkOptions(head, beam_length=LENGTH, fused=head == "redrafter")
+    """Create a student without weights of 0 or norms of 1, which would hide what they do."""
+    options = NetworkOptions(head, beam_length=LENGTH)
     if "layers" in HEADS[head]:
         options = replace(options, num_layers=LAYERS)
-    student = new_student(target, options)
-    initialise(student, None, 3)
+    make = layered_student if head == "redrafter" else new_student
+    student = make(target, options)
+    student.initialise(None, 3)
     network = student.network
     mx.random.seed(4)
     network.update(tree_map(lambda v: v + 0.1 * mx.random.normal(v.shape), network.parameters()))
     return student
 
 
-def _batch(target: Target, student: Student) -> Batch:
-    """All positions of two texts; steps beyond the end of one do not count."""
+def _batch(target: Target, student: Student) -> TrainingBatch:
+    """Collect all positions of two texts; steps beyond the end of one do not count."""
     rng = np.random.default_rng(0)
     texts = [
         TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in LENGTHS
@@ -67,7 +68,7 @@ def _batch(target: Target, student: Student) -> Batch:
 
 
 def _reference(target: Target, student: Student, weights: Any) -> Any:
-    """The head in torch."""
+    """Build the head in torch."""
     model: Any = target.model
     embedding = target.embed(mx.arange(VOCAB))
     head = target.logits(mx.eye(target.hidden_size)).T

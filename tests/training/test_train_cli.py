@@ -23,7 +23,7 @@ from mlx_redrafter.proposers.redrafter.checkpoint import (
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import preparation, resources
-from mlx_redrafter.training.request import CACHE_FOLDER
+from mlx_redrafter.training.training_request import CACHE_FOLDER
 from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
 from tests.training.conftest import Run
@@ -89,17 +89,17 @@ def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
 def test_stages_are_reported(finished: Run) -> None:
     assert finished.reporter.stages == [
         "rehearsal",
-        "writing",
-        "writing held-out text",
+        "generating training text",
+        "generating held-out text",
         "reading train text",
         "reading held-out text",
         "training",
     ]
-    needs, takes = finished.reporter.lines[:2]
+    needs, time = finished.reporter.lines[:2]
     sizes = r"B of disk \(the model's outputs .*B, the drafter .*B\), .*B of memory"
     assert re.fullmatch(rf"needs about [\d,]+ tokens, .*{sizes}", needs)
-    stages = "writing .*, reading .*, training .*, evaluation .*"
-    assert re.fullmatch(rf"takes about .*: {stages}", takes)
+    stages = "generating .*, reading .*, training .*, evaluation .*"
+    assert re.fullmatch(rf"needs about .*: {stages}", time)
 
 
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(
@@ -108,10 +108,10 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(
     out = tmp_path / "drafter"
     result = _train(capsys, out, "--model", model, "--data", texts, "--dry-run")
     assert result.code == 0
-    needs, rehearsal, takes = result.err.splitlines()
+    needs, rehearsal, duration = result.err.splitlines()
     assert needs.startswith("needs about")
     assert rehearsal == "rehearsal: 4 of 4"
-    assert takes.startswith("takes about")
+    assert duration.startswith("needs about")
     assert not out.exists()
 
 
@@ -124,9 +124,9 @@ def test_minutes_are_for_the_whole_run(
     assert "--minutes 0.0001 is for the whole run, of which too little is left" in result.err
     assert not (tmp_path / "a").exists()
     start = time.monotonic()
-    result = _train(capsys, tmp_path / "b", *fine, "--minutes", 0.3, "--batch-tokens", 64)
+    result = _train(capsys, tmp_path / "b", *fine, "--minutes", 0.3)
     assert result.code == 0
-    assert "takes about 18 s: " in result.err
+    assert "needs about 18 s: " in result.err
     assert 6 < time.monotonic() - start < 36
 
 
@@ -134,16 +134,16 @@ def test_a_small_run_interrupted_and_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
 ) -> None:
     out = tmp_path / "drafter"
-    options = ("--answer-tokens", 24, "--batch-tokens", 16, "--epochs", 400, "--dtype", "float32")
+    options = ("--answer-tokens", 24, "--epochs", 400)
     stop = threading.Thread(target=_interrupt_once, args=(out / "config.json",))
     stop.start()
     result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
     stop.join()
     assert result.code == 130
-    assert f"go on with: redrafter-mlx train --out {out} --resume" in result.err
+    assert f"continue with: redrafter-mlx train --out {out} --resume" in result.err
     again = run(capsys, "train", "--model", model, "--data", texts, "--out", out)
     assert again.code == 2
-    assert "go on with --resume" in again.err
+    assert "continue it with --resume" in again.err
     other = run(capsys, "train", "--out", out, "--resume", "--epochs", 2)
     assert other.code == 2
     assert "was begun with epochs 400, not 2" in other.err
@@ -168,10 +168,18 @@ def test_a_forgotten_resume_destroys_nothing(
     begun = (out / "run.json").read_bytes()
     again = _train(capsys, out, "--model", model, "--data", texts, "--answer-tokens", 32)
     assert again.code == 2
-    assert f"a run was begun in {out}; go on with --resume" in again.err
+    assert f"a run was begun in {out}; continue it with --resume" in again.err
     assert (out / "run.json").read_bytes() == begun
     assert _train(capsys, out, "--resume").code == 0
     assert json.loads((out / "run.json").read_text())["answer_tokens"] == 24
+
+
+def test_options_of_another_version_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text('{"fused": true, "epochs": 3}')
+    result = _train(capsys, tmp_path, "--resume")
+    assert "run.json, found fused; finish the run with the version" in _refusal(result)
 
 
 def _interrupt_once(path: Path) -> None:
@@ -194,20 +202,16 @@ def test_refusals_are_one_line(
     out = tmp_path / "drafter"
     fine = ("--model", model, "--data", texts)
     cases: list[tuple[tuple[object, ...], str]] = [
-        (("--data", texts), "no target given"),
+        (("--data", texts), "expected a target, found none"),
         (("--model", model), "nothing to train on"),
         (("--model", tmp_path / "none", "--data", texts), "no such folder"),
         (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
         ((*fine, "--recipe", "magic"), "recipe must be one of soft, coupled, apple, rollouts"),
         ((*fine, "--length", 1), "length must be an integer from 2 to 16"),
-        ((*fine, "--self-written", 2), "self_written must be a number from 0 to 1"),
+        ((*fine, "--self-generated", 2), "self_generated must be a number from 0 to 1"),
         ((*fine, "--lr", "nan"), "lr must be a number"),
         ((*fine, "--epochs", 0), "epochs must be an integer at least 1"),
-        ((*fine, "--dtype", "int8"), "dtype must be float16"),
         ((*fine, "--tokens", 0), "tokens must be"),
-        ((*fine, "--layers-read", "1"), "layers_read needs fused"),
-        ((*fine, "--layers-read", "low"), "expected layers such as 1,3,-1, got 'low'"),
-        ((*fine, "--fused", "--layers-read", "0,99"), "found 99"),
     ]
     for arguments, message in cases:
         assert message in _refusal(_train(capsys, out, *arguments))
@@ -223,12 +227,12 @@ def test_what_does_not_fit_is_refused_before_it_starts(
 ) -> None:
     out = tmp_path / "drafter"
     fine = ("--model", model, "--data", texts)
-    many = ("--tokens", 10**13, "--self-written", 1)
+    many = ("--tokens", 10**13, "--self-generated", 1)
     assert "of disk in" in _refusal(_train(capsys, out, *fine, *many))
     monkeypatch.setattr(resources, "read_total_memory", lambda: 2**30)
     assert "of memory, of 1.07 GB 85% can be used" in _refusal(_train(capsys, out, *fine))
     monkeypatch.setattr(resources, "read_total_memory", lambda: None)  # the system does not say
-    few = ("--answer-tokens", 8, "--epochs", 1, "--layers", 0, "--exit-dim", 16)
+    few = ("--answer-tokens", 8, "--epochs", 1, "--exit-dim", 16)
     result = run(capsys, "train", *fine, "--out", out, *few)
     assert result.code == 0
 
@@ -245,7 +249,7 @@ def test_a_reduced_head_drafts_for_the_whole_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
 ) -> None:
     out = tmp_path / "drafter"
-    options = ("--answer-tokens", 32, "--epochs", 2, "--batch-tokens", 64, "--draft-vocab", 90)
+    options = ("--answer-tokens", 32, "--epochs", 4, "--draft-vocab", 90)
     result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
     assert result.code == 0
     assert "90 tokens" in (out / "README.md").read_text()
@@ -259,11 +263,11 @@ def test_parts_of_a_recipe_can_be_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
 ) -> None:
     out = tmp_path / "drafter"
-    parts = ("--fused", "--layers-read", "2,-1", "--self-written", 0, "--recipe", "apple")
-    few = ("--answer-tokens", 24, "--epochs", 1, "--layers", 0, "--exit-dim", 16)
+    parts = ("--self-generated", 0, "--recipe", "apple")
+    few = ("--answer-tokens", 24, "--epochs", 1, "--exit-dim", 16)
     result = _train(capsys, out, "--model", model, "--data", texts, *parts, *few)
     assert result.code == 0, result.err
-    assert json.loads((out / "config.json").read_text())["captured_layers"] == [2, -1]
+    assert " 0 self-generated by the target" in (out / "README.md").read_text()
 
 
 def test_prompts_are_answered_by_the_target(
@@ -272,10 +276,10 @@ def test_prompts_are_answered_by_the_target(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One day\nThe dog\nTom and Sue\nIn the park\n")
     out = tmp_path / "drafter"
-    options = ("--answer-tokens", 16, "--epochs", 1, "--batch-tokens", 32, "--recipe", "rollouts")
+    options = ("--answer-tokens", 16, "--epochs", 1, "--recipe", "rollouts")
     result = run(capsys, "train", "--model", model, "--prompts", prompts, "--out", out, *options)
     assert result.code == 0
-    assert "0 given, 96 written by the target" in (out / "README.md").read_text()
+    assert "0 given, 96 self-generated by the target" in (out / "README.md").read_text()
     assert "Eq. 2" in (out / "README.md").read_text()
 
 
@@ -284,7 +288,7 @@ def test_going_on_from_an_earlier_drafter(
 ) -> None:
     earlier, out = finished.request.out, tmp_path / "drafter"
     fine = ("--model", model, "--data", texts, "--start-from", earlier)
-    few = ("--answer-tokens", 24, "--epochs", 1, "--batch-tokens", 64)
+    few = ("--answer-tokens", 24, "--epochs", 1)
     result = run(capsys, "train", *fine, "--out", out, *few)
     assert result.code == 0, result.err
     assert f"| started from | `{earlier.name}` |" in (out / "README.md").read_text()

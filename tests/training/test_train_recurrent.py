@@ -19,7 +19,7 @@ TEXTS = ["Tom has a red ball and a big dog.", "Sam sees the dog and the red ball
 
 @pytest.fixture
 def hybrid(tmp_path: Path) -> Path:
-    """A random model with gated delta nets, which has the tokenizer of the bundled one."""
+    """Write a random model with gated delta nets, which has the tokenizer of the bundled one."""
     folder, source = tmp_path / "hybrid", find_bundled("target")
     shutil.copytree(source, folder)
     tokenizer = read_config(source)
@@ -38,7 +38,7 @@ def test_train_generate_and_check(
 ) -> None:
     texts, out = tmp_path / "texts.jsonl", tmp_path / "drafter"
     texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    options = ("--answer-tokens", 8, "--batch-tokens", 32, "--epochs", 2)
+    options = ("--answer-tokens", 8, "--epochs", 2)
     trained = run(capsys, "train", "--model", hybrid, "--data", texts, "--out", out, *options)
     assert trained.code == 0, trained.err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,16 +17,15 @@ from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.duration import Schedule
-from mlx_redrafter.training.files import load_arrays_and_metadata
+from mlx_redrafter.training.files import load_arrays_and_metadata, save_arrays
 from mlx_redrafter.training.initial import compute_head_matrix
-from mlx_redrafter.training.state import STATE_FILE, Progress
-from mlx_redrafter.training.students.student import Student, initialise
+from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
-from mlx_redrafter.training.teacher_cache import TeacherCache
+from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
 from mlx_redrafter.training.trainer import Trainer, TrainingTask
-from mlx_redrafter.training.training_options import (
+from mlx_redrafter.training.training_request import (
     HEADS,
     RECIPES,
     Head,
@@ -59,7 +59,7 @@ class TrainingSetup:
                 fill_states(self.cache, split, self.target, layers, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
-        """An untrained one, of 4 levels."""
+        """Create an untrained student of 4 levels."""
         exit_dim = 16 if head == "redrafter" else None
         return new_student(self.target, NetworkOptions(head, exit_dim, beam_length=4))
 
@@ -69,24 +69,24 @@ class TrainingSetup:
         recipe: Recipe = "soft",
         options: TrainingOptions = OPTIONS,
         identity: str = '{"a": 1}',
-        schedule: Schedule | None = None,
+        total_steps: int | None = None,
         head: Head = "redrafter",
     ) -> Trainer:
-        """A trainer that goes on with what is in ``folder``."""
+        """Create a trainer that continues the run in ``folder``, if any."""
         student = self.new_student(head)
-        initialise(student, compute_head_matrix(self.target), 0)
+        student.initialise(compute_head_matrix(self.target), 0)
         stretch = 16 if student.reads_context else 1
         batch_options = BatchOptions(
             recipe, 4, options.batch_tokens, options.seed, stretch, student.layers
         )
         task = TrainingTask(
             BatchOrder(self.cache, "train", batch_options),
-            [self.cache.load("held-out", 0, layers=student.layers)],
+            [self.cache.load("held-out", 0, extras_of(student.layers))],
             0.8,
             LossOptions(recipe=recipe),
             options,
         )
-        return Trainer(student, task, folder, identity, schedule)
+        return Trainer(student, task, folder, identity, total_steps)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def _ignore(value: object) -> None:
     pass
 
 
-def _stop_at(*steps: int) -> Callable[[Progress], None]:
-    def check(progress: Progress) -> None:
+def _stop_at(*steps: int) -> Callable[[TrainingProgress], None]:
+    def check(progress: TrainingProgress) -> None:
         if progress.step in steps:
             raise KeyboardInterrupt
 
@@ -160,7 +160,7 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(
 def test_a_finished_run_is_not_trained_again(setup: TrainingSetup, tmp_path: Path) -> None:
     expected = setup.trainer(tmp_path).run(_ignore, _ignore)
     again = setup.trainer(tmp_path)
-    steps: list[Progress] = []
+    steps: list[TrainingProgress] = []
     assert _same(again.run(steps.append, _ignore), expected)
     assert not steps
 
@@ -171,6 +171,11 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
     with pytest.raises(CheckpointError, match="a: expected 2, found 1"):
         setup.trainer(tmp_path, identity='{"a": 2}')
     path = tmp_path / STATE_FILE
+    arrays, metadata = load_arrays_and_metadata(path)
+    old = tmp_path / "old"
+    save_arrays(old / STATE_FILE, arrays, {k: v for k, v in metadata.items() if k != "format"})
+    with pytest.raises(CheckpointError, match=r"expected a training state of format 2, found .* 1"):
+        setup.trainer(old)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):
         setup.trainer(tmp_path)
@@ -201,7 +206,7 @@ def test_parts_of_a_batch_give_the_same_step(
 def test_compiled_steps_are_the_same_steps(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs on a GPU; here MLX compiles with the C++ compiler of the system."""
+    """Compile as on a GPU; here MLX compiles with the C++ compiler of the system."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("MLX compiles for the CPU with a C++ compiler, and there is none")
     from mlx_redrafter.training import trainer as module
@@ -219,20 +224,12 @@ def test_compiled_steps_are_the_same_steps(
         np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-4, err_msg=str(name))
 
 
-def test_bfloat16_keeps_weights_in_float32(setup: TrainingSetup, tmp_path: Path) -> None:
-    options = TrainingOptions(epochs=4, batch_tokens=32, compute_dtype="bfloat16")
-    trainer = setup.trainer(tmp_path, "soft", options)
-    student = trainer.run(_ignore, _ignore)
-    assert student.network.dtype == mx.float32
-    losses = [point.loss for point in trainer.progress.curve[1:]]
-    assert losses[-1] < losses[0]
-
-
-def test_the_schedule_may_be_given(setup: TrainingSetup, tmp_path: Path) -> None:
-    trainer = setup.trainer(tmp_path, schedule=Schedule(6, 2))
+def test_the_number_of_steps_may_be_given(setup: TrainingSetup, tmp_path: Path) -> None:
+    options = replace(OPTIONS, num_evaluations=2)
+    trainer = setup.trainer(tmp_path, options=options, total_steps=6)
     trainer.run(_ignore, _ignore)
     assert [point.step for point in trainer.progress.curve] == [0, 3, 6]
-    again = setup.trainer(tmp_path, schedule=Schedule(9, 9))
+    again = setup.trainer(tmp_path, options=options, total_steps=9)
     assert again.progress.total_steps == 6, "that of the state"
 
 

@@ -1,4 +1,4 @@
-"""From a text to a drafter to drafted text, for targets whose layers have windows or chunks."""
+"""Training and drafting for targets whose layers have windows or chunks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
+from mlx_redrafter.training import (
+    DataOptions,
+    LossOptions,
+    NetworkOptions,
+    TrainingOptions,
+    TrainingRequest,
+    train_drafter,
+)
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import shared_model
 from tests.models.tiny_models import WINDOW, build, flat_parameters, windowed_config
+from tests.training.pieces import Silent
 
 VOCAB_SIZE = 512
 NUM_TOKENS = 60
@@ -34,7 +43,7 @@ def save_target(model_type: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "least"),
-    # What random experts write is hard to guess.
+    # Text of random experts is hard to predict.
     [("gemma3_text", 1.5), ("gpt_oss", 1), ("llama4", 1)],
 )
 def test_from_training_to_drafted_text(
@@ -44,10 +53,16 @@ def test_from_training_to_drafted_text(
     save_target(model_type, target)
     lines = ["One day a cat met a big red dog", "Tom and Sue", "In the park", "The sun"]
     file.write_text("\n".join(lines))
-    few = ("--answer-tokens", 4 * WINDOW, "--epochs", 40, "--batch-tokens", 64)
-    options = ("--recipe", "rollouts", "--layers", 1, "--exit-dim", 64, *few)
-    result = run(capsys, "train", "--model", target, "--prompts", file, "--out", out, *options)
-    assert result.code == 0, result.err
+    request = TrainingRequest(
+        str(target),
+        out,
+        prompts=[file],
+        data_options=DataOptions(answer_tokens=4 * WINDOW),
+        network=NetworkOptions(exit_dim=64, num_layers=1),
+        loss=LossOptions("rollouts"),
+        training=TrainingOptions(epochs=40, batch_tokens=64),
+    )
+    assert train_drafter(request, Silent()) is not None
 
     text = ("--prompt", lines[0], "--max-tokens", NUM_TOKENS, "--json")
     pair = ("--model", target, "--drafter", out)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 
 class Frozen(NamedTuple):
-    """What the target gives.
+    """Outputs of the target.
 
     Attributes:
         embedding: Input embedding, shape (V, H).
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def project(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """A linear layer, with a bias where it has one."""
+    """Apply a linear layer, with a bias where it has one."""
     return linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
@@ -92,13 +92,13 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """Llama's."""
+    """Apply the MLP of Llama."""
     inner = silu(project(weights, f"{name}.gate_proj", x)) * project(weights, f"{name}.up_proj", x)
     return project(weights, f"{name}.down_proj", inner)
 
 
 def recurrent(weights: Weights, frozen: Frozen, num_layers: int) -> Head:
-    """The recurrent drafter that reads several layers and, last, what the target's norm gives."""
+    """Build the recurrent drafter that reads several layers and the last hidden state."""
 
     def logits(states: Tensor, following: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
         *inputs, last = states[-1].reshape(-1, frozen.embedding.shape[1])
@@ -143,7 +143,7 @@ def autoregressive(
     frozen: Frozen,
     feed_back: Callable[[Tensor], Tensor] = lambda output: output,
 ) -> Head:
-    """A network that reads its own outputs after the text: ``process`` of features and tokens."""
+    """Build a network that reads its own outputs, by ``process`` of features and tokens."""
 
     def logits(states: Tensor, following: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
         features, tokens = fuse(states), list(following)
@@ -216,7 +216,7 @@ def mtp(weights: Weights, frozen: Frozen, layer: Layer) -> Head:
 
 
 def specformer(weights: Weights, frozen: Frozen, layer: Layer, num_states: int) -> Head:
-    """A SpecFormer: all slots from the text before the root."""
+    """Build a SpecFormer: all slots from the context of the root."""
     eps = frozen.eps
 
     def norm(name: str, x: Tensor) -> Tensor:
@@ -240,11 +240,11 @@ def specformer(weights: Weights, frozen: Frozen, layer: Layer, num_states: int) 
 
 
 def loss(head: Head, batch: dict[str, Any], decay: float, floor: float) -> Tensor:
-    """The distilling loss, position by position and level by level.
+    """Compute the distilling loss, position by position and level by level.
 
     Args:
         head: The head.
-        batch: Arrays of `mlx_redrafter.training.loss.Batch`, as tensors in float64 or integers.
+        batch: Arrays of `TrainingBatch`, as tensors in float64 or integers.
         decay: Weight of each level relative to the one before.
         floor: Smoothing of the chance that the drafts before a level are accepted.
     """

@@ -13,7 +13,6 @@ attention, the cache joins both parts first, which copies the entries of one lay
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from mlx_redrafter.target.hooks import HookPoint, TreePositions, install
+from mlx_redrafter.target.hooks import TreePositions, install_in_attention
 from mlx_redrafter.trees.tree import TokenTree
 
-# Name of mlx-lm's attention in its model files.
-ATTENTION = "scaled_dot_product_attention"
 # Score of an entry that a beam must not attend to.
 UNSEEN = -1e30
 
@@ -69,7 +66,7 @@ class DraftLineage:
         beams: mx.array | None,
         width: int,
         depth: int | mx.array,
-        deepest: int | None = None,
+        max_depth: int | None = None,
     ) -> tuple[DraftMask, TreePositions]:
         """Add a level, each of whose beams continues a beam of the previous level.
 
@@ -79,27 +76,27 @@ class DraftLineage:
             width: Number of beams of the level, W.
             depth: Edges from the root, 1 for its children. An int for the level, or one number per
                 beam, int32, shape (W,).
-            deepest: Maximum depth of a beam; needed only if ``depth`` is an array.
+            max_depth: Maximum depth of a beam; needed only if ``depth`` is an array.
         """
         own = mx.eye(width).astype(mx.bool_)
         if self._ancestors is not None:
             before = self._ancestors if beams is None else self._ancestors[beams]
             own = mx.concatenate([before, own], axis=1)
-        return self._place(own, depth, deepest)
+        return self._place(own, depth, max_depth)
 
     def start_at_nodes(self, tree: TokenTree) -> tuple[DraftMask, TreePositions]:
         """Add all nodes of a tree as the first level; the tree's root is a child of ``root``."""
         return self._place(tree.ancestors, tree.depths + 1, tree.max_depth + 1)
 
     def _place(
-        self, ancestors: mx.array, depth: int | mx.array, deepest: int | None
+        self, ancestors: mx.array, depth: int | mx.array, max_depth: int | None
     ) -> tuple[DraftMask, TreePositions]:
         self._ancestors = ancestors
-        if deepest is None:
+        if max_depth is None:
             assert isinstance(depth, int)
-            deepest = depth
+            max_depth = depth
         nodes = mx.broadcast_to(self.root + depth, (1, ancestors.shape[0]))
-        positions = TreePositions(nodes, self.length, self.num_rows - self.length + deepest)
+        positions = TreePositions(nodes, self.length, self.num_rows - self.length + max_depth)
         return DraftMask(self._committed, ancestors), positions
 
 
@@ -217,9 +214,7 @@ def attend_to_drafts(
 
 def hook_attention(network: nn.Module) -> None:
     """Let mlx-lm's attention in the layers of a network work on `DraftLayer`."""
-    for name in {type(module).__module__ for module in network.modules()}:
-        if hasattr(sys.modules.get(name), ATTENTION):
-            install(HookPoint(sys.modules[name], ATTENTION, attend_to_drafts))
+    install_in_attention(network, attend_to_drafts)
 
 
 def attend_in_two_parts(

@@ -1,1 +1,1 @@
-"""Kinds of drafters that can be trained, each in its own way."""
+"""Kinds of drafters that can be trained."""

@@ -1,6 +1,12 @@
 """The recurrent drafter as a student.
 
-Axes: B positions, S unroll steps, p roots, H hidden size, V vocabulary, L beam length.
+A new drafter's head starts as the target's head, projected on its leading singular directions if
+the drafter's is narrower; the residual blocks start as the identity. The projection to the head
+starts random. If the target's state reached the head as in the target, the drafter would first
+predict the root, which is known; unlearning that took longer than learning from random weights.
+
+Axes: B positions, S unroll steps, p roots, V rows of the head, H hidden size, D exit_dim, L beam
+length.
 """
 
 from __future__ import annotations
@@ -17,21 +23,27 @@ from numpy.typing import NDArray
 from mlx_redrafter.decoding.accept import count_matches
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.fit import calibrate
 from mlx_redrafter.proposers.redrafter.beam import expand, ranking
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
-from mlx_redrafter.training.hindsight import draw_noise, iterate_generated_texts, read_following
-from mlx_redrafter.training.initial import start_drafter
-from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.training.generated_texts import (
+    draw_noise,
+    iterate_generated_texts,
+    read_following,
+)
+from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
 
-# Largest number of positions drafted at once.
+# Maximum number of positions drafted at once.
 MAX_POSITIONS = 512
-# Largest size of the float32 logits computed at once, in bytes.
+# Maximum size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**26
 
 
@@ -51,27 +63,52 @@ class RecurrentStudent(Student):
         self.embed = embed
         self.layers = network.config.captured_layers or ()
 
+    @classmethod
+    def load(cls, path_or_repo: str, target: Target, vocab_size: int) -> RecurrentStudent:
+        """Load a drafter to continue training for a target, in float32.
+
+        Raises:
+            ConfigError: The drafter's weights are quantised.
+            RedrafterError: The drafter cannot be loaded, or does not fit the target.
+        """
+        drafter = load_drafter(path_or_repo)
+        if drafter.quantization is not None:
+            raise ConfigError(
+                f"expected floating-point weights to train, found the drafter {path_or_repo}, "
+                "which is quantised; start from the drafter it was made from"
+            )
+        check_sizes(drafter.config, target.hidden_size, target.vocab_size, vocab_size)
+        drafter.set_dtype(mx.float32)
+        mx.eval(drafter.parameters())
+        student = cls(drafter, target.embed)
+        if student.layers:
+            target.watch(student.layers)
+        return student
+
     @property
     def learning_rate(self) -> float:
-        """See `Student.learning_rate`: 2e-3 for a head of 1024, inverse to its width."""
+        """2e-3 for a head of 1024, inverse to its width."""
         return min(2.0 / self.network.config.exit_dim, 1.6e-2)
 
-    def new_network(self) -> Drafter:
-        """See `Student.new_network`."""
-        return Drafter(self.network.config)
-
-    def start(self, head: mx.array | None, token_ids: NDArray[np.int32] | None) -> None:
-        """See `Student.start`, and `initial`."""
-        start_drafter(self.network, head, token_ids)
+    def start_from_head(self, head: mx.array | None) -> None:
+        drafter = self.network
+        for block in drafter.lm_head[:-1]:
+            block.linear.weight = mx.zeros_like(block.linear.weight)
+            block.linear.bias = mx.zeros_like(block.linear.bias)
+        if head is not None:
+            last = drafter.lm_head[-1]
+            last.weight = _project_head(np.array(head.astype(mx.float32)), np.array(last.weight))
+        if self.layers:  # at first the drafter reads the last hidden state alone
+            parts = [(layer == FINAL) * mx.eye(drafter.config.hidden_size) for layer in self.layers]
+            drafter.fusion.weight = mx.concatenate(parts, axis=1)
 
     def leave_target(self) -> None:
-        """See `Student.leave_target`; a table is left."""
+        """Replace the target's embedding by a table; blocks until MLX has evaluated it."""
         embedding = self.embed(mx.arange(self.vocab_size))
         mx.eval(embedding)
         self.embed = lambda tokens: embedding[tokens]
 
-    def logits(self, network: Drafter, batch: Batch) -> mx.array:
-        """See `Student.logits`."""
+    def logits(self, network: Drafter, batch: TrainingBatch) -> mx.array:
         num_steps = batch.tokens.shape[1] - 1
         inputs = network.project_input(self.embed(batch.tokens[:, :num_steps]))  # (B, S, H)
         states = [network.start(inputs[:, 0])]
@@ -81,18 +118,16 @@ class RecurrentStudent(Student):
         return network.logits(hidden, mx.stack(states, axis=1)).astype(mx.float32)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
-        """See `Student.calibrate`."""
         network = self.network
         fused = map(self._fused, texts)
         found = (text for shard in fused for text in iterate_generated_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """See `Student.save`."""
         save_drafter(self.network, folder, extra)
 
     def plans(self, length: int) -> dict[str, DraftPlan]:
-        """See `Student.plans`; with a tree."""
+        """List a chain and a tree."""
         width = min(4, self.head_rows)
         return {
             f"chain of {length - 1}": DraftPlan.of(1, length),
@@ -102,7 +137,7 @@ class RecurrentStudent(Student):
     def count_accepted(
         self, shard: Shard, roots: NDArray[np.int64], plan: DraftPlan, temp: float
     ) -> NDArray[np.int64]:
-        """See `Student.count_accepted`; trees are drafted by the functions of decoding."""
+        """Count the accepted drafts; the functions of decoding draft the trees."""
         shard, length = self._fused(shard), plan.shape.length
         widest = max(plan.shape.width, length) if temp else plan.shape.width
         size = LOGITS_BYTES // (4 * self.head_rows * widest)
@@ -124,7 +159,7 @@ class RecurrentStudent(Student):
         return np.concatenate(counts)
 
     def _fused(self, shard: Shard) -> Shard:
-        """A shard with what the drafter reads in place of the last hidden states."""
+        """Replace a shard's last hidden states by the fused inputs of the layers, if any."""
         if shard.states is None:
             return shard
         return replace(shard, hidden=self.network.fuse(shard.states))
@@ -145,3 +180,15 @@ class RecurrentStudent(Student):
             return tree.tokens, tree.parents, tree.depths
 
         return draft
+
+
+def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.array:
+    """Fit the target's head, shape (V, H), into random weights of the drafter's, shape (V, D)."""
+    hidden, width = head.shape[1], random.shape[1]
+    if width >= hidden:
+        random[:, :hidden] = head
+        return mx.array(random)
+    # The nearest matrix of rank D: the head in the basis of its leading right singular vectors,
+    # which are eigenvectors of a matrix that is small even if V is large.
+    _, vectors = np.linalg.eigh(head.T @ head)
+    return mx.array((head @ vectors[:, ::-1][:, :width]).astype(np.float32))

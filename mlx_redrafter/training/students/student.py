@@ -1,4 +1,4 @@
-"""What training asks of every kind of drafter.
+"""The interface that training needs from every kind of drafter.
 
 Axes: B positions, S unroll steps, H hidden size, V rows of the head.
 """
@@ -17,22 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.batches import HeadRows
+from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.teacher_cache import Shard
 
 
 class Student(ABC):
-    """A drafter of some kind, while it learns from its target.
+    """A drafter of some kind during its training.
 
     Args:
         network: Its network, in float32.
 
     Attributes:
         network: Weights and sizes.
-        name: The kind in words, as a phrase with an article if it takes one.
-        reads_context: Whether it attends to what it read before, so that its examples are
-            stretches of text, or drafts from one state of the target.
-        layers: Layers of the target whose inputs it reads, () for the last hidden states.
+        name: Name of the kind, as a phrase with an article if it has one.
+        reads_context: Whether the drafter attends to the context, so that its examples are
+            stretches of text; otherwise it drafts from one state of the target.
+        layers: Layers of the target whose inputs the drafter reads, () for the last hidden states.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Student(ABC):
 
     @property
     def summary(self) -> str:
-        """Sizes, and calibration where there is one, in words."""
+        """Sizes, and calibration if the drafter has one, in words."""
         config = self.network.config
         text: str = config.summary
         if hasattr(config, "inverse_temperature"):
@@ -59,7 +60,7 @@ class Student(ABC):
 
     @property
     def head_rows(self) -> int:
-        """Number of tokens that it can propose, V."""
+        """Number of tokens that the drafter can propose, V."""
         rows: int = self.network.config.head_rows
         return rows
 
@@ -74,31 +75,54 @@ class Student(ABC):
         """Token ids of the rows of a reduced head, integer, shape (V,); None for a full one."""
         return self.network.get("token_ids")
 
-    @abstractmethod
-    def new_network(self) -> nn.Module:
-        """A network of the same sizes; its random weights are not computed."""
+    @property
+    def rows(self) -> HeadRows:
+        """Mapping from token ids to rows of the head."""
+        ids = self.row_ids
+        return HeadRows(None if ids is None else np.array(ids), self.vocab_size)
 
-    @abstractmethod
-    def start(self, head: mx.array | None, token_ids: NDArray[np.int32] | None) -> None:
-        """Set what does not begin with random weights.
+    def new_network(self) -> nn.Module:
+        """Create a network of the same sizes, whose random weights are not computed."""
+        network: nn.Module = type(self.network)(self.network.config)
+        return network
+
+    def start_from_head(self, head: mx.array | None) -> None:  # noqa: B027
+        """Replace some of the random weights, most often by the target's head.
+
+        Args:
+            head: Rows of the target's head for the tokens that the drafter can propose, shape
+                (V, H), None if the head is not a matrix.
+        """
+
+    def initialise(
+        self, head: mx.array | None, seed: int, token_ids: NDArray[np.int32] | None = None
+    ) -> None:
+        """Create the initial weights of a training run. Seeds MLX's global random state.
 
         Args:
             head: The target's head as a matrix, shape (all tokens, H), None if it is not one.
+            seed: Random seed for the weights.
             token_ids: Token id of each row of a reduced head, ascending, int32; None for a full
                 one.
         """
+        mx.random.seed(seed)
+        self.network = self.new_network()
+        if token_ids is not None:
+            self.network.token_ids = mx.array(token_ids)
+            head = None if head is None else head[self.network.token_ids]
+        self.start_from_head(head)
+        mx.eval(self.network.parameters())
 
     @abstractmethod
-    def logits(self, network: Any, batch: Batch) -> mx.array:
-        """Logits of a network of this kind after the root, and after each draft but the last.
+    def logits(self, network: Any, batch: TrainingBatch) -> mx.array:
+        """Compute a network's logits after the root, and after each draft but the last.
 
         Returns:
             Float32, shape (B, S, V); arbitrary where the weight is 0.
         """
 
-    @abstractmethod
-    def leave_target(self) -> None:
-        """Keep no more of the target than training needs; waits for the device."""
+    def leave_target(self) -> None:  # noqa: B027
+        """Drop the references to the target that training does not need."""
 
     @abstractmethod
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -109,13 +133,12 @@ class Student(ABC):
             extra: Further keys for ``config.json``.
         """
 
-    @abstractmethod
-    def calibrate(self, texts: Sequence[Shard]) -> None:
-        """Set what says how drafts are ranked, from texts that the target generated."""
+    def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
+        """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
 
     @abstractmethod
     def plans(self, length: int) -> dict[str, DraftPlan]:
-        """Plans that the finished drafter is measured with, by name, of at most L tokens a beam.
+        """List the plans that measure the finished drafter, by name, of at most L tokens a beam.
 
         The first is a chain.
         """
@@ -131,20 +154,20 @@ class Student(ABC):
             roots: Indices of the root tokens in the shard, those of a text consecutive, none the
                 first of a text, shape (p,).
             plan: One of `plans`.
-            temp: Sampling temperature of the texts; 0 drafts without noise.
+            temp: Sampling temperature of the texts; 0 drafts without Gumbel noise.
 
         Returns:
             Number of accepted drafts of each root, int64, shape (p,).
         """
 
     def holding(self, network: nn.Module) -> Self:
-        """The same kind of drafter with another network of the same sizes."""
+        """Copy this student, with another network of the same sizes."""
         other = copy.copy(self)
         other.network = network
         return other
 
     def with_weights(self, weights: Mapping[str, mx.array]) -> Self:
-        """The same drafter with other weights, independent of it; others are shared."""
+        """Copy this student with other weights; it shares the weights that are not given."""
         network = self.new_network()
         network.update(self.network.parameters())
         network.load_weights(list(weights.items()), strict=False)
@@ -152,24 +175,7 @@ class Student(ABC):
         return self.holding(network)
 
     def in_dtype(self, dtype: mx.Dtype) -> Self:
-        """The same drafter with weights of another dtype."""
+        """Copy this student with weights of another dtype."""
         other = self.with_weights({})
         other.network.set_dtype(dtype)
         return other
-
-
-def initialise(
-    student: Student, head: mx.array | None, seed: int, token_ids: NDArray[np.int32] | None = None
-) -> None:
-    """Give a student the initial weights of a training run; seeds MLX's global random state.
-
-    Args:
-        student: A student whose network is not trained.
-        head: As in `Student.start`.
-        seed: Random seed for the weights.
-        token_ids: As in `Student.start`.
-    """
-    mx.random.seed(seed)
-    student.network = student.new_network()
-    student.start(head, token_ids)
-    mx.eval(student.network.parameters())

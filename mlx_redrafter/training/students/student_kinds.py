@@ -10,28 +10,43 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
-from mlx_redrafter.training.initial import choose_drafter_config
-from mlx_redrafter.training.students.context import EagleStudent, MtpStudent
-from mlx_redrafter.training.students.medusa import MedusaStudent
+from mlx_redrafter.training.students.kv_students import (
+    EagleStudent,
+    MtpStudent,
+    SpecFormerStudent,
+)
+from mlx_redrafter.training.students.medusa_student import MedusaStudent
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.students.specformer import SpecFormerStudent
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.training_options import Head, NetworkOptions
+from mlx_redrafter.training.training_request import Head, NetworkOptions
 
-# Width of an attention head, below `WIDE` and from there on, and of the MLP relative to the hidden
-# size, rounded up to a multiple.
-HEAD_DIM, WIDE_HEAD_DIM, WIDE, LEAST_HEADS = 64, 128, 2048, 4
-MLP_RATIO, MLP_MULTIPLE = 8 / 3, 64
-# Least layers of a target whose second one, middle one and third last EAGLE-3 reads.
+# Default width of a recurrent drafter's head, unless twice the hidden size is less.
+EXIT_DIM = 1024
+# Default number of a recurrent drafter's residual blocks.
+NUM_BLOCKS = 2
+# Hidden size from which on attention heads have `WIDE_HEAD_DIM` elements, as in published models.
+WIDE = 2048
+# Width of an attention head for hidden sizes below `WIDE`.
+HEAD_DIM = 64
+# Width of an attention head for hidden sizes from `WIDE` on.
+WIDE_HEAD_DIM = 128
+# Minimum number of attention heads.
+LEAST_HEADS = 4
+# Width of the MLP relative to the hidden size, as in Llama models.
+MLP_RATIO = 8 / 3
+# The width of the MLP is rounded up to a multiple of this number.
+MLP_MULTIPLE = 64
+# Minimum number of layers of a target whose third, middle and third last layer EAGLE-3 reads.
 DEEP = 8
 
 
 def new_student(target: Target, options: NetworkOptions) -> Student:
-    """A student whose random weights are not computed.
+    """Create a student whose random weights are not computed.
 
     Raises:
         UnsupportedTargetError: The inputs of the target's layers cannot be read.
@@ -42,12 +57,22 @@ def new_student(target: Target, options: NetworkOptions) -> Student:
     return student
 
 
+def choose_drafter_config(
+    hidden_size: int, vocab_size: int, options: NetworkOptions
+) -> DrafterConfig:
+    """Choose the shape of a new recurrent drafter for a target of these sizes."""
+    return DrafterConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        exit_dim=options.exit_dim or min(EXIT_DIM, 2 * hidden_size),
+        num_draft_layers=NUM_BLOCKS if options.num_layers is None else options.num_layers,
+        rnn=True,
+        draft_vocab_size=options.draft_vocab,
+    )
+
+
 def _new_recurrent(target: Target, options: NetworkOptions) -> Student:
-    layers = None
-    if options.fused:
-        low, middle, _ = _captured_layers(target)
-        layers = options.layers_read or (low, middle, FINAL)
-    config = choose_drafter_config(target, options, layers)
+    config = choose_drafter_config(target.hidden_size, target.vocab_size, options)
     return RecurrentStudent(Drafter(config), target.embed)
 
 
@@ -63,10 +88,10 @@ def _new_medusa(target: Target, options: NetworkOptions) -> Student:
 
 
 def _new_eagle(target: Target, options: NetworkOptions) -> Student:
-    """EAGLE-3."""
+    """Create an EAGLE-3 head."""
     config = EagleConfig(
         version=3,
-        captured_layers=options.layers_read or _captured_layers(target),
+        captured_layers=_captured_layers(target),
         draft_vocab_size=options.draft_vocab,
         **_layer_sizes(target),
     )
@@ -79,7 +104,7 @@ def _new_eagle_1(target: Target, options: NetworkOptions) -> Student:
 
 
 def _new_mtp(target: Target, options: NetworkOptions) -> Student:
-    """A module in MiMo's format, whose layer is a dense one; any target can have it."""
+    """Create an MTP module in MiMo's format, with a dense layer, which fits any target."""
     values = {
         "model_type": "mimo",
         "num_hidden_layers": 1,
@@ -94,7 +119,7 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
 
 def _new_specformer(target: Target, options: NetworkOptions) -> Student:
     config = SpecFormerConfig(
-        captured_layers=options.layers_read or (*_captured_layers(target), FINAL),
+        captured_layers=(*_captured_layers(target), FINAL),
         num_slots=options.beam_length - 1,
         **_layer_sizes(target),
     )
@@ -102,17 +127,17 @@ def _new_specformer(target: Target, options: NetworkOptions) -> Student:
 
 
 def _captured_layers(target: Target) -> tuple[int, int, int]:
-    """A low, a middle and a high layer, as EAGLE-3 reads them."""
+    """Choose a low, a middle and a high layer, as in EAGLE-3."""
     count = len(target.blocks)
     first, last = (2, count - 3) if count >= DEEP else (min(1, count - 1), count - 1)
     return first, count // 2, last
 
 
 def _layer_sizes(target: Target) -> dict[str, Any]:
-    """Sizes of a decoder layer as wide as the target, as `EagleConfig` names them."""
+    """Choose the sizes of a decoder layer as wide as the target, by names of `EagleConfig`."""
     hidden = target.hidden_size
     heads = max(LEAST_HEADS, hidden // (HEAD_DIM if hidden < WIDE else WIDE_HEAD_DIM))
-    while heads > 1 and hidden % (2 * heads):  # rotary embeddings take pairs
+    while heads > 1 and hidden % (2 * heads):  # rotary embeddings rotate pairs
         heads -= 1
     return {
         "hidden_size": hidden,

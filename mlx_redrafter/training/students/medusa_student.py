@@ -1,7 +1,4 @@
-"""Medusa heads as a student.
-
-Axes: B positions, V rows of a head.
-"""
+"""Medusa heads as a student."""
 
 from __future__ import annotations
 
@@ -11,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.training.hindsight import iterate_generated_texts
-from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.generated_texts import iterate_generated_texts
+from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.chain import ChainStudent
 from mlx_redrafter.training.teacher_cache import Shard
 
@@ -31,48 +26,33 @@ class MedusaStudent(ChainStudent):
 
     @property
     def learning_rate(self) -> float:
-        """See `Student.learning_rate`: 1e-3 for 1,000 wide states, inverse to their width."""
+        """1e-3 for 1,000 wide states, inverse to their width."""
         return min(1.0 / self.network.config.hidden_size, 1.6e-2)
 
     @property
     def coupling_weight(self) -> float:
-        """See `ChainStudent.coupling_weight`."""
         return self.network.config.coupling_weight
 
-    def new_network(self) -> Medusa:
-        """See `Student.new_network`."""
-        return Medusa(self.network.config)
-
-    def start(self, head: mx.array | None, token_ids: NDArray[np.int32] | None) -> None:
-        """See `Student.start`."""
-        network = self.network
-        if token_ids is not None:
-            network.token_ids = mx.array(token_ids)
-            head = None if head is None else head[network.token_ids]
-        for *blocks, output in network.heads:
+    def start_from_head(self, head: mx.array | None) -> None:
+        for *blocks, output in self.network.heads:
             for block in blocks:
                 block.linear.weight = mx.zeros_like(block.linear.weight)
-                if network.config.bias:
+                if self.network.config.bias:
                     block.linear.bias = mx.zeros_like(block.linear.bias)
             if head is not None:
                 output.weight = mx.array(head)
 
-    def leave_target(self) -> None:
-        """See `Student.leave_target`; nothing is."""
-
-    def levels(self, network: Medusa, batch: Batch) -> Iterator[mx.array]:
-        """See `ChainStudent.levels`."""
+    def levels(self, network: Medusa, batch: TrainingBatch) -> Iterator[mx.array]:
         for head in range(batch.tokens.shape[1] - 1):
             yield network.logits(batch.states, head).astype(mx.float32)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
-        """See `Student.calibrate`; also the ranks of the static tree."""
+        """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
         network = self.network
         found = [text for shard in texts for text in iterate_generated_texts(shard)]
         config = calibrate(network, found).applied(network.config)
         network.config = replace(config, rank_accuracies=rank_accuracies(network, found))
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """See `Student.save`."""
         config = {**self.network.config.to_dict(), **extra}
         write_checkpoint(folder, config, named_parameters(self.network))

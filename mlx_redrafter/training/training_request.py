@@ -1,35 +1,39 @@
-"""Options of a training run, one frozen dataclass per stage."""
+"""The request of a training run: files, models and options, checked before anything is loaded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.layer_sizes import check_captured_layers
-from mlx_redrafter.target.target import FINAL
+from mlx_redrafter.proposers.fit import TOP_TOKENS
+from mlx_redrafter.training.state import has_state
 
 Recipe = Literal["soft", "coupled", "apple", "rollouts"]
 RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
 # Recipes that train on the target's distributions; the others train on tokens.
 DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
 Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer"]
-# Kinds of heads, and the options beside the beam length that each has.
+# Kinds of heads, with the options that each kind has as well as the beam length.
 HEADS: Mapping[Head, tuple[str, ...]] = {
-    "redrafter": ("exit_dim", "layers", "draft_vocab", "fused", "layers_read"),
+    "redrafter": ("exit_dim", "layers", "draft_vocab"),
     "medusa": ("layers", "draft_vocab"),
-    "eagle": ("draft_vocab", "layers_read"),
+    "eagle": ("draft_vocab",),
     "eagle1": (),
     "mtp": (),
-    "specformer": ("layers_read",),
+    "specformer": (),
 }
-# Heads that attend to the text before, of which rollouts are no part.
+# Heads that attend to the context. Rollouts are not part of it, so they cannot train these heads.
 READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer")
-ComputeDtype = Literal["float32", "bfloat16"]
+# Folder of the training state, inside the drafter's folder.
+STATE_FOLDER = "state"
+# Folder of the teacher cache, inside the drafter's folder unless the request names another.
+CACHE_FOLDER = "cache"
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,10 @@ class DataOptions:
     """Options of the texts to train on.
 
     Attributes:
-        max_tokens: Largest number of tokens to train on, None for all texts.
-        sequence_length: Length of the longest sequence, in tokens; longer texts are cut.
-        written_share: Share of the tokens that the target generates itself, 0 to 1.
-        answer_tokens: Length of the longest self-generated text, in tokens.
+        max_tokens: Maximum number of tokens to train on, None for all texts.
+        sequence_length: Maximum length of a sequence, in tokens; longer texts are cut.
+        self_generated_share: Share of the tokens that the target generates, 0 to 1.
+        answer_tokens: Maximum length of a self-generated text, in tokens.
         temp: Sampling temperature of half of the self-generated texts; the other half is greedy.
         held_out: Number of self-generated texts that only measure tokens per step.
         seed: Random seed for the choice of texts and for sampling.
@@ -48,7 +52,7 @@ class DataOptions:
 
     max_tokens: int | None = None
     sequence_length: int = 512
-    written_share: float = 0.5
+    self_generated_share: float = 0.5
     answer_tokens: int = 256
     temp: float = 0.8
     held_out: int = 32
@@ -61,7 +65,7 @@ class DataOptions:
         check_int("answer_tokens", self.answer_tokens, 8)
         check_int("held_out", self.held_out, 1)
         check_int("seed", self.seed, 0, 2**31 - 1)
-        check_number("self_written", self.written_share, 0, 1)
+        check_number("self_generated", self.self_generated_share, 0, 1)
         check_number("temp", self.temp, 0, 100)
 
 
@@ -77,11 +81,6 @@ class NetworkOptions:
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
         draft_vocab: Number of tokens that the drafter can propose, the most frequent ones of the
             texts; None for all. With large vocabularies the head is most of the cost of a draft.
-        fused: Whether the recurrent drafter reads two layers of the target beside its last hidden
-            state.
-        layers_read: Layers of the target whose inputs a fused drafter, an EAGLE-3 head or a
-            SpecFormer reads, -1 for the last hidden state; by default a low, a middle and a high
-            one, of a fused drafter -1 for the high one, and of a SpecFormer -1 as well.
     """
 
     head: Head = "redrafter"
@@ -89,8 +88,6 @@ class NetworkOptions:
     num_layers: int | None = None
     beam_length: int = 5
     draft_vocab: int | None = None
-    fused: bool = False
-    layers_read: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -99,16 +96,10 @@ class NetworkOptions:
             "exit_dim": self.exit_dim,
             "layers": self.num_layers,
             "draft_vocab": self.draft_vocab,
-            "fused": self.fused or None,
-            "layers_read": self.layers_read,
         }
         for name, value in given.items():
             if value is not None and name not in HEADS[self.head]:
                 raise ConfigError(f"{name} has no meaning for the head {self.head}; leave it out")
-        if self.layers_read is not None:
-            check_captured_layers(self.layers_read, FINAL)
-            if self.head == "redrafter" and not self.fused:
-                raise ConfigError("layers_read needs fused, without which one state is read")
         if self.draft_vocab is not None:
             check_int("draft_vocab", self.draft_vocab, 1)
         if self.exit_dim is not None:
@@ -125,13 +116,13 @@ class LossOptions:
     Attributes:
         recipe: Training objective. "soft": KL divergence from the target's distributions, from one
             pass over the text. "coupled": probability of sampling the target's token with the same
-            noise, from the same pass. "apple": cross-entropy on the text, as in Apple's released
-            code. "rollouts": cross-entropy on greedy continuations of every position by the
-            target, the paper's Eq. 2.
+            Gumbel noise, from the same pass. "apple": cross-entropy on the text, as in Apple's
+            released code. "rollouts": cross-entropy on the target's greedy continuations of every
+            position, the paper's Eq. 2.
         position_decay: Weight of each unroll step relative to the one before; `DISTILLING` only.
-        confidence_floor: Smoothing a of the probability that earlier drafts are accepted, by which
-            a draft counts: each acceptance probability q becomes ``(1 - a) q + a``; 1 gives all
-            drafts the same weight. `DISTILLING` only.
+        confidence_floor: Smoothing a of the weight of a draft, which is the probability that the
+            drafts before it are accepted: each acceptance probability q becomes ``(1 - a) q + a``;
+            1 gives all drafts the same weight. `DISTILLING` only.
     """
 
     recipe: Recipe = "soft"
@@ -151,21 +142,20 @@ class TrainingOptions:
 
     Attributes:
         epochs: Number of passes over the text.
-        minutes: Approximate time of the whole run, replaces ``epochs``: training gets what writing,
-            reading and evaluation leave of it.
+        minutes: Approximate time of the whole run, replaces ``epochs``: training may use the time
+            that generating, reading and evaluation leave.
         batch_tokens: Positions per optimiser step.
         learning_rate: Peak of the schedule, which is a linear warm-up, then a cosine to a hundredth
             of the peak; None for `Student.learning_rate`.
         warmup: Share of the steps spent warming up, 0 to 1.
-        max_grad_norm: Largest norm of the gradient; longer gradients are scaled down.
+        max_grad_norm: Maximum norm of the gradient; longer gradients are scaled down.
         ema_decay: Decay of the moving average of the weights, which is exported.
         num_evaluations: Number of measurements of tokens per step over the whole run; fewer in
             short runs.
         patience: Number of measurements without improvement, in the second half of the run, that
             stops training.
-        checkpoint_seconds: Longest time between checkpoints, in seconds; 0 writes one after every
+        checkpoint_seconds: Maximum time between checkpoints, in seconds; 0 writes one after every
             step.
-        compute_dtype: Dtype of forward and backward pass; the weights are kept in float32.
         seed: Random seed for the initial weights and the order of the positions.
     """
 
@@ -179,7 +169,6 @@ class TrainingOptions:
     num_evaluations: int = 20
     patience: int = 5
     checkpoint_seconds: float = 60.0
-    compute_dtype: ComputeDtype = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -196,20 +185,92 @@ class TrainingOptions:
         check_number("max_grad_norm", self.max_grad_norm, 0, math.inf)
         check_number("ema_decay", self.ema_decay, 0, 1)
         check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)
-        if self.compute_dtype not in ("float32", "bfloat16"):
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """The files, models and options of a training run.
+
+    Attributes:
+        model: Folder or hub repository of the target.
+        out: Folder of the drafter.
+        data: Files of texts, chats or prompts.
+        prompts: Files of prompts.
+        cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
+            files and data options may share a cache.
+        adapter_path: LoRA adapter of the target.
+        trust_remote_code: Whether to run code from the target's checkpoint.
+        start_from: Folder or hub repository of a recurrent drafter to continue training, made for
+            this or a similar target; the new drafter has its shape. None for a new drafter.
+        top_k: Number of next tokens whose probabilities are cached. The cache of held-out texts,
+            which calibrate the drafter, keeps at least `TOP_TOKENS`.
+        resume: Whether to continue a run that was begun in ``out``.
+        dry_run: Whether to stop before anything is written, once time, disk and memory are known.
+        data_options: Options of the texts.
+        network: Shape of a new drafter, and the beam length.
+        loss: Training objective.
+        training: Options of the optimisation.
+    """
+
+    model: str
+    out: Path
+    data: Sequence[Path] = ()
+    prompts: Sequence[Path] = ()
+    cache: Path | None = None
+    adapter_path: Path | None = None
+    trust_remote_code: bool = False
+    start_from: str | None = None
+    top_k: int = 32
+    resume: bool = False
+    dry_run: bool = False
+    data_options: DataOptions = field(default_factory=DataOptions)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    def __post_init__(self) -> None:
+        if not self.data and not self.prompts:
+            raise ConfigError("expected files, found nothing to train on; give --data or --prompts")
+        if has_state(self.state_folder) and not self.resume:
             raise ConfigError(
-                f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}"
+                f"a run was begun in {self.out}; continue it with --resume, or choose another --out"
             )
+        head = self.network.head
+        if self.loss.recipe == "rollouts" and head in READING_CONTEXT:
+            raise ConfigError(
+                f"the recipe rollouts cannot train the head {head}, which attends to the context; "
+                "use another recipe"
+            )
+        if self.start_from is None:
+            return
+        if head != "redrafter":
+            raise ConfigError(
+                f"training can start from a recurrent drafter only, got the head {head}; leave "
+                "--start-from out"
+            )
+        if self.network != NetworkOptions(beam_length=self.network.beam_length):
+            raise ConfigError(
+                f"the drafter {self.start_from} keeps its shape; leave --exit-dim and "
+                "--draft-vocab out"
+            )
+
+    @property
+    def state_folder(self) -> Path:
+        """Folder of the training state."""
+        return self.out / STATE_FOLDER
+
+    @property
+    def cache_folder(self) -> Path:
+        """Folder of the teacher cache."""
+        return self.cache or self.out / CACHE_FOLDER
+
+    @property
+    def held_out_top_k(self) -> int:
+        """Number of next tokens cached for held-out texts."""
+        return max(self.top_k, TOP_TOKENS)
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
-
-
-def check_dtype(dtype: object) -> None:
-    """Raise `ConfigError` unless ``dtype`` is a dtype of drafters."""
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise ConfigError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")

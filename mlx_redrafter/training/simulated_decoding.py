@@ -2,8 +2,8 @@
 
 Decoding reproduces a text x_1 .. x_n of the target: at each position the target chooses the next
 token of the text. So drafting from the cached hidden states, and comparing the drafts with the
-text, gives the steps of decoding. Sampled texts are drafted with posterior noise, as decoding with
-a seed drafts with the target's own.
+text, gives the steps of decoding. Sampled texts are drafted with posterior Gumbel noise, because
+decoding with a seed ranks drafts with the noise that the target samples with.
 
 Axes: n tokens of a shard, p positions.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.training.hindsight import find_generated
+from mlx_redrafter.training.generated_texts import find_generated
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
 
@@ -28,14 +28,14 @@ GREEDY_SHARE = 0.97
 def simulate(
     student: Student, shards: Sequence[Shard], plan: DraftPlan, temp: float = 0.0
 ) -> DecodingStats:
-    """Count the steps of decoding all texts; waits for the device.
+    """Count the steps of decoding all texts; blocks until MLX has evaluated them.
 
     Args:
         student: The drafter.
         shards: Texts, each a prompt and the target's continuation (``is_trained``).
         plan: One of `Student.plans`.
-        temp: Sampling temperature of the texts that are not greedy. 0 drafts these texts without
-            noise, as decoding with one of mlx-lm's samplers does.
+        temp: Sampling temperature of the texts that are not greedy; 0 drafts these texts without
+            Gumbel noise, like decoding with one of mlx-lm's samplers.
 
     Returns:
         Counts over all texts as if they were one text. The first token of a text belongs to no

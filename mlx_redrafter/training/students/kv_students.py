@@ -1,22 +1,21 @@
-"""Networks with K/V rows of their own as students: EAGLE heads, MTP modules; see `specformer.py`.
+"""Students with K/V entries of their own: EAGLE heads, MTP modules, SpecFormers.
 
-Axes: n positions of a stretch of text, H hidden size, V rows of the head.
+Axes: n positions of a stretch of text, S slots, H hidden size, V rows of the head.
 
-Of those that draft a token at a time, the first level reads what the target has processed. Every
-further level reads what the one before it fed back, one position later, as when it drafts: row q of
-level i stands after the root at position q - i, and sees the rows of the first level up to there,
-and one row of each level since (training-time test of EAGLE-3, arXiv 2503.01840).
+EAGLE heads and MTP modules draft a token at a time. Their first level reads the states of the
+target. Every further level reads the outputs that the level before fed back, one position later, as
+in decoding: row q of level i drafts after the root at position q - i. It attends to the entries of
+the first level up to there, and to one entry of each level since (training-time test of EAGLE-3,
+arXiv 2503.01840). The slots of a SpecFormer draft all levels in parallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT
 from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
@@ -24,18 +23,19 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork, KvNetwork
 from mlx_redrafter.proposers.mtp.checkpoint import save_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
+from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
-from mlx_redrafter.training.loss import Batch
+from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.chain import ChainStudent
-from mlx_redrafter.training.teacher_cache import Shard
 
 
 class KvStudent(ChainStudent):
-    """A network that attends to what it read before.
+    """A network that attends to the context.
 
     Args:
         network: The network.
-        target: The teacher, whose embedding, and head if it has none, are the network's own.
+        target: The teacher. Its embedding, and its head if the network has none, stay in use.
     """
 
     reads_context = True
@@ -49,41 +49,32 @@ class KvStudent(ChainStudent):
 
     @property
     def learning_rate(self) -> float:
-        """See `Student.learning_rate`: 1e-3 for 640 wide states, inverse to their width."""
+        """1e-3 for 640 wide states, inverse to their width."""
         return min(0.64 / self.target.hidden_size, 1e-2)
 
     @property
     def head_rows(self) -> int:
-        """See `Student.head_rows`."""
         return self.network.num_rows
 
     @property
     def row_ids(self) -> mx.array | None:
-        """See `Student.row_ids`."""
         return self.network.row_ids
 
     @property
     def coupling_weight(self) -> float:
-        """See `ChainStudent.coupling_weight`."""
         return COUPLING_WEIGHT
-
-    def leave_target(self) -> None:
-        """See `Student.leave_target`; it stays."""
-
-    def calibrate(self, texts: Sequence[Shard]) -> None:
-        """See `Student.calibrate`; such networks have none."""
 
 
 class AutoregressiveStudent(KvStudent):
-    """One that drafts a token at a time."""
+    """A network that drafts a token at a time."""
 
     network: AutoregressiveNetwork
 
-    def levels(self, network: AutoregressiveNetwork, batch: Batch) -> Iterator[mx.array]:
-        """See `ChainStudent.levels`; the positions are those of one stretch."""
+    def levels(self, network: AutoregressiveNetwork, batch: TrainingBatch) -> Iterator[mx.array]:
+        """Compute the logits of each level; the positions are those of one stretch."""
         embeddings = self.target.embed(batch.tokens[:, 0])
         features = network.fuse(batch.states)
-        caches = [Rows() for _ in range(network.num_layers)]
+        caches = [LevelEntries() for _ in range(network.num_layers)]
         for level, mask in enumerate(level_masks(batch.sequences, batch.tokens.shape[1] - 1)):
             for cache in caches:
                 cache.mask = mask
@@ -96,32 +87,21 @@ class AutoregressiveStudent(KvStudent):
 
 
 class EagleStudent(AutoregressiveStudent):
-    """An EAGLE head. That of EAGLE-3 begins as the target's head."""
+    """An EAGLE head. The head of EAGLE-3 begins as the target's head."""
 
     network: Eagle
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """See `Student.name`."""
         papers = {1: "2401.15077", 3: "2503.01840"}
         config = self.network.config
         return f"an {config.name} head (arXiv {papers[config.version]})"
 
-    def new_network(self) -> Eagle:
-        """See `Student.new_network`."""
-        return Eagle(self.network.config)
-
-    def start(self, head: mx.array | None, token_ids: NDArray[np.int32] | None) -> None:
-        """See `Student.start`."""
-        network = self.network
-        if token_ids is not None:
-            network.token_ids = mx.array(token_ids)
-            head = None if head is None else head[network.token_ids]
-        if head is not None and network.config.version == 3:
-            network.lm_head.weight = mx.array(head)
+    def start_from_head(self, head: mx.array | None) -> None:
+        if head is not None and self.network.config.version == 3:
+            self.network.lm_head.weight = mx.array(head)
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """See `Student.save`."""
         save_eagle(self.network, folder, extra)
 
 
@@ -142,46 +122,64 @@ class MtpStudent(AutoregressiveStudent):
         self.values = values
 
     def new_network(self) -> Mtp:
-        """See `Student.new_network`."""
         return Mtp(self.values)
 
-    def start(self, head: mx.array | None, token_ids: NDArray[np.int32] | None) -> None:
-        """See `Student.start`; all begins with random weights."""
-
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """See `Student.save`."""
         save_mtp(self.network, self.values, folder, extra)
 
 
-class Rows:
-    """K/V rows of one layer during training, those of all levels, with the newest level's mask."""
+class SpecFormerStudent(KvStudent):
+    """A SpecFormer."""
 
-    offset = 0  # every level's rows stand at the positions of the first
+    name = "a SpecFormer"
+    network: SpecFormer
+
+    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        save_specformer(self.network, folder, extra)
+
+    def levels(self, network: SpecFormer, batch: TrainingBatch) -> Iterator[mx.array]:
+        """Compute the logits of each slot; the positions are those of one stretch."""
+        cache = LevelEntries()
+        cache.mask = next(level_masks(batch.sequences, 1))
+        outputs = network(network.fuse(batch.states), mx.array([]), [cache])
+        slots = network.slots(outputs, batch.tokens.shape[1] - 1)
+        for slot in range(slots.shape[1]):
+            logits = network.logits(slots[:, slot], self.target)[:, : self.head_rows]
+            yield logits.astype(mx.float32)
+
+
+class LevelEntries:
+    """K/V entries of one layer during training, of all levels, with the newest level's mask."""
+
+    offset = 0  # the entries of every level have the positions of the first level
 
     def __init__(self) -> None:
         self.mask: mx.array | None = None
-        self._rows: tuple[mx.array, mx.array] | None = None
+        self._entries: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add rows; returns all."""
-        if self._rows is not None:
-            before = self._rows
+        """Add entries and return all of them."""
+        if self._entries is not None:
+            before = self._entries
             keys = mx.concatenate([before[0], keys], axis=2)
             values = mx.concatenate([before[1], values], axis=2)
-        self._rows = keys, values
+        self._entries = keys, values
         return keys, values
 
     def make_mask(self, *arguments: Any, **options: Any) -> mx.array | None:
-        """The newest level's mask, whatever mlx-lm asks for."""
+        """Return the newest level's mask, whatever the arguments of mlx-lm are."""
         return self.mask
 
 
 def level_masks(sequences: mx.array, num_levels: int) -> Iterator[mx.array]:
-    """What rows of each level see: rows of all levels so far, bool, shape (n, levels * n).
+    """Build the mask of each level: its rows attend to entries of all levels so far.
 
     Args:
         sequences: Number of the sequence of each position, shape (n,).
         num_levels: Number of levels.
+
+    Yields:
+        True for the entries attended to, bool, shape (n, levels * n).
     """
     queries, keys = mx.arange(len(sequences))[:, None], mx.arange(len(sequences))[None]
     is_same = sequences[:, None] == sequences[None]
