@@ -3,7 +3,10 @@
 from setuptools import find_packages, setup
 
 BESIDE = ("bench", "cli", "convert", "server")
-beside = find_packages(include=[f"{name}{end}" for name in BESIDE for end in ("", ".*")])
+beside = find_packages(
+    include=[f"{name}{end}" for name in BESIDE for end in ("", ".*")],
+    exclude=["bench.lab", "bench.lab.*"],  # the laboratory runs from a checkout
+)
 setup(
     packages=[
         *find_packages(include=["mlx_redrafter", "mlx_redrafter.*"]),

@@ -1,6 +1,6 @@
-"""Advice on drafting for a model: what can draft for it, what that gives, and what training takes.
+"""Advice on drafting for a model: usable drafters, the expected gain, and the cost of training.
 
-`Subject` is the model, `Outlook` what is expected of it; here they become plain sentences.
+`Subject` is the model and `Forecast` its expected speed; `advise` turns both into sentences.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlx_redrafter.bench.forecast import DrafterTrial, Forecast
 from mlx_redrafter.bench.model_shape import EXAMPLE, ModelShape, shape_of_config, shape_of_family
-from mlx_redrafter.bench.outlook import Outlook, Trial
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
@@ -22,23 +22,25 @@ from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 from mlx_redrafter.training.resources import format_bytes, read_total_memory
 
-# Least gain that is worth training a drafter for, and least one of a drafter that is there.
-WORTH_TRAINING, WORTH_USING = 1.1, 1.03
+# Minimum predicted speedup at which training a drafter is advised.
+WORTH_TRAINING = 1.1
+# Minimum measured speedup at which using an existing drafter is advised.
+WORTH_USING = 1.03
 
 Sections = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that advice is asked for.
+    """The model that the advice is about, and a drafter that the user has.
 
     Attributes:
         name: Name for commands.
         shape: Its sizes.
-        folder: Folder with its weights, None if they are not on this machine.
+        folder: Folder with its weights; None if they are not on this machine.
         is_bundled: Whether it is the bundled model.
-        drafter: Name of a drafter at hand, None without one.
-        refusal: Reason why that drafter cannot draft for it, None if nothing speaks against it.
+        drafter: Name of the user's drafter; None without one.
+        refusal: Reason why that drafter does not fit the model; None if it fits.
     """
 
     name: str
@@ -50,23 +52,23 @@ class Subject:
 
     @property
     def usable_drafter(self) -> str | None:
-        """The drafter at hand if it fits."""
+        """The user's drafter, if it fits."""
         return self.drafter if self.refusal is None else None
 
 
 def find_subject(model: str | None, drafter: str | None = None) -> Subject:
-    """The model that is meant, and a drafter at hand.
+    """Find the model and check the drafter.
 
-    Of repositories only the ``config.json`` is read.
+    Of a repository only the ``config.json`` is read.
 
     Args:
         model: A folder, a repository, or a family with a size; None is the bundled model.
         drafter: A folder, a repository, "lookup" or "mtp".
 
     Raises:
-        CheckpointError: Its config cannot be read.
-        ConfigError: It is neither a folder nor a repository nor a known family and size.
-        UnsupportedTargetError: It cannot be decoded exactly.
+        CheckpointError: The model's config cannot be read.
+        ConfigError: The model is neither a folder nor a repository nor a known family and size.
+        UnsupportedTargetError: The model cannot be decoded exactly.
     """
     subject = _find_model(model)
     if drafter is None or is_word(drafter, LOOKUP):
@@ -107,73 +109,82 @@ def _refuse(drafter: str, shape: ModelShape) -> str | None:
 
 
 def advise(
-    subject: Subject, machine: str, outlook: Outlook, trial: Trial | None, cost: TrainingCost
+    subject: Subject,
+    machine: str,
+    forecast: Forecast,
+    trial: DrafterTrial | None,
+    cost: TrainingCost,
 ) -> Sections:
-    """The advice, sentences by headline.
+    """Write the advice: sentences by headline.
 
     Args:
         subject: The model.
         machine: Name of the machine.
-        outlook: Expectations on the machine.
-        trial: Texts decoded with the drafter at hand, None if it was not tried.
+        forecast: Expected speed on the machine.
+        trial: Measurement of the user's drafter; None if it was not measured.
         cost: Cost of training a drafter.
     """
     return {
-        "Model": [f"{subject.shape}.", "It is supported: its text stays its own, token for token."],
-        "What can draft for it now": _drafters(subject),
-        f"What drafting gives on {machine}": _gains(outlook, trial),
-        "Training a drafter": _training(subject, outlook, cost),
-        "Recommended": _recommendation(subject, outlook, trial),
+        "Model": [
+            f"{subject.shape}.",
+            "It is supported: with any drafter the output is the model's own, token for token.",
+        ],
+        "Drafters to use now": _drafters(subject),
+        f"Expected speed on {machine}": _gains(forecast, trial),
+        "Training a drafter": _training(subject, forecast, cost),
+        "Recommended": _recommendation(subject, forecast, trial),
     }
 
 
 def _drafters(subject: Subject) -> list[str]:
     sentences = [
-        f"{LOOKUP} (the default): what followed the newest words where they stood before. It needs "
-        "nothing, and gains where a text repeats its prompt or itself.",
-        "The bundled drafter, which was made for this model."
+        f"{LOOKUP}, the default: prompt lookup. It proposes the tokens that followed the newest "
+        "words earlier in the text. It needs no files, and helps if a text repeats its prompt or "
+        "itself.",
+        "The bundled drafter, which was trained for this model."
         if subject.is_bundled
-        else "Not the bundled drafter: it belongs to the bundled model.",
-        "An EAGLE head or Medusa heads made for this very model, as --drafter; --drafter mtp where "
-        "its files hold an MTP module.",
-        "A smaller model of the same token ids, as --drafter.",
+        else "Not the bundled drafter: it was trained for the bundled model.",
+        "An EAGLE head or Medusa heads trained for this very model, with --drafter. If the model's "
+        "own files hold an MTP module: --drafter mtp.",
+        "A smaller model with the same token ids (draft model), with --drafter.",
     ]
     if subject.refusal is not None:
         sentences.append(f"Not {subject.drafter}: {subject.refusal}.")
     elif subject.drafter is not None:
-        sentences.append(f"{subject.drafter}: it fits.")
+        sentences.append(f"{subject.drafter}, which fits this model.")
     return sentences
 
 
-def _gains(outlook: Outlook, trial: Trial | None) -> list[str]:
+def _gains(forecast: Forecast, trial: DrafterTrial | None) -> list[str]:
     sentences = [
-        f"Plain decoding: {1 / outlook.plain:.0f} tokens/s, {1e3 * outlook.plain:.1f} ms per step.",
-        *outlook.notes,
-        "A recurrent drafter that gets the tokens per step of Apple's for Vicuna-7B would decode "
-        f"{outlook.speedup:.2f} times as fast at best (shape {outlook.shape}).",
+        f"Plain decoding: {1 / forecast.plain:.0f} tokens/s, "
+        f"{1e3 * forecast.plain:.1f} ms per step.",
+        *forecast.notes,
+        "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
+        f"decoding would be at best {forecast.speedup:.2f} times as fast (shape {forecast.shape}).",
     ]
     if trial is not None:
         sentences.append(
-            f"The drafter at hand, tried on three short texts: {trial.speedup:.2f} times as fast "
-            f"as plain decoding, {trial.tokens_per_step:.2f} tokens/step."
+            f"The drafter, measured on three short texts: {trial.speedup:.2f} times as fast as "
+            f"plain decoding, {trial.tokens_per_step:.2f} tokens/step."
         )
     return sentences
 
 
-def _training(subject: Subject, outlook: Outlook, cost: TrainingCost) -> list[str]:
+def _training(subject: Subject, forecast: Forecast, cost: TrainingCost) -> list[str]:
     work, needed = cost.work, cost.needed
     tokens = work.given + work.generated
     memory = f"{format_bytes(needed.memory)} of memory"
     if subject.folder is not None and (total := read_total_memory()) is not None:
-        memory += f" (there are {format_bytes(total)})"
+        memory += f" (this machine has {format_bytes(total)})"
     return [
-        f"On {tokens:,} tokens: {outlook.training}.",
-        f"Text: about {format_bytes(work.given * CHARS_PER_TOKEN)} of what you will use the model "
-        "for; the model writes as much again itself.",
-        f"Disk: {format_bytes(needed.disk)}, of which the drafter stays, "
-        f"{format_bytes(needed.drafter)}; {memory}.",
+        f"On {tokens:,} tokens: {forecast.training}.",
+        f"Text: about {format_bytes(work.given * CHARS_PER_TOKEN)} that is like your use of the "
+        "model; the model generates as much again.",
+        f"Disk: {format_bytes(needed.disk)} during training, {format_bytes(needed.drafter)} for "
+        f"the finished drafter; {memory}.",
         f"Command: {_training_command(subject, tokens)}",
-        "With --dry-run the same command says how long it takes where it runs.",
+        "With --dry-run the same command measures how long it will take on the machine it runs on.",
     ]
 
 
@@ -182,30 +193,30 @@ def _training_command(subject: Subject, tokens: int) -> str:
     return f"redrafter-mlx train --model {model} --data TEXTS --tokens {tokens} --out DRAFTER"
 
 
-def _recommendation(subject: Subject, outlook: Outlook, trial: Trial | None) -> list[str]:
+def _recommendation(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) -> list[str]:
     name, drafter = map(shlex.quote, (subject.name, subject.usable_drafter or ""))
     use = "redrafter-mlx generate" + ("" if subject.is_bundled else f" --model {name}")
     if trial is not None and trial.speedup >= WORTH_USING:
         option = "" if subject.usable_drafter is None else f" --drafter {drafter}"
         return [
             f'Use the drafter: {use}{option} --prompt "..."',
-            "Leave the sizes of drafts to the program, which chooses them at every step.",
+            "Set no draft sizes: the program chooses them in every step.",
         ]
     sentences = [
-        f"Use {LOOKUP}, which decodes plainly where nothing repeats: {use} --drafter {LOOKUP} "
+        f"Use {LOOKUP}, which decodes plainly if nothing repeats: {use} --drafter {LOOKUP} "
         '--prompt "..."'
     ]
     if trial is not None:
-        return [*sentences, "The drafter at hand gained nothing on this machine: leave it out."]
+        return [*sentences, "The drafter is not faster on this machine: leave it out."]
     if subject.usable_drafter is not None:
         sentences.append(
-            f"Try {subject.drafter} where it will run: give this command the model's folder there."
+            f"Measure {subject.drafter} on the machine that will run it: give this command the "
+            "model's folder there."
         )
-    elif outlook.speedup >= WORTH_TRAINING:
+    elif forecast.speedup >= WORTH_TRAINING:
         sentences.append("If you use the model for many hours, train a drafter for it.")
     else:
         sentences.append(
-            "Do not train a drafter for this machine: checking several tokens at once costs it too "
-            "much."
+            "Do not train a drafter for this machine: a pass over several tokens is too slow on it."
         )
     return sentences

@@ -1,4 +1,4 @@
-"""Published facts about Apple's chips, for predictions: their hardware, and the cost of a verify.
+"""Published facts about Apple's chips, for predictions: hardware, and the cost of verifying.
 
 Bandwidth, cores and the arithmetic of M1 and M2 are Apple's figures for the largest variant of each
 chip (technical specifications at support.apple.com, announcements at apple.com/newsroom); verify
@@ -17,6 +17,7 @@ from mlx_redrafter.errors import ConfigError
 
 # Bytes per weight, scales and biases of groups of 64 included.
 BYTES = {16: 2.0, 8: 1.0625, 4: 0.5625}
+# Bits of weights that are not quantised.
 UNQUANTISED = 16
 # First generation whose kernels stream weights once for several rows of 4-bit inputs.
 WIDE_KERNELS = 3
@@ -44,7 +45,7 @@ class Chip:
 
     @property
     def teraflops(self) -> float:
-        """Arithmetic of the GPU, as published or as that of as many cores of an M2 Max."""
+        """Arithmetic of the GPU: as published, or estimated from the cores of an M2 Max."""
         return self.published_teraflops or CORE_TERAFLOPS * self.cores
 
 
@@ -90,7 +91,7 @@ class VerifyCurve:
     source: str
 
     def at(self, tokens: float) -> float | None:
-        """Ratio for ``tokens``, linear between measurements, None beyond them."""
+        """Interpolate the ratio for ``tokens``; None beyond the measurements."""
         if tokens > max(self.ratios):
             return None
         return float(np.interp(tokens, list(self.ratios), list(self.ratios.values())))
@@ -138,7 +139,7 @@ CURVES = (
 
 
 def find_chip(name: str) -> Chip:
-    """A chip by its name, in any case, with or without "Apple"."""
+    """Find a chip by its name, in any case, with or without "Apple"."""
     wanted = name.lower().removeprefix("apple").strip()
     for chip in CHIPS.values():
         if chip.name.lower() == wanted:
@@ -147,17 +148,17 @@ def find_chip(name: str) -> Chip:
 
 
 def find_curve(chip: Chip, bits: int) -> VerifyCurve | None:
-    """The curve measured on a chip, or else on the nearest one with the same kind of kernels.
+    """Find the curve of a chip, or else of the nearest one with the same kind of kernels.
 
-    Without one for as many bits it is converted from that of other quantised weights: a row beyond
-    the first takes the same arithmetic per weight, hence another share of the time of reading them.
+    If no curve has these bits, one of other bits is converted: each further token needs the same
+    arithmetic per weight, which is another share of the time to read the weights.
 
     Args:
         chip: The chip.
         bits: Bits of the weights.
 
     Returns:
-        The curve, None for weights of 16 bits, for which none was published.
+        The curve; None for weights of 16 bits, as none was published for them.
     """
 
     def distance(curve: VerifyCurve) -> tuple[bool, int, float]:

@@ -1,125 +1,86 @@
-"""Comparison of ways of decoding, on the same prompts, in turns."""
+"""Comparison of decoding methods on the same prompts, in interleaved runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-
-import mlx.nn as nn
 
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
-from mlx_redrafter.bench.runs import (
-    AUTO,
-    STOCK_DRAFT,
-    UNCOUPLED,
-    EncodedPrompt,
-    Setting,
-    drafted_arm,
-    stock_arm,
-)
+from mlx_redrafter.bench.runs import Arm, CommonSettings, EncodedPrompt
 from mlx_redrafter.bench.timing import OnProgress, timed
-from mlx_redrafter.bench.turns import (
-    arm_name,
-    compared_arms,
-    decode_in_turns,
-    make_turns,
-    reference_arm,
-)
-from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.bench.turns import decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.proposers.speculate_ahead import Hits, Predrafted
 from mlx_redrafter.target.target import Target
-
-# A way of decoding whose drafts are made ahead.
-PREDRAFTED = "{}, predrafted"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """Results of a comparison.
 
     Attributes:
-        rows: One row per way of decoding, over all prompts.
+        rows: One row per decoding method, over all prompts.
         by_category: The same over the prompts of each category; empty if there is only one.
-        hits: Counts of drafts made ahead, warming up included, by way of decoding; turns on record
-            from an earlier run are not among them.
     """
 
     rows: list[Row]
     by_category: dict[str, list[Row]]
-    hits: dict[str, Hits]
 
 
 def compare(
-    setting: Setting,
-    plans: Sequence[DraftPlan],
+    arms: Mapping[str, Arm],
+    settings: CommonSettings,
     prompts: Sequence[EncodedPrompt],
     repeats: int,
     recording: Recording,
-    draft_model: nn.Module | None = None,
-    num_draft_tokens: int = 3,
     cool_down: float = 0.0,
-    max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
-    predraft: int = 0,
-) -> Comparison:
-    """Decode every prompt in every way, ``repeats`` times, in turns.
+) -> MethodComparison:
+    """Decode every prompt with every method, ``repeats`` times, in interleaved runs.
 
     Args:
-        setting: Settings that all ways share.
-        plans: Fixed plans to compare.
+        arms: Decoding methods by name.
+        settings: Settings that all methods share.
         prompts: The prompts.
         repeats: Rounds per prompt.
-        recording: Record of the runs; turns that it has are not repeated.
-        draft_model: Draft model of mlx-lm's own speculative decoding, None to leave that out.
-        num_draft_tokens: Drafts of that model per step.
+        recording: Record of the runs; turns that it already has are not repeated.
         cool_down: Seconds to rest before every run.
-        max_repeated: See `summarise`.
-        on_progress: Callback for the turns done and their number.
-        predraft: Outcomes that drafts are made ahead for, in further ways with the same plans; 0
-            leaves these out.
+        on_progress: Callback for the number of turns done and their total.
     """
-    arms = compared_arms(setting, plans)
-    if draft_model is not None:
-        arms[STOCK_DRAFT] = stock_arm(setting, draft_model, num_draft_tokens)
-    if setting.temp:
-        arms[UNCOUPLED] = drafted_arm(replace(setting, couple=False), None)
-    hits: dict[str, Hits] = {}
-    for plan in (*plans, None) if predraft else ():
-        name = PREDRAFTED.format(AUTO if plan is None else arm_name(plan))
-        assert not isinstance(setting.drafter, Predrafted)
-        ahead = Predrafted(setting.drafter, predraft)
-        arms[name], hits[name] = drafted_arm(replace(setting, drafter=ahead), plan), ahead.hits
-    prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
+    prepare = partial(time_shapes, settings, max(len(prompt.ids) for prompt in prompts), recording)
     decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
 
-    reference = reference_arm(setting)
+    reference = reference_arm(settings)
     categories = dict.fromkeys(prompt.category for prompt in prompts)
-    found = Comparison(
-        summarise(recording.runs, reference, max_repeated),
+    found = MethodComparison(
+        summarise(recording.runs, reference),
         {
             category: summarise(
-                [run for run in recording.runs if run.category == category], reference, max_repeated
+                [run for run in recording.runs if run.category == category], reference
             )
             for category in (categories if len(categories) > 1 else ())
         },
-        hits,
     )
-    recording.finish(found=found, max_repeated=max_repeated)
+    recording.finish(found=found)
     return found
 
 
-def time_shapes(setting: Setting, longest: int, recording: Recording) -> None:
-    """Record the time of timing the plans of `auto`, for prompts of up to ``longest`` tokens.
+def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:
+    """Time the steps that `auto` chooses from, and record how long that took.
 
-    Plans are timed once per model and machine; the time is not part of any answer's.
+    The library does this once per model and machine; no answer's time includes it.
+
+    Args:
+        settings: Settings with the target and the drafter.
+        longest: Length of the longest prompt, in tokens.
+        recording: Receives the duration, in seconds.
     """
-    target = Target(setting.model)
-    network = None if isinstance(setting.drafter, Lookup) else as_proposer(setting.drafter)
+    target = Target(settings.model)
+    is_lookup = isinstance(settings.drafter, Lookup)
+    network = None if is_lookup else as_proposer(settings.drafter)
     seconds = sum(
         timed(partial(time_steps, target, network, context))
         for context in contexts(target, longest)

@@ -6,29 +6,24 @@ For 16-bit weights on M1 and M2, with the kernels of MLX up to 0.30.4 (up to 15 
     step = base * plain + fixed + draft * (L - 1) * drafter's share * plain
            + row * T * 2 P / FLOP/s + cliff if T >= 16
 
-Theory says base = draft = row = 1 (weights are read once per forward pass, arithmetic runs at the
-chip's peak and is not hidden) and fixed = cliff = 0. Bayesian linear regression on relative errors
-moves the parameters from theory towards measured steps, whose errors are taken to be a tenth.
+Theory says base = draft = row = 1: weights are read once per forward pass, and arithmetic runs at
+the chip's peak and is not hidden. It also says fixed = cliff = 0. `FITTED` has the values that fit
+Apple's measurements; the laboratory computes them (`lab/cost_fit.py`).
 
 Axes: T tokens per forward pass, P parameters of the target, L beam length.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_redrafter.bench.chips import Chip
 
-# Fewest tokens for which MLX up to 0.30.4 used a general matrix product.
+# Minimum number of tokens for which MLX up to 0.30.4 used a general matrix product.
 CLIFF_TOKENS = 16
-# Relative error allowed for a chip as a whole; weighs measurements against theory.
-DISCREPANCY = 0.1
-# Parameters of the model that the cliff was measured on.
+# Parameters of Vicuna-7B, the model that the cliff was measured with.
 CLIFF_PARAMETERS = 6.74e9
 
 
@@ -53,13 +48,12 @@ class Parameters:
     cliff: float
 
 
-THEORY = Parameters(base=1.0, fixed=0.0, draft=1.0, row=1.0, cliff=0.0)
-# Standard deviations: how far from theory the parameters may be.
-FREEDOM = Parameters(base=0.1, fixed=5.0, draft=0.3, row=0.5, cliff=100.0)
+# Parameters fitted by the laboratory to all three of Apple's sweeps; a test checks the values.
+FITTED = Parameters(base=1.0613, fixed=3.939, draft=1.0632, row=1.1883, cliff=37.91)
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A step to estimate the cost of.
 
     Attributes:
@@ -96,42 +90,6 @@ class Step:
         ]
 
 
-def step_time(step: Step, parameters: Parameters) -> float:
+def step_time(step: PredictedStep, parameters: Parameters) -> float:
     """Milliseconds of a step."""
     return float(np.dot(step.terms, astuple(parameters)))
-
-
-def fit(steps: Sequence[Step], measured: Sequence[float]) -> Parameters:
-    """The most probable parameters given measured steps; every chip has the same weight.
-
-    Args:
-        steps: The steps.
-        measured: Milliseconds of each step.
-    """
-    chips = [step.chip.name for step in steps]
-    weights = [1 / np.sqrt(chips.count(name)) for name in chips]
-    rows = [
-        np.array(step.terms) / time * weight
-        for step, time, weight in zip(steps, measured, weights, strict=True)
-    ]
-    pull = DISCREPANCY / np.array(astuple(FREEDOM))
-    matrix = np.vstack([*rows, np.diag(pull)])
-    values = np.concatenate([weights, pull * np.array(astuple(THEORY))])
-    return Parameters(*(float(value) for value in _non_negative(matrix, values)))
-
-
-def _non_negative(
-    matrix: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Least squares with no negative unknown, by trying every subset of the few unknowns."""
-    size = matrix.shape[1]
-    best, least = np.zeros(size), np.inf
-    for count in range(1, size + 1):
-        for chosen in itertools.combinations(range(size), count):
-            found, *_ = np.linalg.lstsq(matrix[:, chosen], values, rcond=None)
-            error = float(np.sum((matrix[:, chosen] @ found - values) ** 2))
-            if (found >= 0).all() and error < least:
-                least = error
-                best = np.zeros(size)
-                best[list(chosen)] = found
-    return best

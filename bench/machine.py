@@ -18,7 +18,7 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "transformers")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions and commit, for every result."""
+    """Describe the machine, the versions and the commit, for every result."""
     return {
         "machine": {
             "system": _system(),
@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Name of the chip, given by the system."""
+    """Return the system's name of the chip."""
     if sys.platform == "darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     try:
@@ -52,7 +52,7 @@ def processor_name() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the working tree that this package runs from, "+changes" if edited, or None."""
+    """Return the commit that this package runs from, "+changes" if edited; None if unknown."""
     folder = str(Path(__file__).resolve().parent)
     head = _output("git", "-C", folder, "rev-parse", "HEAD")
     if not head:
@@ -62,7 +62,7 @@ def commit() -> str | None:
 
 
 def load_averages() -> list[float]:
-    """Threads that ran or waited in the last 1, 5 and 15 minutes; empty if the system is mute."""
+    """Return the mean number of running threads in 1, 5 and 15 minutes; empty if unknown."""
     try:
         return list(os.getloadavg())
     except (AttributeError, OSError):
@@ -70,7 +70,7 @@ def load_averages() -> list[float]:
 
 
 def has_openblas() -> bool | None:
-    """Whether this process has loaded OpenBLAS; None if that is unknown."""
+    """Return whether this process has loaded OpenBLAS; None if unknown."""
     try:
         return "openblas" in Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:

@@ -18,14 +18,16 @@ from mlx_redrafter.target.architectures import REFUSED
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
 from mlx_redrafter.training.resources import TargetSize
 
-# Parameters in billions, hidden size and vocabulary of published models, by family and size.
+# Sizes of Llama 2: billions of parameters, hidden size and vocabulary.
 LLAMA_2 = {"7B": (6.74, 4096, 32000), "13B": (13.0, 5120, 32000)}
+# The same of Llama 3.
 LLAMA_3 = {
     "1B": (1.24, 2048, 128256),
     "3B": (3.21, 3072, 128256),
     "8B": (8.03, 4096, 128256),
     "70B": (70.6, 8192, 128256),
 }
+# The same of published models, by family and size.
 FAMILIES: Mapping[str, Mapping[str, tuple[float, int, int]]] = {
     "llama": LLAMA_3,
     "llama2": LLAMA_2,
@@ -51,8 +53,9 @@ FAMILIES: Mapping[str, Mapping[str, tuple[float, int, int]]] = {
     },
     "gemma2": {"2B": (2.61, 2304, 256000), "9B": (9.24, 3584, 256000), "27B": (27.2, 4608, 256000)},
 }
-# Other names of a family, after spaces and hyphens are left out.
+# Other names of a family, without spaces and hyphens.
 ALIASES = {"llama3": "llama", "llama3.1": "llama", "llama3.2": "llama", "qwen2.5": "qwen2"}
+# A family with a size, for error messages.
 EXAMPLE = "'llama 8B 4bit'"
 
 
@@ -63,7 +66,7 @@ class ModelShape:
     Attributes:
         name: Name in tables.
         parameters: Number of all parameters.
-        active: Number of parameters that a token reads; fewer where experts are chosen.
+        active: Number of parameters read per token; fewer than all in a mixture of experts.
         bits: Bits of the weights, the nearest of 16, 8 and 4.
         hidden_size: Size of a hidden state, H.
         vocab_size: Number of rows of the input embedding, V.
@@ -87,13 +90,13 @@ class ModelShape:
 
     @property
     def target_size(self) -> TargetSize:
-        """The sizes that training depends on."""
+        """Sizes that the cost of training depends on."""
         weights = round(self.parameters * BYTES[self.bits])
         return TargetSize(self.hidden_size, self.vocab_size, weights)
 
 
 def make_model(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The model that a ``config.json`` describes, whose weights are random once looked at.
+    """Make the model of a ``config.json``; MLX creates random weights when they are first read.
 
     Raises:
         CheckpointError: mlx-lm cannot make the model.
@@ -113,7 +116,7 @@ def make_model(name: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The sizes of the model that a ``config.json`` describes; no weights are made.
+    """Read the sizes of a model from its ``config.json``, without creating weights.
 
     Raises:
         CheckpointError: mlx-lm cannot make the model.
@@ -136,10 +139,10 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def shape_of_family(description: str) -> ModelShape:
-    """The sizes of a model given as a family with a size, and bits unless they are 16.
+    """Look up the sizes of a model by family, size, and bits (16 if none are given).
 
     Raises:
-        ConfigError: The family or the size is not known.
+        ConfigError: The family or the size is unknown.
         UnsupportedTargetError: The family cannot be decoded exactly.
     """
     match = re.fullmatch(
@@ -158,7 +161,7 @@ def shape_of_family(description: str) -> ModelShape:
     if sizes is None:
         for kind in REFUSED:
             if kind.replace("_", "") == family:
-                check_config({"model_type": kind})  # says why
+                check_config({"model_type": kind})  # raises an error with the reason
         raise ConfigError(
             f"expected a family out of {', '.join(FAMILIES)}, got {name!r}; name a "
             "folder or a repository for other models"

@@ -1,4 +1,4 @@
-"""Plots of results as PNG. They need the extra ``plot``; everything else works without it."""
+"""Plots of results as PNG files. Only this module needs the extra ``plot``."""
 
 from __future__ import annotations
 
@@ -10,41 +10,34 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
-from mlx_redrafter.bench.caches import ONE, TREE, CacheCost
-from mlx_redrafter.bench.endurance import TIME_RATIO, Window
-from mlx_redrafter.bench.profile import Profile
-from mlx_redrafter.bench.regret import Regret
-from mlx_redrafter.bench.runs import AUTO, STOCK
+from mlx_redrafter.bench.runs import STOCK
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.throughput import Throughput
-from mlx_redrafter.bench.timing import Estimate
 from mlx_redrafter.checkpoint_files import write_atomically
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import RedrafterError
 
 NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"
+# Width and height of a plot, in inches.
 SIZE = (7.5, 5.0)
+# Label of speeds.
 SPEED = f"times as fast as {STOCK}"
+# Names of selections in titles.
 SELECTIONS = {"top_n": "best nodes", "beam": "merged beams"}
-# Lowest speed that has a colour of its own.
+# Lowest speed, by mlx-lm's, at the end of the colour scale.
 SLOWEST = 0.5
-# What keeps a name legible above points.
-BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5}
-# Speed by that of a point to the left from which a point is named.
-NAMED = 1.01
 
 
 class PlotError(RedrafterError):
-    """A plot cannot be drawn here."""
+    """A plot cannot be drawn on this machine."""
 
 
 def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
-    """What was measured, for the top of a plot: model, size, machine and texts.
+    """Make the title of a plot: model, size, machine and texts.
 
     Args:
         result: The result, with its configuration and machine.
         model: The target.
-        texts: Description of the texts, where any were decoded.
+        texts: Description of the decoded texts, if there are any.
     """
     size = get_total_parameters(model)
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
@@ -53,22 +46,22 @@ def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
 
 
 def machine_name(result: Mapping[str, Any]) -> str:
-    """The processor of a result's machine."""
+    """Name the processor of a result's machine."""
     machine = result["machine"]
     return f"{machine['processor']}, {machine['cores']} cores"
 
 
 def count_texts(configuration: Mapping[str, Any]) -> str:
-    """The texts of a benchmark with prompts, for its title."""
+    """Describe the texts of a benchmark with prompts, for its title."""
     repeats = f"{configuration['repeats']} x {configuration['max_tokens']} tokens each"
     temp = configuration.get("temp")  # a sweep has several
     return f"{len(configuration['prompts'])} prompts, {repeats}" + (
-        "" if temp is None else f", {way(temp)}"
+        "" if temp is None else f", {sampling_name(temp)}"
     )
 
 
 def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
-    """Draw a map of the speed for every group, and speed against acceptance.
+    """Draw a map of the speed by width and length for every group of points.
 
     Args:
         folder: Folder for the PNG files.
@@ -89,134 +82,21 @@ def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path
             _map(axes, group)
             axes.set_title(name, fontsize=10)
         files.append(path)
-    path = folder / "speed-and-acceptance.png"
-    with figure(path, heading) as axes:
-        for colour, (name, group) in enumerate(groups.items()):
-            known = [point for point in group if point.row.tokens_per_step and point.row.speedup]
-            places = [_place(point) for point in known]
-            axes.scatter(*zip(*places, strict=True), s=22, label=name, color=f"C{colour}")
-            for point in _frontier(known):
-                offset, side = ((4, -10), "left") if colour % 2 else ((-3, 4), "right")
-                axes.annotate(
-                    _shape(point.plan), _place(point), xytext=offset, ha=side, fontsize=8,
-                    textcoords="offset points", color=f"C{colour}", bbox=BEHIND,
-                )  # fmt: skip
-        axes.axhline(1, color="grey", linewidth=0.8)
-        axes.set_xlabel("tokens per step")
-        axes.set_ylabel(SPEED)
-        axes.margins(x=0.12)
-        axes.legend(title="named: faster than all to their left")
-    return [*files, path]
-
-
-def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:
-    """Draw the cost of verifying, of drafting, and the parts of a step; see `plot_sweep`."""
-    verify = folder / "verify.png"
-    with figure(verify, heading) as axes:
-        for context in dict.fromkeys(cost.context for cost in found.verify):
-            costs = [cost for cost in found.verify if cost.context == context]
-            sizes = [cost.tokens for cost in costs]
-            axes.plot(sizes, [cost.ratio for cost in costs], marker="o", label=f"{context:,}")
-        axes.set_xlabel("tokens per forward pass, T")
-        axes.set_ylabel("time by that of one token")
-        _from_zero(axes)
-        axes.legend(title="tokens before them")
-    draft = folder / "draft.png"
-    with figure(draft, heading) as axes:
-        for width in dict.fromkeys(cost.width for cost in found.draft):
-            drafts = [cost for cost in found.draft if cost.width == width]
-            levels = [cost.length - 1 for cost in drafts]
-            times = [1e3 * cost.seconds.median for cost in drafts]
-            axes.plot([0, *levels], [0, *times], marker="o", label=f"{width}")
-        axes.set_xticks(range(max(cost.length for cost in found.draft)))
-        axes.set_xlabel("levels drafted, L - 1")
-        axes.set_ylabel("ms")
-        _from_zero(axes)
-        axes.legend(title="beam width, W")
-    step = folder / "step.png"
-    with figure(step, heading, (7.5, 3.0)) as axes:
-        parts = {name: 1e3 * part.median for name, part in found.step.parts.items()}
-        _stack(axes, "a step of mlx-lm", {"mlx-lm": parts["stock step"]})
-        named = {name: parts[name] for name in ("verify", "draft", "accept")}
-        rest = max(0.0, parts["step"] - sum(named.values()))
-        _stack(axes, "a drafted step", {**named, "commit, host": rest})
-        axes.invert_yaxis()
-        axes.set_xlabel("ms")
-        axes.figure.legend(loc="outside lower center", ncols=3)
-        axes.margins(x=0.12)
-    return [verify, draft, step]
-
-
-def plot_regret(path: Path, found: Regret, heading: str) -> Path:
-    """Draw the speed of every way of decoding with its interval; see `plot_sweep`."""
-    speeds = {row.arm: row.speedup for row in found.rows if row.speedup is not None}
-    colours = {AUTO: "C1", found.best: "C2"}
-    with figure(path, heading) as axes:
-        names = {AUTO: "default", found.best: f"best fixed, {_arm(found.best)}"}
-        shown = {names.get(arm, _arm(arm)): speed for arm, speed in speeds.items()}
-        _intervals(axes, shown, {names[arm]: colour for arm, colour in colours.items()})
-        axes.set_xlabel(f"{SPEED}; lines: {_spread(found.ratio.kind)}")
-    return path
-
-
-def plot_endurance(path: Path, windows: Sequence[Window], heading: str) -> Path:
-    """Draw times and memory against the length of the text; see `plot_sweep`."""
-    lengths = [window.length for window in windows]
-    with figure(path, heading, (7.5, 8.0), rows=3) as (speed, ratio, memory):
-        ours = [1e3 * window.seconds_per_token for window in windows]
-        stock = [1e3 * window.forwards[STOCK] for window in windows]
-        speed.plot(lengths, stock, marker=".", label=STOCK)
-        speed.plot(lengths, ours, marker=".", label="drafted")
-        speed.set_ylabel("ms per token")
-        ratios = [window.ratio(None) for window in windows]
-        ratio.plot(lengths, ratios, marker=".", label="all steps by their verify alone")
-        ratio.set_ylabel(f"ratio (may grow by {TIME_RATIO - 1:.0%})")
-        for name, sizes in (
-            ("beyond weights and K/V rows", [window.memory for window in windows]),
-            ("its peak", [window.peak for window in windows]),
-        ):
-            memory.plot(lengths, [size / 1e6 for size in sizes], marker=".", label=name)
-        memory.set_ylabel("MB")
-        memory.set_xlabel("tokens of the text")
-        for axes in (speed, ratio, memory):
-            _from_zero(axes)
-            axes.legend()
-    return path
-
-
-def plot_caches(path: Path, found: Sequence[CacheCost], heading: str) -> Path:
-    """Draw times and memory of steps against the tokens before them; see `plot_sweep`."""
-    with figure(path, heading, (7.5, 6.5), rows=2) as (times, memory):
-        for colour, name in enumerate(dict.fromkeys(cost.model for cost in found)):
-            costs = [cost for cost in found if cost.model == name]
-            contexts = [cost.context for cost in costs]
-            for kind, line, label in ((TREE, "-", name), (ONE, ":", None)):
-                medians = [1e3 * cost.seconds[kind].median for cost in costs]
-                style = {"color": f"C{colour}", "linestyle": line, "marker": "."}
-                times.plot(contexts, medians, label=label, **style)
-            peaks = [cost.peak / 1e6 for cost in costs]
-            memory.plot(contexts, peaks, marker=".", color=f"C{colour}")
-        times.set_ylabel("ms per forward pass")
-        memory.set_ylabel("peak of a tree beyond the weights, MB")
-        memory.set_xlabel("tokens before the pass")
-        for axes in (times, memory):
-            _from_zero(axes)
-        times.legend(title="a tree; dotted: one token")
-    return path
+    return files
 
 
 def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
-    """Draw tokens per second, and the time per token of a text, by texts at once."""
+    """Draw tokens per second, and the time per token of a sequence, by batch size."""
     with figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
-        for way in dict.fromkeys(one.way for one in found):
-            mine = [one for one in found if one.way == way]
+        for name in dict.fromkeys(one.way for one in found):
+            mine = [one for one in found if one.way == name]
             sizes = [one.batch_size for one in mine]
             throughput.plot(sizes, [one.throughput.median for one in mine], marker=".")
             times = [1e3 * one.latency.median for one in mine]
-            latency.plot(sizes, times, marker=".", label=way)
-        throughput.set_ylabel("tokens/s of all texts")
-        latency.set_ylabel("ms per token of a text")
-        latency.set_xlabel("texts at once")
+            latency.plot(sizes, times, marker=".", label=name)
+        throughput.set_ylabel("tokens/s of the batch")
+        latency.set_ylabel("ms per token of a sequence")
+        latency.set_xlabel("sequences in a batch")
         sizes = sorted({one.batch_size for one in found})
         for axes in (throughput, latency):
             axes.set_xscale("log", base=2)
@@ -227,7 +107,7 @@ def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Pa
 
 
 def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Points that differ in width and length only, by what they share in plain words."""
+    """Group points that differ only in width and length, under a description of the rest."""
     shapes: dict[tuple[Any, ...], set[int]] = {}
     for point in points:
         shape = point.plan.shape
@@ -238,49 +118,17 @@ def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
         name = SELECTIONS[point.plan.shape.select]
         if has_nodes and point.plan.shape.select == "top_n":
             name += f", {point.plan.num_nodes} nodes"
-        groups.setdefault(f"{name}, {point.dtype}, {way(point.temp)}", []).append(point)
+        groups.setdefault(f"{name}, {point.dtype}, {sampling_name(point.temp)}", []).append(point)
     return groups
 
 
-def _spread(kind: str) -> str:
-    return "95% interval of the median" if kind == "95%" else kind or "one text"
-
-
-def way(temp: float) -> str:
+def sampling_name(temp: float) -> str:
+    """Name greedy decoding or sampling, for a title."""
     return f"temperature {temp:g}" if temp else "greedy"
 
 
-def _place(point: Point) -> tuple[float, float]:
-    """Where a point with both numbers is drawn: tokens per step and speed."""
-    assert point.row.tokens_per_step is not None
-    assert point.row.speedup is not None
-    return point.row.tokens_per_step, point.row.speedup.median
-
-
-def _frontier(points: Sequence[Point]) -> Iterator[Point]:
-    """Points that are faster, by a name's height, than all that have no more tokens per step."""
-    fastest = 0.0
-    for point in sorted(points, key=lambda one: (_place(one)[0], -_place(one)[1])):
-        if _place(point)[1] > NAMED * fastest:
-            fastest = _place(point)[1]
-            yield point
-
-
-def _shape(plan: DraftPlan) -> str:
-    return f"W{plan.shape.width} L{plan.shape.length}"
-
-
-def _arm(name: str) -> str:
-    """A way of decoding in plain words; shapes as letters and numbers."""
-    select, *sizes = name.split()
-    if select not in SELECTIONS:
-        return name
-    merged = f"{SELECTIONS[select]}, " if select == "beam" else ""
-    return merged + " ".join(sizes).upper()
-
-
 def _map(axes: Any, points: Sequence[Point]) -> None:
-    """Speeds by width and length, in colours that part at that of mlx-lm; the best is framed."""
+    """Draw speeds by width and length, coloured around mlx-lm's speed; frame the best."""
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.patches import Rectangle
 
@@ -317,37 +165,6 @@ def _map(axes: Any, points: Sequence[Point]) -> None:
     axes.set_ylabel("beam length, L")
 
 
-def _intervals(axes: Any, speeds: Mapping[str, Estimate], colours: Mapping[str, str]) -> None:
-    """One line of speed and interval per name."""
-    for place, (name, speed) in enumerate(speeds.items()):
-        colour = colours.get(name, "C0")
-        axes.plot([speed.low, speed.high], [place, place], color=colour, alpha=0.5)
-        axes.plot([speed.median], [place], "o", color=colour)
-        axes.annotate(
-            f"{speed.median:.2f}", (speed.median, place), xytext=(0, 5), ha="center",
-            textcoords="offset points", fontsize=8, color=colour,
-        )  # fmt: skip
-    axes.set_yticks(range(len(speeds)), list(speeds))
-    axes.invert_yaxis()
-    axes.margins(y=0.07)
-    axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xlim(left=0)
-
-
-def _stack(axes: Any, name: str, parts: Mapping[str, float]) -> None:
-    """One bar of parts in ms, one after the other."""
-    left = 0.0
-    for part, size in parts.items():
-        axes.barh(name, size, left=left, label=f"{part}, {size:.1f}")
-        left += size
-    axes.text(left, name, f" {left:.1f}", va="center")
-
-
-def _from_zero(axes: Any) -> None:
-    axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-
-
 @contextmanager
 def figure(
     path: Path,
@@ -357,7 +174,7 @@ def figure(
     columns: int = 1,
     shares_x: bool = True,
 ) -> Iterator[Any]:
-    """Axes to draw on, in rows and columns; the file is written afterwards, whole or not."""
+    """Yield axes to draw on, in rows and columns, then write the file atomically."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,33 +1,30 @@
-"""Prediction of drafting on a chip that is not at hand, always marked as a prediction.
+"""Prediction of the speed of drafting on a chip, always marked as a prediction.
 
 Axes: W beam width, L beam length, T tokens per forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
-from mlx_redrafter.bench.cost_model import CLIFF_PARAMETERS, Parameters, Step, step_time
-from mlx_redrafter.bench.kernel_model import INPUT, REALITY, verify_ratio
+from mlx_redrafter.bench.cost_model import CLIFF_PARAMETERS, FITTED, PredictedStep, step_time
 from mlx_redrafter.bench.result_file import read_result
 from mlx_redrafter.errors import ConfigError
 
-# Result of `validation.fit_all` on all three of Apple's sweeps; a test checks that it still is.
-FITTED = Parameters(base=1.0613, fixed=3.939, draft=1.0632, row=1.1883, cliff=37.91)
-# Share of the bandwidth that plain decoding reaches: 0.72, 0.85 and 0.67 in Apple's sweeps.
+# Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
 BANDWIDTH_SHARE = 0.75
-# Parameters of Apple's drafter for Vicuna-7B.
+# Number of parameters of Apple's drafter for Vicuna-7B.
 APPLE_DRAFTER = 396e6
 # Name of the prediction for drafting without any options.
 DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """Tokens per step of a shape.
+class ShapeAcceptance:
+    """Tokens per step of a draft shape.
 
     Attributes:
         width: Beam width, W.
@@ -44,9 +41,9 @@ class Acceptance:
     name: str
 
 
-# Vicuna-7B with Apple's drafter, float16, greedy, 200 tokens after one prompt: mean over the chips
-# of Apple's sweeps (apple/ml-recurrent-drafter, recurrent_drafting/mlx/experiments), which verify
-# shared prefixes once per beam.
+# Tokens per step by W and L, measured by Apple: Vicuna-7B with Apple's drafter, float16, greedy,
+# 200 tokens after one prompt. Mean over the chips of Apple's sweeps (apple/ml-recurrent-drafter,
+# recurrent_drafting/mlx/experiments), which verify shared prefixes once per beam.
 _APPLE_TOKENS_PER_STEP = {
     (1, 2): 1.59, (1, 3): 1.82, (1, 4): 2.15, (1, 5): 2.35,
     (2, 2): 1.74, (2, 3): 2.00, (2, 4): 2.38, (2, 5): 2.52,
@@ -54,7 +51,7 @@ _APPLE_TOKENS_PER_STEP = {
     (4, 2): 1.80, (4, 3): 2.17, (4, 4): 2.43, (4, 5): 2.56,
 }  # fmt: skip
 APPLE_ACCEPTANCE = tuple(
-    Acceptance(width, length, width * length, tokens, f"w{width} l{length}")
+    ShapeAcceptance(width, length, width * length, tokens, f"w{width} l{length}")
     for (width, length), tokens in _APPLE_TOKENS_PER_STEP.items()
 )
 
@@ -70,7 +67,8 @@ class Question:
         drafter_parameters: Parameters read per level of drafting: all but embeddings.
         drafter_bits: Bits of the drafter's weights.
         plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
-        kernels: Whether this package's kernel verifies where it is estimated to be faster.
+        verify_estimate: Estimate of verify(T) / verify(1) by T, used if it is lower than the
+            published ratio; None if there is no estimate.
     """
 
     chip: Chip
@@ -79,14 +77,12 @@ class Question:
     drafter_parameters: float
     drafter_bits: int = 16
     plain: float | None = None
-    kernels: bool = False
+    verify_estimate: Callable[[float], float | None] | None = None
 
     def __post_init__(self) -> None:
         for bits in (self.bits, self.drafter_bits):
             if bits not in BYTES:
                 raise ConfigError(f"bits must be 16, 8 or 4, got {bits}")
-        if self.kernels and self.bits not in INPUT:
-            raise ConfigError(f"kernels are for 4 and 8 bits, got {self.bits}")
 
     @property
     def plain_step(self) -> float:
@@ -105,17 +101,17 @@ class Question:
 
     @property
     def has_model(self) -> bool:
-        """Whether the fitted cost model covers the chip, rather than a published curve."""
+        """Whether the fitted cost model covers the chip."""
         return self.bits == 16 and self.chip.generation < WIDE_KERNELS
 
     @property
     def curve(self) -> VerifyCurve | None:
-        """The published curve to go by; None for the cost model or the roofline."""
+        """Published curve to use; None if the cost model or the roofline is used."""
         return None if self.has_model else find_curve(self.chip, self.bits)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ShapePrediction:
     """Predicted speed of a shape.
 
     Attributes:
@@ -125,26 +121,26 @@ class Prediction:
         speedup: Speed relative to plain decoding.
     """
 
-    acceptance: Acceptance
+    acceptance: ShapeAcceptance
     step: float
     tokens_per_second: float
     speedup: float
 
 
 def default_drafter_parameters(num_parameters: float) -> float:
-    """Parameters of a drafter for a target: Apple's for Vicuna-7B, scaled.
+    """Estimate the parameters of a drafter from Apple's for Vicuna-7B.
 
-    Its matrices have a hidden size as their sides, whose square grows with the target's parameters
-    to the power 2/3.
+    A drafter's matrices have the hidden size as their sides, and the square of the hidden size
+    grows with the target's parameters to the power 2/3.
     """
     return APPLE_DRAFTER * (num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
 
 
-def predict(question: Question, acceptances: Sequence[Acceptance]) -> list[Prediction]:
-    """Predict every shape whose cost is known, the fastest first.
+def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[ShapePrediction]:
+    """Predict every shape whose cost is known, fastest first.
 
     Raises:
-        ConfigError: Costs are known for smaller trees only.
+        ConfigError: All trees are larger than those with known costs.
     """
     found = [
         _prediction(question, acceptance, step)
@@ -152,81 +148,79 @@ def predict(question: Question, acceptances: Sequence[Acceptance]) -> list[Predi
         if (step := _step_time(question, acceptance)) is not None
     ]
     if not found:
-        raise ConfigError("no published verify costs for trees that large; give smaller ones")
+        raise ConfigError("no verify costs are published for trees this large; give smaller shapes")
     return sorted(found, key=lambda prediction: -prediction.speedup)
 
 
-def predict_default(question: Question, found: Sequence[Prediction]) -> Prediction:
-    """Predict the default, which drafts as the best shape does or decodes plainly.
+def predict_default(question: Question, found: Sequence[ShapePrediction]) -> ShapePrediction:
+    """Predict the default as the best shape, or as plain decoding if no shape is faster.
 
     Args:
         question: The question.
-        found: The shapes, the fastest first.
+        found: The shapes, fastest first.
     """
     best = found[0]
     if best.speedup > 1:
         return replace(best, acceptance=replace(best.acceptance, name=DEFAULT))
-    return _prediction(question, Acceptance(1, 1, 1, 1.0, DEFAULT), question.plain_step)
+    return _prediction(question, ShapeAcceptance(1, 1, 1, 1.0, DEFAULT), question.plain_step)
 
 
-def conclude(found: Sequence[Prediction]) -> str:
-    """The result in a sentence.
+def conclude(found: Sequence[ShapePrediction]) -> str:
+    """Write the result in a sentence.
 
     Args:
-        found: The shapes, the fastest first.
+        found: The shapes, fastest first.
     """
     best = found[0]
     if best.speedup <= 1:
         return "No shape is predicted to pay; the default would decode plainly."
     return (
         f"The best shape is predicted to be {best.acceptance.name}, {best.speedup:.2f} times as "
-        "fast as plain decoding; the default would draft about as much, more or less with the text."
+        "fast as plain decoding. The default would draft about as much, depending on the text."
     )
 
 
 def assumptions(question: Question) -> list[str]:
-    """Assumptions of the prediction, one sentence each."""
+    """List the assumptions of the prediction, one sentence each."""
     chip, curve = question.chip, question.curve
     given = (
-        "measured, as you say"
+        "measured, according to --plain-ms"
         if question.plain is not None
         else f"predicted from {chip.bandwidth:.0f} GB/s, of which decoding reaches "
         f"{BANDWIDTH_SHARE:.0%}"
     )
-    sentences = [f"A plain step takes {question.plain_step:.1f} ms: {given}."]
+    sentences = [f"A plain step costs {question.plain_step:.1f} ms: {given}."]
     if question.has_model:
         return [
             *sentences,
             "A step is predicted by a cost model fitted to Apple's sweeps of Vicuna-7B on M1 Max, "
-            "M2 and M2 Ultra, made with MLX of 2024. MLX from 0.30.5 on has other kernels for 2 to "
-            "15 tokens on these chips, probably slower ones; nobody has published a measurement.",
+            "M2 and M2 Ultra, measured with MLX of 2024. MLX 0.30.5 and later have other kernels "
+            "for 2 to 15 tokens on these chips, probably slower; their costs are not published.",
         ]
     if curve is None:
         sentences.append(
             f"WARNING: no verify costs are published for {question.bits} bits on {chip.name} or a "
-            "chip like it, so they are those of the roofline: weights are read once for all tokens "
-            f"while {chip.teraflops:.1f} TFLOP/s are done, those of as many cores of an M2 Max. "
-            "Real kernels are slower."
+            "similar chip, so the roofline is assumed: weights are read once for all tokens, while "
+            f"the GPU computes at {chip.teraflops:.1f} TFLOP/s, estimated from the cores of an M2 "
+            "Max. Real kernels are slower."
         )
     elif curve in CURVES and curve.chip == chip.name:
-        sentences.append(f"verify(T)/verify(1) is that of {curve.source}.")
+        sentences.append(
+            f"The cost of verifying, verify(T)/verify(1), was measured with {curve.source}."
+        )
     else:
         sentences.append(
             f"WARNING: no verify costs are published for {question.bits} bits on {chip.name}, so "
-            f"verify(T)/verify(1) is that of the nearest chip: {curve.source}."
+            f"verify(T)/verify(1) is taken from the nearest chip: {curve.source}."
         )
-    if question.kernels:
-        sentences.append(
-            "ESTIMATE: nobody has timed this package's kernel. Where that is less, verify(T) is "
-            "computed from the instructions that it needs per weight on M1 and the chip's "
-            f"arithmetic, times {REALITY}: MLX's own kernel takes 1.3 to 1.6 times such a floor on "
-            "M1 Ultra, another project's that is like ours 1.24 times for 4 tokens on M1 Max."
-        )
-    return [*sentences, "Drafting and the rest are those of the model for M1 and M2."]
+    return [
+        *sentences,
+        "The costs of drafting and of the host come from the cost model for M1 and M2.",
+    ]
 
 
-def read_acceptances(path: Path) -> list[Acceptance]:
-    """Tokens per step of the shapes in a ``sweep.json``, those of its first dtype and temperature.
+def read_acceptances(path: Path) -> list[ShapeAcceptance]:
+    """Read tokens per step from a ``sweep.json``, of its first dtype and temperature.
 
     Raises:
         CheckpointError: The file is not a sweep.
@@ -235,10 +229,12 @@ def read_acceptances(path: Path) -> list[Acceptance]:
     result = read_result(path, "sweep")
     points = result.get("points", [])
     if not points:
-        raise ConfigError(f"the sweep in {path} is not finished; go on with `bench sweep --resume`")
+        raise ConfigError(
+            f"the sweep in {path} is not finished; finish it with `bench sweep --resume`"
+        )
     first = points[0]["dtype"], points[0]["temp"]
     return [
-        Acceptance(
+        ShapeAcceptance(
             point["shape"]["beam_width"],
             point["shape"]["beam_length"],
             point["row"]["nodes_per_step"],
@@ -250,14 +246,14 @@ def read_acceptances(path: Path) -> list[Acceptance]:
     ]
 
 
-def _prediction(question: Question, acceptance: Acceptance, step: float) -> Prediction:
+def _prediction(question: Question, acceptance: ShapeAcceptance, step: float) -> ShapePrediction:
     speed = acceptance.tokens_per_step / step
-    return Prediction(acceptance, step, 1e3 * speed, speed * question.plain_step)
+    return ShapePrediction(acceptance, step, 1e3 * speed, speed * question.plain_step)
 
 
-def _step_time(question: Question, acceptance: Acceptance) -> float | None:
-    """Milliseconds of a step; None where a curve does not reach so far."""
-    step = Step(
+def _step_time(question: Question, acceptance: ShapeAcceptance) -> float | None:
+    """Predict the milliseconds of a step; None if no curve reaches so many tokens."""
+    step = PredictedStep(
         question.chip,
         question.plain_step,
         question.num_parameters,
@@ -268,8 +264,8 @@ def _step_time(question: Question, acceptance: Acceptance) -> float | None:
     if question.has_model:
         return step_time(step, FITTED)
     ratio = _roofline(step) if question.curve is None else question.curve.at(acceptance.tokens)
-    if question.kernels:
-        estimate = verify_ratio(question.chip, question.bits, acceptance.tokens)
+    if question.verify_estimate is not None:
+        estimate = question.verify_estimate(acceptance.tokens)
         ratio = min((one for one in (ratio, estimate) if one is not None), default=None)
     if ratio is None:
         return None
@@ -277,6 +273,6 @@ def _step_time(question: Question, acceptance: Acceptance) -> float | None:
     return (ratio + drafting) * question.plain_step + FITTED.fixed
 
 
-def _roofline(step: Step) -> float:
-    """verify(T) / verify(1) if weights are read once and arithmetic is done meanwhile."""
+def _roofline(step: PredictedStep) -> float:
+    """Compute verify(T) / verify(1) if weights are read once, during the arithmetic."""
     return max(1.0, step.arithmetic / step.plain)

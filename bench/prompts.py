@@ -10,12 +10,15 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.bench.runs import EncodedPrompt
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.errors import ConfigError, explain
 
-# Spec-Bench counts MT-bench's eight categories as one of its six.
+# Categories of Spec-Bench, besides the one that holds MT-bench's eight categories.
 SPEC_BENCH_CATEGORIES = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
+# Spec-Bench's name for MT-bench's categories together.
 MULTI_TURN = "multi_turn"
+# Category of prompts in files without categories.
 NO_CATEGORY = "all"
 
 
@@ -35,14 +38,15 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file.
+    """Read the prompts in a file.
 
-    ``.jsonl``: one object per line with "turns" (MT-bench, Spec-Bench; the first turn counts, as
-    the later ones need answers), or with "prompt" or "text"; "category" and "question_id" or "id"
-    are optional. Anything else: text, prompts separated by empty lines.
+    A ``.jsonl`` file has one object per line, with "turns" (MT-bench, Spec-Bench), "prompt" or
+    "text"; "category" and "question_id" or "id" are optional. Of several turns the first is the
+    prompt, as the later ones need answers. Any other file is text, with empty lines between
+    prompts.
 
     Raises:
-        ConfigError: The file is unreadable, has no prompts, or a line is of no known kind.
+        ConfigError: The file cannot be read or has no prompts, or a line has no known layout.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -66,30 +70,50 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def take_in_turn(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """The first ``count`` prompts, taken from all categories in turn; None keeps all."""
+def select_prompts(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """Select the first ``count`` prompts, from all categories alternately; None keeps all."""
     if count is None or count >= len(prompts):
         return list(prompts)
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     longest = max(len(group) for group in by_category.values())
-    in_turn = [group[i] for i in range(longest) for group in by_category.values() if i < len(group)]
-    return in_turn[:count]
+    groups = by_category.values()
+    alternating = [group[i] for i in range(longest) for group in groups if i < len(group)]
+    return alternating[:count]
 
 
-def encode(
-    tokenizer: TokenizerWrapper, prompt: Prompt, use_template: bool, max_tokens: int | None
-) -> list[int]:
-    """Token ids of a prompt, cut to its first ``max_tokens``.
+def encode_prompts(
+    tokenizer: TokenizerWrapper,
+    prompts: Sequence[Prompt],
+    use_template: bool = True,
+) -> list[EncodedPrompt]:
+    """Encode prompts as token ids.
 
     Args:
         tokenizer: Tokenizer of the target.
-        prompt: The prompt.
-        use_template: Whether the chat template, if there is one, is applied.
-        max_tokens: Most token ids, None for no limit.
+        prompts: The prompts.
+        use_template: Whether to apply the chat template, if the tokenizer has one.
+
+    Raises:
+        ConfigError: The chat template rejects a prompt.
     """
-    return encode_question(tokenizer, prompt.text, use_template)[:max_tokens]
+    return [
+        EncodedPrompt(
+            prompt.name,
+            prompt.category,
+            encode_question(tokenizer, prompt.text, use_template),
+        )
+        for prompt in prompts
+    ]
+
+
+def describe_prompts(path: Path, prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
+    """Describe the prompts for a result: file name, and name, category and length of each."""
+    return {
+        "prompt_file": path.name,
+        "prompts": [[prompt.name, prompt.category, len(prompt.ids)] for prompt in prompts],
+    }
 
 
 def _read_line(line: str, place: str, number: int) -> Prompt:
@@ -112,7 +136,7 @@ def _read_line(line: str, place: str, number: int) -> Prompt:
 
 
 def _as_spec_bench(prompts: list[Prompt]) -> list[Prompt]:
-    """Spec-Bench's six categories, if the file is Spec-Bench."""
+    """Give prompts Spec-Bench's six categories, if the file is Spec-Bench."""
     if not any(prompt.category in SPEC_BENCH_CATEGORIES for prompt in prompts):
         return prompts
     known = {*SPEC_BENCH_CATEGORIES, NO_CATEGORY}

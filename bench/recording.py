@@ -1,4 +1,4 @@
-"""A result file that grows while runs are made, so that an interrupted benchmark can go on."""
+"""A result file that grows with every run, so that an interrupted benchmark can be resumed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
-from mlx_redrafter.bench.runs import Run
+from mlx_redrafter.bench.runs import TimedRun
 from mlx_redrafter.errors import ConfigError
 
-# Parts of a result that must be the same for a benchmark to go on.
+# Parts of a result that must be equal for a benchmark to be resumed.
 FIXED = ("configuration", "versions")
 
 
@@ -20,49 +20,49 @@ class Recording:
     """The runs of a benchmark, kept in a file after every turn.
 
     Attributes:
-        result: Content of the file except the runs; results are to be added to it.
+        result: Content of the file except the runs; the benchmark adds its results.
         runs: All runs so far.
     """
 
     def __init__(
         self, path: Path | None, kind: str, configuration: Mapping[str, Any], resume: bool = False
     ):
-        """Start a recording, or go on with the one in the file.
+        """Start a recording, or resume the one in the file.
 
         Args:
-            path: The file, None for no file.
+            path: The file; None writes none.
             kind: The benchmark's name.
-            configuration: Settings of the benchmark, of types that JSON has.
-            resume: Whether to go on with the file, if there is one.
+            configuration: Settings of the benchmark, of JSON types.
+            resume: Whether to resume from the file, if it exists.
 
         Raises:
-            ConfigError: The file exists and is not to be resumed, or has other settings.
+            ConfigError: The file exists and ``resume`` is false, or its settings are different.
         """
         self.path = path
-        self.runs: list[Run] = []
+        self.runs: list[TimedRun] = []
         self.result = new_result(kind, configuration)
         self._watch = LoadWatch()
         self._sitting = {key: self.result[key] for key in ("measured_at", "machine", "commit")}
         self.result["sittings"] = [self._sitting]
         if path is not None and path.exists():
             if not resume:
-                raise ConfigError(f"{path} exists; go on with --resume, or choose another file")
+                raise ConfigError(f"{path} exists; resume it with --resume, or choose another file")
             self._continue(path, kind)
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:
-        """Whether there are the runs of a turn."""
+        """Return whether the runs of a turn are recorded."""
         return turn in self._done
 
-    def add(self, runs: Iterable[Run]) -> None:
-        """Keep the runs of a turn, all of them."""
+    def add(self, runs: Iterable[TimedRun]) -> None:
+        """Record all runs of a turn and write the file."""
         self.runs.extend(runs)
         self._done.update(run.turn for run in self.runs)
         self._sitting["load_of_others"] = self._watch.others()
         self.write()
 
     def finish(self, **found: Any) -> None:
-        """Add the results, and what may have disturbed the times; write the file."""
+        """Add the results and the signs of disturbed times, and write the file."""
         loads = (sitting.get("load_of_others") for sitting in self.result["sittings"])
         load = max((load for load in loads if load is not None), default=None)
         self.result |= {**found, "disturbances": find_disturbances(load, self.runs)}
@@ -84,5 +84,5 @@ class Recording:
                     f"{path} was measured with {name} {found.get(name)!r}, now it is "
                     f"{expected[name]!r}; resume with the same settings or choose another file"
                 )
-        self.runs = [Run(**values) for values in before.pop("runs")]
+        self.runs = [TimedRun(**values) for values in before.pop("runs")]
         self.result = {**before, "sittings": [*before["sittings"], self._sitting]}

@@ -1,38 +1,38 @@
-"""From runs to rows: speed against stock mlx-lm, acceptance, and whether the texts are equal."""
+"""Rows of results from runs: speed against stock mlx-lm, acceptance, equality of the texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mlx_redrafter.bench.runs import STOCK, STOCK_DRAFT, Run, repetition
-from mlx_redrafter.bench.timing import Estimate, estimate
+from mlx_redrafter.bench.runs import STOCK, STOCK_DRAFT, TimedRun, repetition
+from mlx_redrafter.bench.timing import MedianEstimate, estimate
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of decoding over some prompts.
+    """Results of one decoding method over some prompts.
 
     Attributes:
-        arm: Name of the way of decoding.
+        arm: Name of the decoding method.
         speedup: Speed relative to stock mlx-lm, one ratio per prompt and repeat; None without a
             stock run.
         tokens_per_second: Speed of decoding, without the prompt.
         prompt_speedup: Speed relative to stock mlx-lm until the first token.
         tokens_per_step: Tokens per step over all steps; None for stock mlx-lm.
-        acceptance_rate_by_depth: Share of steps accepting at least d drafts, at index d - 1.
+        acceptance_rate_by_depth: Share of steps that accepted at least d drafts, at index d - 1.
         nodes_per_step: Tokens verified per step.
-        merged: Share of the beams' tokens that merging prefixes saved.
-        repeated: Share of 4-grams that occurred before in their text.
-        num_texts: Number of texts that count.
+        merged: Share of the beams' tokens saved by merging prefixes.
+        repeated: Share of 4-grams that had occurred earlier in their text.
+        num_texts: Number of texts counted.
         num_different: Number of texts, counted or not, that differ from the reference's; None if
-            they may.
+            a difference is allowed.
     """
 
     arm: str
-    speedup: Estimate | None
-    tokens_per_second: Estimate | None
-    prompt_speedup: Estimate | None
+    speedup: MedianEstimate | None
+    tokens_per_second: MedianEstimate | None
+    prompt_speedup: MedianEstimate | None
     tokens_per_step: float | None
     acceptance_rate_by_depth: list[float]
     nodes_per_step: float | None
@@ -43,18 +43,20 @@ class Row:
 
 
 def num_different(rows: Iterable[Row]) -> int:
-    """Number of texts that differ from the reference's and must not."""
+    """Count the texts that should equal the reference's and do not."""
     return sum(row.num_different or 0 for row in rows)
 
 
-def summarise(runs: Sequence[Run], reference: str = STOCK, max_repeated: float = 1.0) -> list[Row]:
-    """One row per way of decoding, in the order of their first runs.
+def summarise(
+    runs: Sequence[TimedRun], reference: str = STOCK, max_repeated: float = 1.0
+) -> list[Row]:
+    """Make one row per decoding method, in the order of their first runs.
 
     Args:
-        runs: Runs of one group, made in turns.
-        reference: Name of the way whose texts are right: stock mlx-lm for greedy decoding, this
-            package's plain decoding at a temperature, as its noise is not mlx-lm's.
-        max_repeated: Largest share of repeated 4-grams of a text that counts.
+        runs: Interleaved runs of one group.
+        reference: Name of the method whose texts are right: stock mlx-lm for greedy decoding;
+            for sampling this package's plain decoding, as mlx-lm draws other random numbers.
+        max_repeated: Maximum share of repeated 4-grams; texts with more do not count.
     """
     texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
     counted = [run for run in runs if repetition(run.tokens) <= max_repeated]
@@ -69,7 +71,9 @@ def summarise(runs: Sequence[Run], reference: str = STOCK, max_repeated: float =
     return rows
 
 
-def _row(name: str, runs: Sequence[Run], stock: dict[tuple[str, int, str, int], Run]) -> Row:
+def _row(
+    name: str, runs: Sequence[TimedRun], stock: dict[tuple[str, int, str, int], TimedRun]
+) -> Row:
     timed = [run for run in runs if run.is_timed]
     pairs = [(stock[run.turn], run) for run in timed if run.turn in stock]
     steps = sum(run.steps for run in runs)
@@ -89,7 +93,7 @@ def _row(name: str, runs: Sequence[Run], stock: dict[tuple[str, int, str, int], 
     )
 
 
-def _acceptance(runs: Sequence[Run]) -> list[float]:
+def _acceptance(runs: Sequence[TimedRun]) -> list[float]:
     steps = sum(run.steps for run in runs)
     deepest = max((len(run.accepted_counts) for run in runs), default=0)
     return [
@@ -97,6 +101,6 @@ def _acceptance(runs: Sequence[Run]) -> list[float]:
     ]
 
 
-def _ratios(pairs: Iterable[tuple[float, float]]) -> Estimate | None:
+def _ratios(pairs: Iterable[tuple[float, float]]) -> MedianEstimate | None:
     samples = [a / b for a, b in pairs]
     return estimate(samples) if samples else None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,13 +16,14 @@ from mlx_redrafter.checkpoints.loading import LoadedDrafter
 from mlx_redrafter.errors import CheckpointError, explain
 from mlx_redrafter.proposers.kinds import as_proposer
 
+# Version of the layout of result files.
 FORMAT = 1
-# A list of numbers as `json` indents it; on one line it takes a fifth of the space.
+# A list of numbers as `json` indents it; on one line it needs a fifth of the space.
 NUMBERS = re.compile(r"\[\n[-+.,\dEe\s]+\]")
 
 
 def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """A result of this machine.
+    """Start a result of this machine.
 
     Args:
         kind: Name of the benchmark.
@@ -66,30 +66,17 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
     return dict(result)
 
 
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(columns)
-            writer.writerows(rows)
-
-    write_atomically(path, write)
-
-
 def checkpoint_name(path_or_repo: str | None) -> str:
-    """Name of a model in a result: a repository as it is, a folder by its last part."""
+    """Name a model in a result: a repository by its full name, a folder by its last part."""
     if path_or_repo is None:
         return "bundled"
     return shared_name(path_or_repo)
 
 
 def pair_names(model: str | None, drafter: str | None, loaded: LoadedDrafter) -> dict[str, Any]:
-    """Names of a pair in a result, and the bits of its drafter's weights if they are quantised.
+    """Name a pair in a result, with the bits of the drafter's weights if they are quantised.
 
-    `load` quantises recurrent drafters where that is faster, so a name alone does not say.
+    `load` quantises a recurrent drafter if that is faster, so its name alone is not enough.
     """
     return {
         "model": checkpoint_name(model),
@@ -106,4 +93,4 @@ def _drafter_bits(drafter: LoadedDrafter) -> int | None:
 def _to_json(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{type(value).__name__} does not go into a result")
+    raise TypeError(f"{type(value).__name__} cannot be written to a result")

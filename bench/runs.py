@@ -1,4 +1,4 @@
-"""Timed runs of one way of decoding on one prompt, and rounds of several ways in turns."""
+"""Timed runs of one decoding method on one prompt, and rounds of several methods."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ STOCK = "mlx-lm"
 PLAIN = "plain"
 STOCK_DRAFT = "mlx-lm draft model"
 AUTO = "auto"
-UNCOUPLED = "auto, uncoupled"
-# Most tokens of a prompt for warming up.
+# Drafts per step of mlx-lm's own speculative decoding, the default of its command line.
+STOCK_DRAFT_TOKENS = 3
+# Maximum number of prompt tokens that a method is warmed up with.
 WARM_UP_PROMPT = 512
 
 
 @dataclass(frozen=True)
-class Run:
-    """One text, decoded in one way.
+class TimedRun:
+    """One text, decoded with one method.
 
     Attributes:
-        group: Name of settings whose speeds are not compared with others', such as the dtype.
-        block: Number of the block of runs that were made in turns.
-        arm: Name of the way of decoding.
+        group: Name of settings whose speeds are compared only with one another, such as the dtype.
+        block: Number of the block of runs that were interleaved.
+        arm: Name of the decoding method.
         prompt: Name of the prompt.
         category: Category of the prompt.
         repeat: Number of the round, from 0.
@@ -68,17 +69,17 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of verifies whose outcome was used."""
+        """Number of forward passes of the target whose result was used."""
         return sum(self.accepted_counts)
 
     @property
     def seconds_per_token(self) -> float:
-        """Time of decoding per token; the first token belongs to the prompt."""
+        """Decoding time per token; the first token counts as part of the prompt."""
         return self.decode_seconds / (len(self.tokens) - 1)
 
     @property
     def turn(self) -> tuple[str, int, str, int]:
-        """Key that runs compared with each other share."""
+        """Key that is equal for runs to compare with one another."""
         return self.group, self.block, self.prompt, self.repeat
 
     @property
@@ -97,17 +98,17 @@ class EncodedPrompt:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Settings that all ways of decoding share.
+class CommonSettings:
+    """Settings that all decoding methods of a benchmark share.
 
     Attributes:
         model: The target.
         tokenizer: Tokenizer of the target.
-        drafter: Whatever drafts for the target.
-        max_tokens: Most tokens of a text.
+        drafter: Drafter for the target.
+        max_tokens: Maximum number of tokens of a text.
         temp: Temperature.
-        seed: Key of the noise.
-        couple: Whether drafts are ranked with the noise of the target.
+        seed: Seed of the random numbers.
+        couple: Whether drafts are ranked with the target's random numbers.
     """
 
     model: nn.Module
@@ -119,52 +120,50 @@ class Setting:
     couple: bool = True
 
 
-# A way of decoding: from the ids of a prompt to a stream of responses.
+# A decoding method: a function from the token ids of a prompt to a stream of responses.
 Arm = Callable[[list[int]], Iterator[Any]]
 
 
-def stock_arm(
-    setting: Setting, draft_model: nn.Module | None = None, num_draft_tokens: int = 3
-) -> Arm:
-    """Decoding by ``mlx_lm.stream_generate``, with its own draft model if there is one."""
+def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) -> Arm:
+    """Decode by ``mlx_lm.stream_generate``, with mlx-lm's own draft model if one is given."""
 
     def decode(ids: list[int]) -> Iterator[Any]:
-        mx.random.seed(setting.seed)
+        mx.random.seed(settings.seed)
         drafting: dict[str, Any] = {}
         if draft_model is not None:
-            drafting = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
+            drafting = {"draft_model": draft_model, "num_draft_tokens": STOCK_DRAFT_TOKENS}
         yield from mlx_lm.stream_generate(
-            setting.model,
-            setting.tokenizer,
+            settings.model,
+            settings.tokenizer,
             ids,
-            max_tokens=setting.max_tokens,
-            sampler=make_sampler(temp=setting.temp),
+            max_tokens=settings.max_tokens,
+            sampler=make_sampler(temp=settings.temp),
             **drafting,
         )
 
     return decode
 
 
-def drafted_arm(setting: Setting, plan: DraftPlan | None) -> Arm:
-    """Decoding by this package with trees of this plan; None for adaptive drafting."""
+def drafted_arm(settings: CommonSettings, plan: DraftPlan | None) -> Arm:
+    """Decode by this package with trees of this plan, or adaptively if ``plan`` is None."""
     sizes = {} if plan is None else plan.options
-    return _own_arm(setting, drafter=setting.drafter, couple=setting.couple, **sizes)
+    return _own_arm(settings, drafter=settings.drafter, couple=settings.couple, **sizes)
 
 
-def plain_arm(setting: Setting) -> Arm:
-    """Decoding by this package without a drafter."""
-    return _own_arm(setting)
+def plain_arm(settings: CommonSettings) -> Arm:
+    """Decode by this package without drafts."""
+    return _own_arm(settings, drafter=None)
 
 
-def _own_arm(setting: Setting, **drafting: Any) -> Arm:
+def _own_arm(settings: CommonSettings, **drafting: Any) -> Arm:
     def decode(ids: list[int]) -> Iterator[Any]:
         yield from stream_generate(
-            setting.model,
-            setting.tokenizer,
+            settings.model,
+            settings.tokenizer,
             ids,
-            max_tokens=setting.max_tokens,
-            temp=setting.temp,
-            seed=setting.seed,
+            max_tokens=settings.max_tokens,
+            temp=settings.temp,
+            seed=settings.seed,
             **drafting,
         )
 
@@ -173,11 +172,11 @@ def _own_arm(setting: Setting, **drafting: Any) -> Arm:
 
 @dataclass(frozen=True)
 class Turn:
-    """One round: several ways of decoding, one after the other, on one prompt.
+    """One round: every decoding method, one after the other, on one prompt.
 
     Attributes:
-        group: See `Run`.
-        block: See `Run`.
+        group: See `TimedRun`.
+        block: See `TimedRun`.
         prompt: The prompt.
         repeat: Number of the round, from 0.
     """
@@ -189,11 +188,11 @@ class Turn:
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        """Key of the round's runs, their `Run.turn`."""
+        """Key of the round's runs, their `TimedRun.turn`."""
         return self.group, self.block, self.prompt.name, self.repeat
 
 
-def run(name: str, arm: Arm, turn: Turn) -> Run:
+def run(name: str, arm: Arm, turn: Turn) -> TimedRun:
     """Decode one text and time it."""
     prompt = turn.prompt
     tokens: list[int] = []
@@ -210,7 +209,7 @@ def run(name: str, arm: Arm, turn: Turn) -> Run:
             num_verified = response.stats.num_verified
     stats = response.stats if isinstance(response, GenerationResponse) else None
     mx.clear_cache()
-    return Run(
+    return TimedRun(
         group=turn.group,
         block=turn.block,
         arm=name,
@@ -228,11 +227,11 @@ def run(name: str, arm: Arm, turn: Turn) -> Run:
     )
 
 
-def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[Run]:
-    """Run every way of decoding once, on one prompt; each repeat starts with another way.
+def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[TimedRun]:
+    """Run every decoding method once, on one prompt; each repeat starts with another method.
 
     Args:
-        arms: Ways of decoding by name.
+        arms: Decoding methods by name.
         turn: The round.
         cool_down: Seconds to rest before every run.
     """
@@ -246,7 +245,7 @@ def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> li
 
 
 def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
-    """Let every way of decoding compile and allocate; nothing is recorded."""
+    """Let every decoding method compile and allocate; record nothing."""
     for arm in arms.values():
         with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]
             for _ in islice(responses, num_tokens):
@@ -254,7 +253,7 @@ def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8)
 
 
 def repetition(tokens: Sequence[int], size: int = 4) -> float:
-    """Share of the n-grams of a text that occurred in it before.
+    """Compute the share of a text's n-grams that had occurred earlier in the text.
 
     A text that repeats itself is easier to predict than others.
     """

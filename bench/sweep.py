@@ -1,30 +1,25 @@
-"""Sweep over beam width and length, tree nodes, selection, dtype and temperature, like Apple's.
+"""Sweep over beam width and length, tree nodes, selection and temperature, like Apple's.
 
-Stock mlx-lm is measured once per block of a few plans, in turns with them.
+Stock mlx-lm is measured once per block of a few plans, interleaved with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
-from mlx_redrafter.bench.result_file import write_csv
 from mlx_redrafter.bench.runs import (
     PLAIN,
     STOCK,
     Arm,
+    CommonSettings,
     EncodedPrompt,
-    Run,
-    Setting,
+    TimedRun,
     drafted_arm,
     plain_arm,
     stock_arm,
@@ -37,40 +32,14 @@ from mlx_redrafter.bench.turns import (
     part_of,
     reference_arm,
 )
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.kinds import as_proposer
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# Apple's columns in Apple's order, then those of options that Apple did not vary.
-DRAFTED_COLUMNS = (
-    "run",
-    "beam_width",
-    "beam_length",
-    "dtype",
-    "nmax_length",
-    "greedy",
-    "steps",
-    "prompt_length",
-    "prompt_and_generated_length",
-    "comprehension_and_generation_time",
-    "select",
-    "tree_nodes",
-    "temp",
-    "prompt",
-    "generation_time",
-)
-PLAIN_COLUMNS = (
-    "run",
-    "dtype",
-    "comprehension_mlx",
-    "generation_mlx",
-    "comprehension_ours",
-    "generation_ours",
-    "temp",
-    "prompt",
-    "block",
-)
+# Maximum number of plans in a grid; each one costs minutes.
+MAX_PLANS = 1000
+# Plans that share one run of stock mlx-lm, few enough that the machine does not change meanwhile.
+PLANS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -80,9 +49,8 @@ class Grid:
     Attributes:
         widths: Beam widths.
         lengths: Beam lengths.
-        nodes: Tree nodes with "top_n", None for the default; impossible ones are left out.
+        nodes: Tree nodes with "top_n", None for the default; impossible numbers are left out.
         selections: Selections, "top_n" and "beam".
-        dtypes: Names of dtypes, None for the checkpoint's own.
         temps: Temperatures.
     """
 
@@ -90,15 +58,19 @@ class Grid:
     lengths: tuple[int, ...]
     nodes: tuple[int | None, ...] = (None,)
     selections: tuple[Selection, ...] = ("top_n", "beam")
-    dtypes: tuple[str | None, ...] = (None,)
     temps: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
-        for name in self.dtypes:
-            if name is not None and name not in DTYPES:
-                raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+        size = len(self.widths) * len(self.lengths) * len(self.nodes) * len(self.selections)
+        if size > MAX_PLANS:
+            raise ConfigError(
+                f"expected a sweep of at most {MAX_PLANS} shapes, got {size}; give fewer widths, "
+                "lengths or nodes"
+            )
         if not self.plans:
-            raise ConfigError("no tree has as many nodes as asked for; give fewer nodes")
+            raise ConfigError(
+                "no tree of these widths and lengths has so many nodes; give fewer nodes"
+            )
 
     @property
     def plans(self) -> list[DraftPlan]:
@@ -121,7 +93,7 @@ class Point:
     Attributes:
         dtype: Dtype of the weights.
         temp: Temperature.
-        plan: Plan of every step.
+        plan: Draft plan of every step.
         row: Results.
     """
 
@@ -133,41 +105,40 @@ class Point:
 
 @dataclass(frozen=True)
 class Block:
-    """Plans that are measured in turns with one another and with stock mlx-lm.
+    """Plans measured in runs that alternate with one another and with stock mlx-lm.
 
     Attributes:
         dtype: Dtype of the weights.
-        setting: Settings, the temperature among them.
+        settings: Settings, including the temperature.
         number: Number of the block of its dtype and temperature, from 0.
         plans: Plans of the block.
     """
 
     dtype: str
-    setting: Setting
+    settings: CommonSettings
     number: int
     plans: list[DraftPlan]
 
     @property
     def group(self) -> str:
         """Name of dtype and temperature."""
-        return group_name(self.dtype, self.setting.temp)
+        return group_name(self.dtype, self.settings.temp)
 
     @property
     def arms(self) -> dict[str, Arm]:
         """Stock mlx-lm and the plans; in the first block also plain decoding by this package."""
-        arms: dict[str, Arm] = {STOCK: stock_arm(self.setting)}
+        arms: dict[str, Arm] = {STOCK: stock_arm(self.settings)}
         if self.number == 0:
-            arms[PLAIN] = plain_arm(self.setting)
-        return arms | {arm_name(plan): drafted_arm(self.setting, plan) for plan in self.plans}
+            arms[PLAIN] = plain_arm(self.settings)
+        return arms | {arm_name(plan): drafted_arm(self.settings, plan) for plan in self.plans}
 
 
 def sweep(
-    setting: Setting,
+    settings: CommonSettings,
     grid: Grid,
     prompts: Sequence[EncodedPrompt],
     repeats: int,
     recording: Recording,
-    shapes_per_block: int = 4,
     cool_down: float = 0.0,
     max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
@@ -175,141 +146,54 @@ def sweep(
     """Measure every plan of the grid.
 
     Args:
-        setting: Model, drafter and limits; the models are cast to each dtype in turn, in place.
+        settings: Model, drafter and limits.
         grid: The grid.
         prompts: The prompts.
         repeats: Rounds per prompt.
-        recording: Record of the runs; turns that it has are not repeated.
-        shapes_per_block: Plans per run of stock mlx-lm.
+        recording: Record of the runs; turns that it already has are not repeated.
         cool_down: Seconds to rest before every run.
         max_repeated: See `summarise`.
-        on_progress: Callback for the turns done and their number.
+        on_progress: Callback for the number of turns done and their total.
     """
-    blocks = list(_blocks(setting, grid, shapes_per_block))
+    blocks = list(_blocks(settings, grid))
     total = len(blocks) * repeats * len(prompts)
-    casts = [_Cast(one) for one in (setting.model, *as_proposer(setting.drafter).modules)]
     done = 0
     for block in blocks:
         turns = make_turns(prompts, repeats, block.group, block.number)
-        decode_in_turns(
-            block.arms, turns, recording, cool_down,
-            part_of(on_progress, done, total), partial(_cast_all, casts, block.dtype),
-        )  # fmt: skip
+        part = part_of(on_progress, done, total)
+        decode_in_turns(block.arms, turns, recording, cool_down, part)
         done += len(turns)
     points = [p for block in blocks for p in _points(block, recording.runs, max_repeated)]
     recording.finish(points=points, max_repeated=max_repeated)
     return points
 
 
-def _cast_all(casts: Sequence[_Cast], dtype: str) -> None:
-    for one in casts:
-        one.to(dtype)
-
-
-def _points(block: Block, runs: Sequence[Run], max_repeated: float) -> Iterator[Point]:
-    """Results of the plans of a block."""
+def _points(block: Block, runs: Sequence[TimedRun], max_repeated: float) -> Iterator[Point]:
+    """Yield the results of a block's plans."""
     group = [run for run in runs if run.group == block.group]
-    reference = reference_arm(block.setting)
+    reference = reference_arm(block.settings)
     rows = {row.arm: row for row in summarise(group, reference, max_repeated)}
     for plan in block.plans:
-        yield Point(block.dtype, block.setting.temp, plan, rows[arm_name(plan)])
-
-
-def write_tables(
-    folder: Path, runs: Sequence[Run], points: Sequence[Point], max_tokens: int
-) -> None:
-    """Write ``recurrent_drafting.csv`` and ``autoregression.csv`` as Apple did, times in ms."""
-    settings = {
-        (group_name(point.dtype, point.temp), arm_name(point.plan)): point for point in points
-    }
-    drafted = []
-    plain = []
-    ours = {run.turn: run for run in runs if run.arm == PLAIN}
-    for run in runs:
-        if (run.group, run.arm) in settings:
-            point = settings[run.group, run.arm]
-            drafted.append(_drafted_row(run, point, max_tokens))
-        elif run.arm == STOCK:
-            plain.append(_plain_row(run, ours.get(run.turn)))
-    write_csv(folder / "recurrent_drafting.csv", DRAFTED_COLUMNS, drafted)
-    write_csv(folder / "autoregression.csv", PLAIN_COLUMNS, plain)
+        yield Point(block.dtype, block.settings.temp, plan, rows[arm_name(plan)])
 
 
 def group_name(dtype: str, temp: float) -> str:
-    """Name of dtype and temperature in runs."""
+    """Name dtype and temperature, for runs."""
     return f"{dtype} temp {temp:g}"
 
 
-class _Cast:
-    """Casts of a module's floating-point weights, each from the original ones."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self.original = dict(module.parameters())
-        self.dtype = _dtype_name(module)
-
-    def to(self, dtype: str) -> None:
-        """Cast to a dtype, by name; a quantised module keeps its own."""
-        if dtype == self.dtype:
-            return
-        if any("scales" in part for part in self.module.modules()):
-            raise ConfigError("a quantised model cannot be cast; sweep it without --dtypes")
-        self.module.update(self.original)
-        self.module.set_dtype(DTYPES[dtype])
-        mx.eval(self.module.parameters())
-        self.dtype = dtype
-
-
-def _blocks(setting: Setting, grid: Grid, size: int) -> Iterator[Block]:
+def _blocks(settings: CommonSettings, grid: Grid) -> Iterator[Block]:
     plans = grid.plans
-    own = _dtype_name(setting.model)
-    for dtype in grid.dtypes:
-        for temp in grid.temps:
-            for number, start in enumerate(range(0, len(plans), size)):
-                few = plans[start : start + size]
-                yield Block(dtype or own, replace(setting, temp=temp), number, few)
+    dtype = _dtype_name(settings.model)
+    for temp in grid.temps:
+        for number, start in enumerate(range(0, len(plans), PLANS_PER_BLOCK)):
+            few = plans[start : start + PLANS_PER_BLOCK]
+            yield Block(dtype, replace(settings, temp=temp), number, few)
 
 
-def _dtype_name(module: nn.Module) -> str:
-    names = {value: name for name, value in DTYPES.items()}
-    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
-    for _, tensor in parameters:
-        if tensor.dtype in names:
-            return names[tensor.dtype]
+def _dtype_name(model: nn.Module) -> str:
+    """Name the floating-point dtype of a model, such as "float16"."""
+    for tensor in named_parameters(model).values():
+        if mx.issubdtype(tensor.dtype, mx.floating):
+            return str(tensor.dtype).removeprefix("mlx.core.")
     raise ConfigError("the model has no floating-point weights")
-
-
-def _drafted_row(run: Run, point: Point, max_tokens: int) -> tuple[Any, ...]:
-    plan = point.plan
-    return (
-        run.repeat,
-        plan.shape.width,
-        plan.shape.length,
-        f"mlx.core.{point.dtype}",
-        max_tokens,
-        point.temp == 0,
-        run.steps,
-        run.prompt_tokens,
-        run.prompt_tokens + len(run.tokens),
-        1e3 * (run.prompt_seconds + run.decode_seconds),
-        plan.shape.select,
-        plan.options["tree_nodes"] or "",
-        point.temp,
-        run.prompt,
-        1e3 * run.decode_seconds,
-    )
-
-
-def _plain_row(stock: Run, ours: Run | None) -> tuple[Any, ...]:
-    dtype, _, temp = stock.group.partition(" temp ")
-    return (
-        stock.repeat,
-        f"mlx.core.{dtype}",
-        1e3 * stock.prompt_seconds,
-        1e3 * stock.decode_seconds,
-        "" if ours is None else 1e3 * ours.prompt_seconds,
-        "" if ours is None else 1e3 * ours.decode_seconds,
-        temp,
-        stock.prompt,
-        stock.block,
-    )

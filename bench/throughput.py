@@ -1,6 +1,6 @@
-"""What several texts at once gain: mlx-lm's batches, ours without drafts, and with them.
+"""Speed of batch generation: mlx-lm's batches, this package's plain ones, and drafted ones.
 
-Axes: B texts at once.
+Axes: B sequences in a batch.
 """
 
 from __future__ import annotations
@@ -14,53 +14,54 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, EncodedPrompt, Setting
-from mlx_redrafter.bench.timing import Estimate, OnProgress, estimate, take_turns
+from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, CommonSettings, EncodedPrompt
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns
 from mlx_redrafter.bench.turns import arm_name, part_of, reference_arm
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 
+# Rounds per batch size that are not recorded.
 WARM_UP = 1
 
-# A way of decoding: from prompts to numbers of texts and their tokens, each as it comes, with the
-# tokens per step of that text so far.
-Way = Callable[[list[list[int]]], Iterator[tuple[int, int, float]]]
+# A method of batch generation: from prompts to a stream of (number of the sequence, its next token,
+# its tokens per step so far).
+BatchMethod = Callable[[list[list[int]]], Iterator[tuple[int, int, float]]]
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of one way with so many texts at once, prompts included.
+    """Speed of one method with one batch size, prompts included.
 
     Attributes:
-        way: Name of the way.
-        batch_size: Texts at once, B.
-        throughput: Tokens per second of all texts together.
-        latency: Seconds per token of one text.
-        speedup: Throughput by that of mlx-lm's batches in the same round.
-        tokens_per_step: Mean over the texts of their tokens per forward pass.
-        num_different: Texts that are not those of `reference_arm`; None for that way itself, and
-            for mlx-lm's with a temperature, whose noise is another.
+        way: Name of the method.
+        batch_size: Sequences in the batch, B.
+        throughput: Tokens per second of all sequences together.
+        latency: Seconds per token of one sequence.
+        speedup: Throughput relative to mlx-lm's batches in the same round.
+        tokens_per_step: Mean over the sequences of their tokens per forward pass.
+        num_different: Number of texts that differ from those of `reference_arm`. None for that
+            method itself, and for mlx-lm's with sampling, which draws other random numbers.
     """
 
     way: str
     batch_size: int
-    throughput: Estimate
-    latency: Estimate
-    speedup: Estimate
+    throughput: MedianEstimate
+    latency: MedianEstimate
+    speedup: MedianEstimate
     tokens_per_step: float
     num_different: int | None
 
 
 @dataclass
-class _Runs:
-    """What one way has written, round by round."""
+class _BatchTexts:
+    """Texts of one method, round by round, and their tokens per step."""
 
     texts: list[list[list[int]]] = field(default_factory=list)
     tokens_per_step: list[float] = field(default_factory=list)
 
 
 def measure_throughput(
-    setting: Setting,
+    settings: CommonSettings,
     plans: Sequence[DraftPlan],
     prompts: Sequence[EncodedPrompt],
     batch_sizes: Sequence[int],
@@ -68,29 +69,31 @@ def measure_throughput(
     on_progress: OnProgress = lambda done, total: None,
     on_found: Callable[[list[Throughput]], None] = lambda found: None,
 ) -> list[Throughput]:
-    """Write texts in every way, in turns; every round has other prompts, where there are enough.
+    """Generate batches with every method, in interleaved rounds.
+
+    Every round uses other prompts, as long as there are enough.
 
     Args:
-        setting: Settings of all ways.
+        settings: Settings of all methods.
         plans: Fixed plans.
-        prompts: Prompts, of which B are taken for a round, from the first on again after the last.
-        batch_sizes: Numbers of texts at once.
+        prompts: Prompts; each round uses the next B, starting again after the last.
+        batch_sizes: Batch sizes.
         rounds: Samples of each number.
-        on_progress: Callback for the rounds done and their number.
-        on_found: Callback for all that is found so far, after each number of texts.
+        on_progress: Callback for the number of rounds done and their total.
+        on_found: Callback for all results so far, after each batch size.
     """
     found: list[Throughput] = []
     turns = WARM_UP + rounds
-    ways = _ways(setting, plans)
+    methods = _methods(settings, plans)
     for number, size in enumerate(batch_sizes):
-        runs = {name: _Runs() for name in ways}
-        jobs = {name: _job(way, runs[name], prompts, size) for name, way in ways.items()}
+        runs = {name: _BatchTexts() for name in methods}
+        jobs = {name: _job(method, runs[name], prompts, size) for name, method in methods.items()}
         part = part_of(on_progress, number * turns, len(batch_sizes) * turns)
         samples = take_turns(jobs, rounds, WARM_UP, on_progress=part)
         stock = samples[STOCK]
         for name, values in samples.items():
-            is_comparable = name != reference_arm(setting) and (name != STOCK or not setting.temp)
-            expected = runs[reference_arm(setting)].texts
+            is_comparable = name != reference_arm(settings) and (name != STOCK or not settings.temp)
+            expected = runs[reference_arm(settings)].texts
             found.append(
                 Throughput(
                     name,
@@ -106,33 +109,33 @@ def measure_throughput(
     return found
 
 
-def _ways(setting: Setting, plans: Sequence[DraftPlan]) -> dict[str, Way]:
-    model, tokenizer = setting.model, setting.tokenizer
-    drafted = Engine(model, tokenizer, setting.drafter)
+def _methods(settings: CommonSettings, plans: Sequence[DraftPlan]) -> dict[str, BatchMethod]:
+    model, tokenizer = settings.model, settings.tokenizer
+    drafted = Engine(model, tokenizer, settings.drafter)
     return {
-        STOCK: _stock_way(setting),
-        PLAIN: _own_way(setting, Engine(model, tokenizer, None), {}),
-        AUTO: _own_way(setting, drafted, {}),
-        **{arm_name(plan): _own_way(setting, drafted, plan.options) for plan in plans},
+        STOCK: _stock_method(settings),
+        PLAIN: _own_method(settings, Engine(model, tokenizer, None), {}),
+        AUTO: _own_method(settings, drafted, {}),
+        **{arm_name(plan): _own_method(settings, drafted, plan.options) for plan in plans},
     }
 
 
-def _stock_way(setting: Setting) -> Way:
-    """mlx-lm's batches, whose tokens are read as text one by one, as ours are."""
+def _stock_method(settings: CommonSettings) -> BatchMethod:
+    """Generate with mlx-lm's batches, decoding each token to text as this package does."""
 
     def write(prompts: list[list[int]]) -> Iterator[tuple[int, int, float]]:
-        mx.random.seed(setting.seed)
-        stops = [[token] for token in sorted(setting.tokenizer.eos_token_ids)]
+        mx.random.seed(settings.seed)
+        stops = [[token] for token in sorted(settings.tokenizer.eos_token_ids)]
         batches = BatchGenerator(
-            setting.model,
-            max_tokens=setting.max_tokens,
+            settings.model,
+            max_tokens=settings.max_tokens,
             stop_tokens=stops,
-            sampler=make_sampler(setting.temp),
+            sampler=make_sampler(settings.temp),
             completion_batch_size=len(prompts),
             prefill_batch_size=len(prompts),
         )
         numbers = {uid: number for number, uid in enumerate(batches.insert(prompts))}
-        readers = [setting.tokenizer.detokenizer for _ in prompts]
+        readers = [settings.tokenizer.detokenizer for _ in prompts]
         num_left = len(prompts)
         while num_left:
             for response in batches.next()[1]:
@@ -146,15 +149,14 @@ def _stock_way(setting: Setting) -> Way:
     return write
 
 
-def _own_way(setting: Setting, engine: Engine, options: dict[str, Any]) -> Way:
+def _own_method(settings: CommonSettings, engine: Engine, options: dict[str, Any]) -> BatchMethod:
     def write(prompts: list[list[int]]) -> Iterator[tuple[int, int, float]]:
         stream = engine.stream_batch(
             prompts,
             batch_size=len(prompts),
-            max_tokens=setting.max_tokens,
-            temp=setting.temp,
-            seed=setting.seed,
-            couple=setting.couple,
+            max_tokens=settings.max_tokens,
+            temp=settings.temp,
+            seed=settings.seed,
             **options,
         )
         for number, response in stream:
@@ -164,9 +166,9 @@ def _own_way(setting: Setting, engine: Engine, options: dict[str, Any]) -> Way:
 
 
 def _job(
-    way: Way, runs: _Runs, prompts: Sequence[EncodedPrompt], batch_size: int
+    method: BatchMethod, runs: _BatchTexts, prompts: Sequence[EncodedPrompt], batch_size: int
 ) -> Callable[[], float]:
-    """A round of one way: seconds by the tokens of all texts together."""
+    """Return a job that generates one batch and returns its seconds per token."""
 
     def job() -> float:
         first = len(runs.texts) * batch_size
@@ -174,7 +176,7 @@ def _job(
         texts: list[list[int]] = [[] for _ in ids]
         per_step = [1.0] * batch_size
         start = time.perf_counter()
-        for number, token, per_step[number] in way(ids):
+        for number, token, per_step[number] in method(ids):
             texts[number].append(token)
         seconds = time.perf_counter() - start
         runs.texts.append(texts)

@@ -1,7 +1,7 @@
-"""Timing in turns, and medians of the samples with their uncertainty.
+"""Interleaved timing, and medians of the samples with their uncertainty.
 
-Machines get hot and are shared, so times to compare are measured in turns in one run, and compared
-sample by sample.
+Machines get hot and are shared. So times to compare are measured alternately in one run, and
+compared sample by sample.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 OnProgress = Callable[[int, int], None]
 Job = Callable[[], float]
 
+# Bootstrap resamples; more no longer move the ends of the interval visibly.
 RESAMPLES = 10_000
-# Fewest samples with an interval: resampling fewer says no more than their range does.
-LEAST_SAMPLES = 5
+# Minimum number of samples for a bootstrap interval; of fewer, the range is as informative.
+MIN_SAMPLES = 5
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MedianEstimate:
     """A median and its uncertainty, in the unit of the samples.
 
     Attributes:
@@ -40,7 +41,7 @@ class Estimate:
     count: int
 
     def span(self, form: str = ".2f") -> str:
-        """``low`` and ``high`` as text that says what they are; empty for one sample.
+        """Format ``low`` and ``high`` with the kind of interval; empty for one sample.
 
         Args:
             form: Format of a number.
@@ -49,15 +50,15 @@ class Estimate:
 
     @property
     def kind(self) -> str:
-        """What lies between ``low`` and ``high``; empty for one sample."""
+        """Name of the interval from ``low`` to ``high``; empty for one sample."""
         if self.count < 2:
             return ""
-        return "95%" if self.count >= LEAST_SAMPLES else f"range of {self.count}"
+        return "95%" if self.count >= MIN_SAMPLES else f"range of {self.count}"
 
-    def scaled(self, factor: float) -> Estimate:
-        """The estimate in another unit; ``factor`` is positive."""
+    def scaled(self, factor: float) -> MedianEstimate:
+        """Convert the estimate to another unit; ``factor`` is positive."""
         first, third = self.quartiles
-        return Estimate(
+        return MedianEstimate(
             self.median * factor,
             self.low * factor,
             self.high * factor,
@@ -66,22 +67,22 @@ class Estimate:
         )
 
 
-def estimate(samples: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of samples, at least one, with its 95% bootstrap interval or their range."""
+def estimate(samples: Sequence[float], seed: int = 0) -> MedianEstimate:
+    """Compute the median of at least one sample, with its bootstrap interval or the range."""
     values = np.asarray(samples, dtype=np.float64)
-    if len(values) < LEAST_SAMPLES:
+    if len(values) < MIN_SAMPLES:
         low, high = values.min(), values.max()
     else:
         draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
         low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
     first, third = np.quantile(values, [0.25, 0.75])
-    return Estimate(
+    return MedianEstimate(
         float(np.median(values)), float(low), float(high), (float(first), float(third)), len(values)
     )
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes, which itself waits for the device."""
+    """Time ``work`` in seconds; ``work`` itself must wait for the device."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -91,26 +92,22 @@ def take_turns(
     jobs: Mapping[str, Job],
     rounds: int,
     warm_up: int = 0,
-    cool_down: float = 0.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, list[float]]:
-    """Run every job once per round, each round starting with another one.
+    """Run every job once per round, each round starting with a different job.
 
     Args:
-        jobs: Jobs by name; each returns the seconds that it measured.
-        rounds: Rounds that count.
-        warm_up: Earlier rounds that do not count.
-        cool_down: Seconds to rest before every round.
-        on_progress: Callback for the rounds done and their number.
+        jobs: Jobs by name; each returns its measured seconds.
+        rounds: Rounds to record.
+        warm_up: Earlier rounds that are not recorded.
+        on_progress: Callback for the number of rounds done and their total.
 
     Returns:
-        Samples by job, one per round that counts, in seconds.
+        Samples by job, one per recorded round, in seconds.
     """
     names = list(jobs)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(warm_up + rounds):
-        if cool_down:
-            time.sleep(cool_down)
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
             seconds = jobs[name]()

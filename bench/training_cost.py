@@ -1,7 +1,7 @@
 """Computed cost of training a drafter on a chip; never measured.
 
-The target's passes are those of the cost model of predictions. The drafter's arithmetic goes by the
-same share of the chip's peak, and its logits and optimiser by the bandwidth.
+The cost model of predictions gives the cost of the target's passes. The drafter's arithmetic runs
+at the same share of the chip's peak; its logits and its optimiser are limited by the bandwidth.
 
 Axes: T tokens per forward pass, S = L - 1 unroll steps, B positions per optimiser step.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_redrafter.bench.chips import CHIPS, Chip
-from mlx_redrafter.bench.cost_model import Step, step_time
-from mlx_redrafter.bench.model_shape import ModelShape, shape_of_family
-from mlx_redrafter.bench.predict import BANDWIDTH_SHARE, FITTED, Question
+from mlx_redrafter.bench.chips import Chip
+from mlx_redrafter.bench.cost_model import FITTED, PredictedStep, step_time
+from mlx_redrafter.bench.model_shape import ModelShape
+from mlx_redrafter.bench.predict import BANDWIDTH_SHARE, Question
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import DataOptions, TrainingRequest
-from mlx_redrafter.training.duration import Pace, Timetable, Workload, format_time
+from mlx_redrafter.training.duration import Pace, Timetable, Workload
 from mlx_redrafter.training.resources import (
     COPIES_IN_MEMORY,
     COPIES_OF_LOGITS,
@@ -27,22 +27,19 @@ from mlx_redrafter.training.resources import (
     StudentSize,
     count_weights,
     estimate,
-    format_bytes,
 )
 from mlx_redrafter.training.self_generated import BATCH_SIZE
 from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 from mlx_redrafter.training.teacher import BATCH_SEQUENCES, LOGITS_BYTES, MAX_CHUNK_TOKENS
 
-MILLION = 10**6
-# Floating-point operations per weight and position: forward, and twice as many backward.
-FORWARD, STEP = 2, 6
-# Costs of a measurement with a tree and of calibration, in those of one with a chain, as timed on a
-# CPU.
-TREE_CHAINS, CALIBRATION_CHAINS = 2, 6
-# What the table in the documentation is made of.
-TABLE_MODELS = ("llama 1B", "qwen3 4B", "llama 8B")
-TABLE_BITS = (4, 16)
-TABLE_CHIPS = ("M1", "M1 Max", "M2", "M2 Max", "M3", "M3 Max", "M4", "M4 Max")
+# Floating-point operations of a forward pass, per weight and position.
+FORWARD = 2
+# The same of a forward and a backward pass.
+STEP = 6
+# Cost of an evaluation with trees, in evaluations with chains, as timed on a CPU.
+TREE_CHAINS = 2
+# Cost of the calibration, in evaluations with chains, as timed on a CPU.
+CALIBRATION_CHAINS = 6
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,9 @@ class TrainingCost:
 
     @classmethod
     def of(cls, shape: ModelShape, tokens: int) -> TrainingCost:
-        """The cost of a run on ``tokens`` tokens."""
+        """Estimate the cost of a run on ``tokens`` tokens."""
         options = DataOptions(max_tokens=tokens)
-        # Nothing is read or written; a run that is resumed may have begun.
+        # The request only describes a run, so its folder may exist.
         request = TrainingRequest(
             shape.name, Path("drafter"), data=[Path("texts")], data_options=options, resume=True
         )
@@ -79,7 +76,7 @@ class TrainingCost:
         return cls(work, needed, request, config, num_weights)
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
-        """The computed time on a chip."""
+        """Compute the time on a chip."""
         return Timetable.of(self.work, self._pace(shape, chip), None)
 
     def _pace(self, shape: ModelShape, chip: Chip) -> Pace:
@@ -91,7 +88,7 @@ class TrainingCost:
         levels = self.request.network.beam_length - 1
 
         def drafting(operations: int) -> float:
-            """Seconds of S unroll steps from a position; every copy of logits comes and goes."""
+            """Compute the seconds of S unroll steps; each copy of logits is written and read."""
             logits = 2 * COPIES_OF_LOGITS * 4 * self.config.head_rows * operations / STEP
             return levels * (operations * weights / flops + logits / bandwidth)
 
@@ -109,25 +106,7 @@ class TrainingCost:
         )
 
 
-def render_table() -> str:
-    """The table of training on a million tokens, as Markdown."""
-    head = ["model", "bits", "drafter", "cache", "memory", *TABLE_CHIPS]
-    rows = [
-        _row(shape_of_family(f"{name} {bits}bit")) for name in TABLE_MODELS for bits in TABLE_BITS
-    ]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _row(shape: ModelShape) -> list[str]:
-    cost = TrainingCost.of(shape, MILLION)
-    needed = cost.needed
-    sizes = (needed.drafter, needed.cache, needed.memory)
-    times = [format_time(cost.predict(shape, CHIPS[chip]).total) for chip in TABLE_CHIPS]
-    return [shape.name, str(shape.bits), *map(format_bytes, sizes), *times]
-
-
 def _pass_seconds(shape: ModelShape, chip: Chip, tokens: int) -> float:
-    """Seconds of a forward pass of the target over T tokens."""
+    """Compute the seconds of a forward pass of the target over T tokens."""
     plain = Question(chip, shape.active, shape.bits, 0.0).plain_step
-    return step_time(Step(chip, plain, shape.active, 0.0, tokens, 1), FITTED) / 1e3
+    return step_time(PredictedStep(chip, plain, shape.active, 0.0, tokens, 1), FITTED) / 1e3

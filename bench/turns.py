@@ -1,4 +1,4 @@
-"""Several ways of decoding the same prompts, in turns, on record."""
+"""Interleaved runs of several decoding methods on the same prompts, recorded in a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mlx_redrafter.bench.runs import (
     PLAIN,
     STOCK,
     Arm,
+    CommonSettings,
     EncodedPrompt,
-    Setting,
     Turn,
     drafted_arm,
     plain_arm,
@@ -23,31 +23,34 @@ from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.draft_plan import DraftPlan
 
 
-def compared_arms(setting: Setting, plans: Sequence[DraftPlan]) -> dict[str, Arm]:
-    """Stock mlx-lm, decoding without drafts, fixed plans, and the default."""
+def compared_arms(settings: CommonSettings, plans: Sequence[DraftPlan]) -> dict[str, Arm]:
+    """Return stock mlx-lm, plain decoding, one method per fixed plan, and the default, by name."""
     return {
-        STOCK: stock_arm(setting),
-        PLAIN: plain_arm(setting),
-        **{arm_name(plan): drafted_arm(setting, plan) for plan in plans},
-        AUTO: drafted_arm(setting, None),
+        STOCK: stock_arm(settings),
+        PLAIN: plain_arm(settings),
+        **{arm_name(plan): drafted_arm(settings, plan) for plan in plans},
+        AUTO: drafted_arm(settings, None),
     }
 
 
 def arm_name(plan: DraftPlan) -> str:
-    """Name of a plan in tables."""
+    """Name a plan for tables and result files, such as "top_n w4 l5 n9"."""
     nodes = "" if plan.shape.select == "beam" else f" n{plan.num_nodes}"
     return f"{plan.shape.select} w{plan.shape.width} l{plan.shape.length}{nodes}"
 
 
-def reference_arm(setting: Setting) -> str:
-    """The way whose texts all others must equal: the noise of stock mlx-lm is another."""
-    return STOCK if setting.temp == 0 else PLAIN
+def reference_arm(settings: CommonSettings) -> str:
+    """Name the method whose texts all others must equal.
+
+    With sampling that is this package's plain decoding: stock mlx-lm draws other random numbers.
+    """
+    return STOCK if settings.temp == 0 else PLAIN
 
 
 def make_turns(
     prompts: Sequence[EncodedPrompt], repeats: int, group: str = "", block: int = 0
 ) -> list[Turn]:
-    """Every prompt in turn, ``repeats`` times."""
+    """Make a turn for every prompt, then for every prompt again, ``repeats`` times."""
     return [Turn(group, block, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
 
 
@@ -59,15 +62,15 @@ def decode_in_turns(
     on_progress: OnProgress = lambda done, total: None,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Decode every turn's prompt in every way.
+    """Decode every turn's prompt with every method.
 
     Args:
-        arms: Ways of decoding by name.
+        arms: Decoding methods by name.
         turns: The turns.
-        recording: Gets the runs; turns that it has are not repeated.
+        recording: Receives the runs; turns that it already has are not repeated.
         cool_down: Seconds to rest before every run.
-        on_progress: Callback for the turns done and their number.
-        prepare: Called before the first turn, if any is missing.
+        on_progress: Callback for the number of turns done and their total.
+        prepare: Called before the first turn, if any turn is missing.
     """
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:
@@ -80,5 +83,11 @@ def decode_in_turns(
 
 
 def part_of(on_progress: OnProgress, before: int, total: int) -> OnProgress:
-    """The callback of a part of a benchmark, given what is done before it and in all."""
+    """Return the progress callback of one part of a benchmark.
+
+    Args:
+        on_progress: Callback of the whole benchmark.
+        before: Units of work done before this part.
+        total: Units of work of the whole benchmark.
+    """
     return lambda done, _: on_progress(before + done, total)

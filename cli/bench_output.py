@@ -1,22 +1,33 @@
-"""Numbers read and results shown by the benchmark commands."""
+"""Parsers of lists, and output of results, for the benchmark commands."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 
 from mlx_redrafter.cli.progress import progress_bar
+from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_redrafter.bench.report import Row
+    from mlx_redrafter.bench.timing import MedianEstimate
+
+# Maximum length of a list of numbers; every number costs at least one measurement.
+MAX_NUMBERS = 1000
 
 
 def parse_count(text: str) -> int:
-    """A number such as 200000, 150M or 0.2B."""
+    """Parse a number such as 200000, 150M or 0.2B."""
     match = re.fullmatch(r"([0-9.]+)\s*([KMB]?)", text.strip(), re.IGNORECASE)
     try:
         number = float(match[1]) if match else 0.0
@@ -28,18 +39,25 @@ def parse_count(text: str) -> int:
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """Numbers such as 1,2,4-6, each at least 1."""
+    """Parse numbers such as 1,2,4-6, each at least 1, at most `MAX_NUMBERS` of them.
+
+    Raises:
+        ConfigError: The text is no such list, or too long.
+    """
     numbers: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise ConfigError(f"expected numbers such as 1,2,4-6, got {text!r}")
-        numbers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        span = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(numbers) + len(span) > MAX_NUMBERS:
+            raise ConfigError(f"expected a list of at most {MAX_NUMBERS} numbers, got {text!r}")
+        numbers.extend(span)
     return tuple(dict.fromkeys(numbers))
 
 
 def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Names such as top_n,beam, each one of those allowed."""
+    """Parse names such as top_n,beam, each one of ``allowed``."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in allowed:
@@ -48,29 +66,35 @@ def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_temps(text: str) -> tuple[float, ...]:
-    """Temperatures such as 0,0.7,1, each 0 or more."""
+    """Parse temperatures such as 0,0.7,1, each 0 or more and finite."""
     try:
         temps = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
-    if min(temps) < 0:
-        raise ConfigError(f"temperatures must be 0 or more, got {text!r}")
+    if not all(0 <= temp < math.inf for temp in temps):
+        raise ConfigError(f"temperatures must be 0 or more and finite, got {text!r}")
     return temps
 
 
-def parse_shares(text: str) -> tuple[float, ...]:
-    """Shares such as 0.6,0.8,1, each from 0 to 1."""
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"expected shares such as 0.6,0.8,1, got {text!r}") from None
-    if not all(0 <= share <= 1 for share in shares):
-        raise ConfigError(f"shares must be from 0 to 1, got {text!r}")
-    return shares
+def parse_shapes(text: str) -> list[DraftPlan]:
+    """Parse draft shapes such as 1x5,4x5x9,beam:4x5 into plans, without repetitions.
+
+    Raises:
+        ConfigError: A shape cannot be read, or a size is out of range.
+    """
+    plans = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(beam:)?(\d+)x(\d+)(?:x(\d+))?\s*", part)
+        if match is None:
+            raise ConfigError(f"expected draft shapes such as 1x5,4x5x9,beam:4x5, got {text!r}")
+        nodes = None if match[4] is None else int(match[4])
+        select: Selection = "beam" if match[1] else "top_n"
+        plans.append(DraftPlan.of(int(match[2]), int(match[3]), nodes, select))
+    return list(dict.fromkeys(plans))
 
 
 def draw(plot: Callable[[], Sequence[Path]]) -> None:
-    """Draw plots and print their paths, or the reason for none."""
+    """Draw plots and print their paths, or the reason if they cannot be drawn."""
     from mlx_redrafter.bench.plots import PlotError
 
     try:
@@ -81,10 +105,10 @@ def draw(plot: Callable[[], Sequence[Path]]) -> None:
 
 
 def refuse_texts(num_different: int) -> None:
-    """End with exit code 1 if texts are not the target's own."""
+    """Exit with code 1 if texts differ from the target's own."""
     if num_different:
         typer.echo(
-            f"{num_different} texts are not the target's own; in float16 and bfloat16 ties may "
+            f"{num_different} texts differ from the target's own; in float16 and bfloat16 ties may "
             "break differently, `redrafter-mlx check` shows how close they are",
             err=True,
         )
@@ -92,13 +116,13 @@ def refuse_texts(num_different: int) -> None:
 
 
 def warn(disturbances: Sequence[str]) -> None:
-    """Print what may have disturbed a measurement to stderr, each in one line."""
+    """Print the signs of a disturbed measurement to stderr, one per line."""
     for line in disturbances:
         typer.echo(f"warning: {line}", err=True)
 
 
 def show(*lines: object) -> None:
-    """Print to stdout, wide enough for every table if that is not a terminal."""
+    """Print to stdout; if stdout is not a terminal, assume room for every table."""
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for line in lines:
         console.print(line)
@@ -106,7 +130,36 @@ def show(*lines: object) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback that shows what is done, how much there is, and the time left, on stderr."""
+    """Yield a callback that shows work done, total and time left, on stderr."""
     with progress_bar(label) as bar:
         task = bar.add_task(label)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def speed_table(rows: Sequence[Row], title: str) -> Table:
+    """Make a table of decoding methods, one row each."""
+    columns = (
+        "speedup", "interval", "tokens/s", "tokens/step", "nodes/step", "acceptance by position",
+        "repeated 4-grams", "prompt speedup", "texts", "different",
+    )  # fmt: skip
+    table = Table(Column("method", no_wrap=True), *columns, title=title, title_justify="left")
+    for row in rows:
+        speedup = row.speedup
+        table.add_row(
+            row.arm,
+            _format(speedup),
+            "" if speedup is None else speedup.span(),
+            _format(row.tokens_per_second, 1),
+            "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
+            "" if row.nodes_per_step is None else f"{row.nodes_per_step:.1f}",
+            " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_depth),
+            f"{row.repeated:.0%}",
+            _format(row.prompt_speedup),
+            str(row.num_texts),
+            "" if row.num_different is None else str(row.num_different),
+        )
+    return table
+
+
+def _format(value: MedianEstimate | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value.median:.{digits}f}"

@@ -1,4 +1,4 @@
-"""``redrafter-mlx bench throughput``: what several texts at once gain."""
+"""``redrafter-mlx bench throughput``: speed of batch generation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import typer
 from rich.table import Table
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.bench_options import Out, Prompts, TextTokens
-from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, refuse_texts, show, warn
+from mlx_redrafter.cli.bench_options import Out, PromptFile, Prompts, TextTokens, describe_pair
+from mlx_redrafter.cli.bench_output import (
+    draw,
+    parse_ints,
+    parse_shapes,
+    progress,
+    refuse_texts,
+    show,
+    warn,
+)
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.text_options import Seed, Temp
-from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.cli.text_options import Temp
 from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,49 +28,49 @@ if TYPE_CHECKING:
 
 
 def throughput(
-    prompts: Prompts,
+    prompts: PromptFile,
     pair: Pair,
     *,
     batch_sizes: Annotated[
-        str, typer.Option(help="Texts at once, such as 1,2,4-6.")
+        str, typer.Option(help="Numbers of sequences in a batch, such as 1,2,4-6.")
     ] = "1,2,4,8,16",
-    widths: Annotated[str, typer.Option(help="Beam widths of fixed drafts.")] = "1,2,4",
-    beam_length: Annotated[
-        int, typer.Option(help="Beam length of fixed drafts, root included.")
-    ] = DraftShape.length,
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES."
+        ),
+    ] = "1x5,2x5,4x5",
     max_tokens: TextTokens = 64,
-    rounds: Annotated[int, typer.Option(help="Samples of each number.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Number of batches of each size and method.")] = 5,
     temp: Temp = 0.0,
-    seed: Seed = 0,
     out: Out = None,
 ) -> None:
-    """Compare mlx-lm's batches, plain ones, drafted ones and fixed beams, by texts at once.
+    """Compare batch generation by mlx-lm, plain decoding, the default and fixed draft shapes.
 
-    The file is written after each number of texts. The exit code is 1 if a text is not the
+    The file is written after each batch size. The exit code is 1 if a text differs from the
     target's own.
     """
-    SamplingParams(temp, seed=seed)
-    sizes = parse_ints(batch_sizes)
-    plans = [DraftPlan.of(width, beam_length, None, "top_n") for width in parse_ints(widths)]
+    SamplingParams(temp)
+    sizes, plans = parse_ints(batch_sizes), parse_shapes(shapes)
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.plots import plot_throughput, title
-    from mlx_redrafter.bench.result_file import new_result, pair_names, write_result
-    from mlx_redrafter.bench.runs import Setting
+    from mlx_redrafter.bench.prompts import describe_prompts
+    from mlx_redrafter.bench.result_file import new_result, write_result
+    from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.throughput import measure_throughput
 
-    encoded = prompts.encode(tokenizer)
-    setting = Setting(target, tokenizer, drafter, max_tokens, temp, seed)
+    encoded = Prompts(prompts).encode(tokenizer)
+    settings = CommonSettings(target, tokenizer, drafter, max_tokens, temp)
     watch = LoadWatch()
     configuration = {
-        **pair_names(pair.model, pair.drafter_name, drafter),
-        **prompts.describe(encoded),
+        **describe_pair(pair, drafter),
+        **describe_prompts(prompts, encoded),
         "max_tokens": max_tokens,
         "rounds": rounds,
         "temp": temp,
-        "seed": seed,
     }
     result = new_result("throughput", configuration)
 
@@ -73,7 +80,7 @@ def throughput(
             write_result(out, result)
 
     with progress("Rounds") as on_progress:
-        found = measure_throughput(setting, plans, encoded, sizes, rounds, on_progress, keep)
+        found = measure_throughput(settings, plans, encoded, sizes, rounds, on_progress, keep)
     show(_table(found))
     warn(result["disturbances"])
     if out is not None:
@@ -84,8 +91,8 @@ def throughput(
 
 def _table(found: Sequence[Throughput]) -> Table:
     table = Table(
-        "texts at once", "way", "tokens/s", "ms per token", "by mlx-lm's", "interval",
-        "tokens/step", "different",
+        "batch size", "method", "tokens/s", "ms per token", "speed by mlx-lm's", "interval",
+        "tokens/step", "different texts",
     )  # fmt: skip
     for one in found:
         table.add_row(

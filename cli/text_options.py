@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from mlx_redrafter.generation_options import GenerationOptions, SamplingParams
+from mlx_redrafter.generation_options import (
+    SAMPLING_NAMES,
+    GenerationOptions,
+    SamplingParams,
+)
 
 MODEL, DRAFT, SAMPLE, PROMPT, CACHE = "Model", "Drafting", "Sampling", "Prompt", "K/V cache"
 
@@ -66,18 +70,28 @@ IgnoreChatTemplate = Annotated[
 ]
 
 
+Record = TypeVar("Record")
+
+
+def _with_sampling(record: type[Record]) -> type[Record]:
+    """Add the sampling options of `SamplingParams` to a record of options."""
+    hints = get_type_hints(SamplingParams)
+    for name in SAMPLING_NAMES:
+        kind, default, settings = hints[name], getattr(SamplingParams, name), {}
+        if name == "seed":
+            kind, default, settings = kind | None, None, {"show_default": "fresh"}
+        option = library_option(name, rich_help_panel=SAMPLE, **settings)
+        record.__annotations__[name] = Annotated[kind, option]
+        setattr(record, name, default)
+    return record
+
+
 @dataclass(frozen=True)
+@_with_sampling
 class TextOptions:
     """Length of a text, sampling, and quantization of the K/V cache."""
 
     max_tokens: MaxTokens = GenerationOptions.max_tokens
-    temp: Temp = SamplingParams.temp
-    top_p: Annotated[float, library_option("top_p", rich_help_panel=SAMPLE)] = SamplingParams.top_p
-    top_k: Annotated[int, library_option("top_k", rich_help_panel=SAMPLE)] = SamplingParams.top_k
-    min_p: Annotated[float, library_option("min_p", rich_help_panel=SAMPLE)] = SamplingParams.min_p
-    seed: Annotated[
-        int | None, library_option("seed", show_default="fresh", rich_help_panel=SAMPLE)
-    ] = GenerationOptions.seed
     kv_bits: Annotated[
         int | None, library_option("kv_bits", show_default=False, rich_help_panel=CACHE)
     ] = GenerationOptions.kv_bits

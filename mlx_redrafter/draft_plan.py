@@ -73,7 +73,7 @@ class DraftPlan:
 
     Attributes:
         shape: Shape of the search, which bounds the depth of the tree to L - 1.
-        num_nodes: Maximum number of nodes of the tree, root included, N.
+        num_nodes: Maximum number of nodes that are verified, root included, N; 1 for a probe.
         from_text: Whether the drafts come from prompt lookup instead of a network.
     """
 
@@ -108,6 +108,16 @@ class DraftPlan:
         hint = f" for beam_width {width} and beam_length {length}"
         check_int("tree_nodes", num_nodes, 2, shape.max_nodes, hint)
         return cls(shape, num_nodes)
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the drafts are drawn next to a plain step, only to be compared with the text."""
+        return self.num_nodes == 1
+
+    @property
+    def searched(self) -> DraftPlan:
+        """The plan for the proposer: that of a probe has all nodes that its search scores."""
+        return replace(self, num_nodes=self.shape.max_nodes) if self.is_probe else self
 
     def within(self, max_length: int | None) -> DraftPlan:
         """Limit the plan to beams of ``max_length`` tokens; None is no limit."""

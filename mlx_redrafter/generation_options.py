@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypedDict
 
 from mlx_redrafter.checks import check_int, check_max_tokens, is_number
 from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
@@ -51,6 +51,10 @@ class SamplingParams:
                 raise ConfigError(f"{name} must be a number from 0 to 1 (0: off), got {value!r}")
         check_int("top_k", self.top_k, 0, hint=" (0: off)")
         check_int("seed", self.seed, 0, 2**32 - 1)
+
+
+# Names of the sampling options in every interface of this package.
+SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,7 @@ class GenerationOptions:
     @property
     def given_sampling(self) -> dict[str, Any]:
         """Sampling options that are not None."""
-        names = ("temp", "top_p", "top_k", "min_p", "seed")
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -151,6 +154,26 @@ class GenerationOptions:
     def sampling(self, fresh_seed: int) -> SamplingParams:
         """Return the sampling options, with ``fresh_seed`` if no seed is given."""
         return SamplingParams(**{"seed": fresh_seed, **self.given_sampling})
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of `GenerationOptions` as keyword arguments, for type checkers."""
+
+    max_tokens: int
+    temp: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    beam_width: int | Auto
+    beam_length: int | Auto
+    tree_nodes: int | Auto
+    select: Selection
+    couple: bool
+    prefill_step_size: int
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
 
 
 def _check_choice(name: str, value: object, choices: Sequence[int]) -> None:

@@ -10,10 +10,10 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter.decoding.processors import LogitsProcessor
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.responses import ResponseStream
-from mlx_redrafter.engine.scheduler import StepScheduler
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.parts import Answer, Part
 from mlx_redrafter.server.prefixes import Prefixes
@@ -60,7 +60,7 @@ class Job:
         prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
-        shared: StepScheduler | None,
+        shared: Scheduler | None,
     ) -> None:
         """Begin the request, in the worker's thread.
 
@@ -98,7 +98,7 @@ class Job:
         prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
-        shared: StepScheduler | None,
+        shared: Scheduler | None,
     ) -> Generator[Part]:
         """Yield the parts of one text; keep its cache, even if the text is cancelled."""
         request = self.request

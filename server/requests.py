@@ -11,7 +11,7 @@ from mlx_lm.server import process_message_content
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.server.fields import Fields, shortened
 from mlx_redrafter.server.refusals import Refusal
@@ -35,8 +35,8 @@ PENALTY_CONTEXT = 20
 # Maximum number of tokens that a penalty looks back at.
 MAX_PENALTY_CONTEXT = 2**20
 
-# Sampling options, and what OpenAI calls them.
-_OPTIONS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+# Sampling options and their names in OpenAI's API.
+_OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
 # Fields without effect: they tell OpenAI who sends a request.
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -276,7 +276,6 @@ def _read_common(
 def _read_options(fields: Fields, defaults: GenerationOptions) -> GenerationOptions:
     """Read the options of a text; options that are left out have the server's values."""
     given = {option: fields.take(name) for option, name in _OPTIONS.items()}
-    given["seed"] = fields.take("seed")
     old, new = fields.take("max_tokens"), fields.take("max_completion_tokens")
     given["max_tokens"] = old if new is None else new
     try:

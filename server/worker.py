@@ -16,8 +16,8 @@ from contextlib import suppress
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.scheduler import StepScheduler
 from mlx_redrafter.errors import RedrafterError, UnsupportedTargetError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
@@ -49,7 +49,7 @@ class Worker(threading.Thread):
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self._is_stopped = False
-        self._shared: StepScheduler | None = None
+        self._shared: Scheduler | None = None
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue; may be called from any thread.
@@ -96,9 +96,7 @@ class Worker(threading.Thread):
         with wired_limit(self.engine.target.model, [generation_stream]):  # type: ignore[list-item]
             while self._admit():
                 start = time.perf_counter()
-                for job in list(self._running):
-                    if job in self._running:  # it may have ended during the prefill of another one
-                        self._step(job)
+                self._step_all()
                 self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
             for job in [*self._running, *self._waiting]:
                 job.close()
@@ -116,8 +114,13 @@ class Worker(threading.Thread):
 
     def _go_on(self, done: int, total: int) -> None:
         """Step the texts that have begun, between the chunks of another one's prompt."""
+        self._step_all(only_begun=True)
+
+    def _step_all(self, only_begun: bool = False) -> None:
+        """Step every request, or every one whose text has begun."""
         for job in list(self._running):
-            if job.has_begun:
+            # A step may end others: those that go on between the chunks of a prompt within it.
+            if job in self._running and (job.has_begun or not only_begun):
                 self._step(job)
 
     def _step(self, job: Job) -> None:

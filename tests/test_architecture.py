@@ -121,6 +121,15 @@ def test_imports_go_down() -> None:
     assert offenders == []
 
 
+def test_no_shipped_module_imports_the_laboratory() -> None:
+    offenders = [
+        name
+        for name, source in SOURCES.items()
+        if f"{PACKAGE}.bench.lab" in source.text.replace(" import lab", ".lab")
+    ]
+    assert offenders == []
+
+
 def test_no_room_imports_itself_in_a_circle() -> None:
     packages = {name for name, source in SOURCES.items() if source.is_package}
     edges = {
@@ -186,6 +195,45 @@ def test_decoding_knows_no_proposer_and_no_policy() -> None:
 
 def test_trees_stand_on_the_ground() -> None:
     assert _reachable("trees") == {"ground"}
+
+
+# The four phases of a step, in order; each fits on a screen, its docstring left out.
+PHASES, SCREEN = ["draft", "ask", "answer", "take"], 25
+
+
+def _method(module: str, name: str) -> ast.FunctionDef:
+    """The method of that name in the only class that has one."""
+    nodes = ast.walk(SOURCES[f"{PACKAGE}.{module}"].tree)
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    (found,) = [
+        one
+        for owner in classes
+        for one in owner.body
+        if isinstance(one, ast.FunctionDef) and one.name == name
+    ]
+    return found
+
+
+def _body_lines(function: ast.FunctionDef) -> int:
+    body = function.body[bool(ast.get_docstring(function)) :]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1
+
+
+def _phases(function: ast.FunctionDef) -> list[str]:
+    """The phases that a function calls, or hands to another one, in the order of its lines."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    found.sort(key=lambda node: (node.lineno, node.col_offset))
+    names = [node.attr.removeprefix("_") for node in found]
+    return [name for name in names if name in PHASES]
+
+
+def test_a_step_is_draft_ask_answer_take_alone_and_in_a_batch() -> None:
+    alone, batch = _method("decoding.sequence", "step"), _method("decoding.scheduler", "_run_pass")
+    assert _phases(alone) == PHASES
+    assert _phases(batch) == PHASES
+    phases = [_method("decoding.sequence", name) for name in PHASES]
+    sizes = {one.name: _body_lines(one) for one in [alone, batch, *phases]}
+    assert {name: size for name, size in sizes.items() if size > SCREEN} == {}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from mlx_redrafter.proposers.specformer.checkpoint import load_specformer
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.model_parts import check_config
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.thread_streams import end_streams_with_thread
 
 LoadedDrafter = Drafter | Eagle | MedusaProposer | Mtp | SpecFormer | DraftModel | Lookup
 
@@ -81,6 +82,7 @@ def load(
         NonFiniteError: The drafter's weights are not finite.
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
     """
+    end_streams_with_thread()
     is_bundled = path_or_repo is None
     if path_or_repo is None:
         path_or_repo = find_bundled("target")

@@ -1,11 +1,9 @@
-"""The acceptance walk: how far the target's own choices agree with the drafts.
+"""Acceptance: the longest path of drafts that agree with the target's own choices.
 
 Axes: N nodes of the tree, L its levels, the root's included (`TokenTree.max_depth` + 1).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -13,27 +11,11 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.trees.tree import TokenTree
 
-
-class Acceptance(NamedTuple):
-    """What one step keeps.
-
-    Attributes:
-        path: Node indices from the root on, int32, shape (L,); the first ``num_accepted + 1`` are
-            valid, the rest is junk.
-        num_accepted: Drafts accepted, 0 to L - 1, int32, shape (1,).
-        bonus: The target's own token after the path, the next root, int32, shape (1,).
-        last: Node index of the last accepted node, int32, shape (1,).
-        tokens: Tokens of the path, int32, shape (L,); junk where that is.
-    """
-
-    path: mx.array
-    num_accepted: mx.array
-    bonus: mx.array
-    last: mx.array
-    tokens: mx.array
+# Path, number of accepted drafts, bonus token, last node and tokens of the path, see `accept`.
+Accepted = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 
-def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
+def accept(tree: TokenTree, chosen: mx.array) -> Accepted:
     """Walk from the root for as long as the target's choice is one of the drafts.
 
     Every token on the path, and the bonus token, is the target's choice after its true prefix: the
@@ -43,6 +25,13 @@ def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
     Args:
         tree: The verified drafts.
         chosen: The target's token after every node, integer, shape (N,).
+
+    Returns:
+        Five arrays, all int32. Node indices of the path from the root on, shape (L,), of which the
+        first ``num_accepted + 1`` are valid and the rest is junk. ``num_accepted``, the number of
+        accepted drafts, 0 to L - 1, shape (1,). The target's own token after the path, which is
+        the next root, shape (1,). Node index of the last accepted node, shape (1,). Tokens of the
+        path, shape (L,), junk after the accepted ones.
     """
     chosen = chosen.astype(mx.int32)
     if tree.is_chain and tree.size > 1:
@@ -59,14 +48,14 @@ def accept(tree: TokenTree, chosen: mx.array) -> Acceptance:
     if size < length:
         path = mx.pad(path, (0, length - size))
     last = path[num_accepted]
-    return Acceptance(path, num_accepted, chosen[last], last, tree.tokens[path])
+    return path, num_accepted, chosen[last], last, tree.tokens[path]
 
 
-def _accept_chain(tree: TokenTree, chosen: mx.array) -> Acceptance:
-    """The same in a fraction of the operations, which small models and fast GPUs notice."""
+def _accept_chain(tree: TokenTree, chosen: mx.array) -> Accepted:
+    """Do the same with fewer operations, whose number counts with small models and fast GPUs."""
     matches = (tree.tokens[1:] == chosen[:-1]).astype(mx.int32)
     num_accepted = mx.sum(mx.cumprod(matches), keepdims=True)
-    return Acceptance(tree.depths, num_accepted, chosen[num_accepted], num_accepted, tree.tokens)
+    return tree.depths, num_accepted, chosen[num_accepted], num_accepted, tree.tokens
 
 
 def count_matches(
@@ -75,7 +64,7 @@ def count_matches(
     depths: NDArray[np.int32],
     text: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Drafts that `accept` would accept of p trees where the target's text is known, on the host.
+    """Count the drafts of p trees that `accept` would accept, on the host, given the text.
 
     Node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of MLX 0.32 read past the end of
     an operand that is not mapped.

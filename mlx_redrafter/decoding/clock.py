@@ -1,15 +1,16 @@
-"""How long steps take, from one outcome to the next."""
+"""Step times, from one outcome to the next."""
 
 from __future__ import annotations
 
 import time
 
-# Of a step, at most so much with the caller: the device goes on meanwhile, for how long is unknown.
-MOST_AWAY = 0.1
+# Maximum share of a step's time that the caller may spend with a token. The device goes on
+# meanwhile, so the time of a step with more is unknown.
+MAX_ABSENCE = 0.1
 
 
 class Absence:
-    """Adds up how long the caller has the token, in a ``with``.
+    """Adds up the time that the caller spends with tokens, in a ``with`` block each.
 
     Attributes:
         seconds: The sum.
@@ -29,7 +30,7 @@ class StepClock:
     """Times steps, leaving out those in which the caller kept the decoder waiting.
 
     Attributes:
-        absence: To be entered while the caller has a token.
+        absence: Context to enter while the caller has a token.
     """
 
     def __init__(self) -> None:
@@ -37,10 +38,10 @@ class StepClock:
         self.absence = Absence()
 
     def lap(self) -> float | None:
-        """Seconds since the last call; None the first time, and where the caller took its time."""
+        """Return the seconds since the last call; None the first time, or after a long absence."""
         now = time.perf_counter()
         last, self._last = self._last, now
         away, self.absence.seconds = self.absence.seconds, 0.0
-        if last is None or away > MOST_AWAY * (now - last):
+        if last is None or away > MAX_ABSENCE * (now - last):
             return None
         return now - last

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """The masks of one text: one matcher, which goes down every branch of a tree and back.
+    """The masks of one text: one matcher, which walks down every branch of a tree and back.
 
     Args:
         new_matcher: Function that makes a matcher at the beginning of the text.
@@ -28,22 +28,22 @@ class GrammarMasks:
         self._text: list[int] = []
         self._everything = b"\xff" * len(self._matcher.compute_bitmask())
         self._nothing = bytes(len(self._everything))
-        # The mask of all that follows, once the matcher can tell no more.
+        # The mask of all further nodes, once the matcher has stopped.
         self._rest: bytes | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens of the text."""
+        """Append tokens to the text."""
         for token in tokens:
             if self._rest is not None:
                 return
             self._text.append(token)
             if not self._matcher.try_consume_tokens([token]):
                 is_end = self._matcher.is_stopped() and not self._matcher.is_error()
-                # What follows the end is cut; nothing may follow what the grammar forbids.
+                # The decoder cuts the text at its end; nothing may follow a forbidden token.
                 self._rest = self._everything if is_end else self._nothing
 
     def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
-        """Logits with minus infinity for what may not follow a node.
+        """Set the logits of tokens that may not follow a node to minus infinity.
 
         Args:
             logits: Shape (N, V).
@@ -51,9 +51,9 @@ class GrammarMasks:
             parents: Node index of each node's parent; the root's is 0.
 
         Returns:
-            Shape (N, V). Rows of nodes that cannot be accepted are as they were. Where the matcher
-            gives up, as the text has become too complex for its limits, and where a sampler has
-            chosen what has probability 0, nothing may follow.
+            Shape (N, V). Rows of nodes that cannot be accepted are as they were. Nothing may follow
+            if the matcher gives up, as the text is too complex for its limits, or if a sampler has
+            chosen a token of probability 0.
         """
         rows = [self._everything if self._rest is None else self._rest] * len(tokens)
         if self._rest is None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -44,24 +45,30 @@ class ProcessorChain:
         if self.processors:
             self._history = mx.concatenate([self._history, tokens])
         if self._masks is not None:
-            mx.async_eval(tokens)  # before the logits, so that nobody waits for both
+            mx.async_eval(tokens)  # before the logits, so that a read need not wait for both
             self._unread.append(tokens)
 
     def process(self, logits: mx.array) -> mx.array:
-        """Logits of shape (1, V), given the history."""
+        """Return logits of shape (1, V) after all processors, given the history."""
         return self._mask(self._run(logits), [NO_TOKEN], [0])
 
     def _run(self, logits: mx.array, drafts: Sequence[int] = ()) -> mx.array:
-        """Logits of shape (1, V) after all processors, given the history and then ``drafts``."""
+        """Run the processors on logits of shape (1, V), given the history and then ``drafts``."""
         tokens = self._history
         if drafts:
             tokens = mx.concatenate([tokens, mx.array(list(drafts), dtype=mx.int32)])
-        for processor in self.processors:
-            logits = processor(tokens, logits)
+        for i, processor in enumerate(self.processors):
+            before, logits = logits, processor(tokens, logits)
+            if not isinstance(logits, mx.array) or logits.shape != before.shape:
+                found = getattr(logits, "shape", type(logits).__name__)
+                raise ConfigError(
+                    f"logits_processors[{i}] must return logits of shape {before.shape}, as they "
+                    f"are given, got {found}"
+                )
         return logits
 
     def process_tree(self, logits: mx.array, tree: TokenTree) -> mx.array:
-        """Logits of all nodes; padding keeps its own. Reads the tree, so the device is waited for.
+        """Process the logits of all nodes but padding. Reads the tree, so it waits for the device.
 
         Args:
             logits: Shape (N, V).

@@ -1,4 +1,4 @@
-"""What decoding asks of those who propose tokens, and of those who say how many.
+"""Protocols of decoding: proposers of tokens, and policies that choose how many to draft.
 
 Axes: N nodes of a tree, L beam length, M nodes of the largest tree on offer.
 """
@@ -20,11 +20,11 @@ from mlx_redrafter.trees.tree import TokenTree
 
 @runtime_checkable
 class Proposer(Protocol):
-    """Proposes tokens for any number of texts: weights and tables, which threads may share."""
+    """Weights or tables that propose tokens for any number of sequences; threads may share it."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Networks, none for a lookup; step times are kept by their tensors."""
+        """Networks, none for prompt lookup; step times are stored by their tensors."""
         ...
 
     @property
@@ -34,12 +34,12 @@ class Proposer(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """Number of tokens that it can propose; None where a network's head does not bound it."""
+        """Size of the draft vocabulary; None if it is the target's."""
         ...
 
     @property
     def max_length(self) -> int | None:
-        """Longest beams that it can draft, root included; None where nothing bounds them."""
+        """Maximum length of its beams, root included; None without a limit."""
         ...
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
@@ -49,19 +49,19 @@ class Proposer(Protocol):
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> Drafting:
-        """Begin a text.
+        """Begin a sequence.
 
         Args:
-            target: The model whose text it is.
-            prompt: Token ids that are processed first.
-            couple_noise: Whether drafts are ranked with the noise that the target will sample with.
-            cached: mlx-lm caches of the proposer out of a prompt cache, [] where there are none.
+            target: The model that decodes it.
+            prompt: Token ids of the prompt.
+            couple_noise: Whether to rank drafts with the noise that the target will sample with.
+            cached: mlx-lm caches of the proposer from a prompt cache; [] without one.
         """
         ...
 
 
 class StateReader(Protocol):
-    """One text's reader of states that the target has within."""
+    """One sequence's reader of inner states of the target."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -69,7 +69,7 @@ class StateReader(Protocol):
         ...
 
     def read(self, states: mx.array) -> None:
-        """Take in the states of the next prompt tokens, all but the last of them.
+        """Read the states of the next tokens of the prompt; its last token is left out.
 
         Args:
             states: States after a chunk of n tokens, as in `PendingPass.states`, shape (n, S).
@@ -78,54 +78,60 @@ class StateReader(Protocol):
 
 
 class Drafting(Protocol):
-    """One text's drafts, with all state that belongs to this text.
+    """One sequence's drafts, with all state that belongs to this sequence.
 
-    After every forward pass of the target exactly one of `propose` and `skip` is called. What a
-    pass after `propose` accepts is of those drafts.
+    The decoder calls exactly one of `propose` and `skip` after every forward pass of the target.
+    All drafts that the pass after `propose` accepts are from there.
     """
 
     @property
     def reader(self) -> StateReader | None:
-        """What reads states of every pass; None where the drafts need none."""
+        """Reader of the states of every pass; None if the drafts need none."""
         ...
 
     def outlook(self) -> Sequence[float] | None:
-        """Probabilities of the drafts that a lookup in the text would propose now, best first.
+        """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
-        Empty where there is nothing to look up; None for a network, which always has something.
-        Known from tokens that the host has read, without waiting for the device.
+        Empty if the lookup finds nothing; None for a network, which always proposes something. It
+        uses the tokens that the host has read, and never waits for the device.
         """
         ...
 
     def propose(
-        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
+        self, pending: PendingPass, plan: DraftPlan, noise: GumbelNoise | None, /
     ) -> TokenTree | None:
-        """Draft what may follow a forward pass.
+        """Draft tokens that may follow a forward pass.
 
         Args:
-            flight: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, and
-                a network should not ask for those.
+            pending: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, so
+                a network should not read those.
             plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
-            noise: Noise of the target's choices after nodes of each depth below L; None where there
-                is none.
+            noise: Noise of the target's choices after nodes of each depth below L; None without
+                noise.
 
         Returns:
             A tree of at most ``plan.num_nodes`` nodes and depths below ``plan.shape.length``, its
-            siblings distinct, rooted in ``flight.root``; None where there is nothing to propose.
+            siblings distinct, rooted in ``pending.root``; None if there is nothing to propose.
         """
         ...
 
-    def skip(self, flight: PendingPass) -> None:
-        """Take note of a pass after which nothing is drafted; the host knows its tokens."""
+    def skip(self, pending: PendingPass, /) -> None:
+        """Note a pass after which nothing is drafted; the host has read its tokens."""
         ...
 
     def settle(self, length: int) -> None:
-        """End the text: caches from outside hold exactly the first ``length`` tokens."""
+        """End the sequence: the caller's caches hold exactly the first ``length`` tokens."""
         ...
 
 
 class Proposal(NamedTuple):
-    """Dispatched drafts or none, the plan they follow, and the noise of the choices after them."""
+    """Dispatched drafts of what may follow a pass.
+
+    Attributes:
+        plan: Their plan.
+        tree: The drafts; None if there are none.
+        noise: Noise of the target's choices after them; None without noise.
+    """
 
     plan: DraftPlan
     tree: TokenTree | None
@@ -133,14 +139,13 @@ class Proposal(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step, as its policy hears of it.
+    """Result of one step, passed to `DraftPolicy.observe`.
 
     Attributes:
-        plan: Plan of its drafts; None where nothing was drafted.
+        plan: Plan of its drafts; None if nothing was drafted.
         num_nodes: Nodes verified, root included.
         tokens: Accepted drafts and the target's own token after them.
-        seconds: Time from the outcome before to this one; None where the caller kept the decoder
-            waiting.
+        seconds: Time since the previous outcome; None if the caller kept the decoder waiting.
     """
 
     plan: DraftPlan | None
@@ -150,15 +155,14 @@ class Step(NamedTuple):
 
 
 class DraftPolicy(Protocol):
-    """Says how much every step drafts and verifies; no text depends on it."""
+    """Chooses how much every step drafts and verifies; no token depends on it.
 
-    @property
-    def only_looks(self) -> bool:
-        """Whether `keep` keeps nothing of the plan that was chosen last, whatever is drafted."""
-        ...
+    If `choose` returns a plan that `DraftPlan.is_probe`, the step is a plain one. The proposer
+    draws the drafts next to it, and `keep` gets them after the outcome, but none are verified.
+    """
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        """The plan of the next step, None for plain decoding.
+        """Choose the plan of the next step; None for plain decoding.
 
         Args:
             outlook: Probabilities from `Drafting.outlook`.
@@ -166,11 +170,12 @@ class DraftPolicy(Protocol):
         ...
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """The nodes worth verifying, as a tree; the root alone to decode plainly.
+        """Return the nodes to verify, as a tree; the root alone to decode plainly.
 
         Args:
             plan: The plan that `choose` returned.
-            tree: The drafts, which the policy may wait for unless it `only_looks`.
+            tree: The drafts, for which the policy may wait. Those of a probe may still be computed,
+                so that a wait delays the next step.
         """
         ...
 

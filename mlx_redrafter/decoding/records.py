@@ -1,4 +1,4 @@
-"""Records of one text: what is asked for, what is in flight, and what comes out.
+"""Records of one sequence: the request, the forward pass in flight, and the tokens.
 
 Axes: N nodes of the tree, L its levels, the root's included, H hidden size, V vocabulary.
 """
@@ -18,22 +18,22 @@ from mlx_redrafter.trees.tree import Drafts
 
 ProgressCallback = Callable[[int, int], None]
 
-# Stands for the token after logits that say nothing, as they are NaN; padding has another one.
+# Stands for the token after logits that are NaN. Padding nodes have another number, `NO_TOKEN`.
 NOT_A_NUMBER = -2
 
 
 @dataclass(frozen=True)
 class Request:
-    """One text to decode.
+    """One sequence to decode.
 
     Attributes:
         prompt: Token ids, at least one.
-        stop_tokens: Token ids that end the text.
-        max_tokens: Most tokens to yield, -1 for no limit.
-        prefill_step_size: Most prompt tokens per forward pass.
+        stop_tokens: Token ids that end the sequence.
+        max_tokens: Maximum number of tokens to yield, -1 for no limit.
+        prefill_step_size: Maximum number of prompt tokens per forward pass.
         on_progress: Callback for the prompt tokens processed and their number.
-        leave_as_stock: Whether the K/V cache and the random state are left as mlx-lm leaves them,
-            with the last token processed as well, which takes one more forward pass.
+        leave_as_stock: Whether to leave the K/V cache and the random state as mlx-lm does, with
+            the last token processed as well, which costs one more forward pass.
     """
 
     prompt: list[int]
@@ -44,7 +44,7 @@ class Request:
     leave_as_stock: bool = False
 
     def find_end(self, tokens: list[int], num_before: int) -> tuple[str | None, int]:
-        """Why and after how many of these tokens decoding ends; (None, all of them) if not."""
+        """Return why and after how many of these tokens decoding ends; (None, all) if not."""
         has_limit = self.max_tokens >= 0
         left = self.max_tokens - num_before if has_limit else len(tokens)
         for i, token in enumerate(tokens[:left]):
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """One token of the text.
+    """One token of the sequence.
 
     Attributes:
         id: Token id.
@@ -74,39 +74,47 @@ class Token:
 
 @dataclass
 class PendingPass:
-    """A dispatched forward pass; the host may not have read its outcome yet.
+    """A dispatched forward pass of the target, with what is known of it so far.
+
+    The target's answer is there from the start, though the device may still compute it. The
+    decoder adds its place in the sequence, and what the sequence keeps of it.
 
     Attributes:
         outcome: Bonus token or `NOT_A_NUMBER`, and for a tree, number of accepted drafts, node
-            indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). Of one token alone, a
+            indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). For one token, a
             token in any case.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
-        length: Committed tokens before the root of this pass.
+        states: States of the nodes that a `StateReader` asks for, shape (N, S); None without one.
         path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
-        plan: Plan of the drafts verified; None for one token.
+        read: Function that reads the outcome, with `NOT_A_NUMBER`; None to read the array.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: Nodes as they would have been without merging.
-        known: Drafts verified, where the host knows them without waiting; else None.
-        states: States of the nodes that a `StateReader` asks for, shape (N, S); None where none
-            does.
-        read: Function that reads the outcome, with `NOT_A_NUMBER`; None where it is read as it
-            stands.
+        known: Drafts verified, if the host knows them without waiting; else None.
+        length: Committed tokens before the root of this pass.
+        plan: Plan of the drafts; None if nothing was drafted.
+        is_shown: Whether the proposer was given it.
+        num_kept: Tokens that belong to the sequence, which may end before the others; None until
+            the outcome is read and committed.
+        finish_reason: Reason that the sequence ends with them; None if it goes on.
     """
 
     outcome: mx.array
     root: mx.array
     hidden_state: mx.array
     log_probs: mx.array
-    length: int
-    path: mx.array | None
-    plan: DraftPlan | None
-    num_nodes: int
-    num_unmerged: int
-    known: Drafts | None = None
     states: mx.array | None = None
+    path: mx.array | None = None
     read: Callable[[], list[int]] | None = None
+    num_nodes: int = 1
+    num_unmerged: int = 1
+    known: Drafts | None = None
+    length: int = 0
+    plan: DraftPlan | None = None
+    is_shown: bool = False
+    num_kept: int | None = None
+    finish_reason: str | None = None
 
     @property
     def num_accepted(self) -> mx.array:
@@ -114,8 +122,8 @@ class PendingPass:
         return mx.zeros((1,), dtype=mx.int32) if self.path is None else self.outcome[1:2]
 
     @property
-    def most_accepted(self) -> int:
-        """Most drafts that can be accepted."""
+    def max_accepted(self) -> int:
+        """Maximum number of drafts that can be accepted."""
         return 0 if self.path is None else self.path.shape[0] - 1
 
     @property
@@ -155,7 +163,7 @@ class PendingPass:
         """Accepted drafts and the bonus token, if there is one; waits for the device.
 
         Raises:
-            NonFiniteError: There is none of them, as the logits are NaN.
+            NonFiniteError: There is no token, as the logits are NaN.
         """
         bonus, _, *path = [*self._values, 0]
         length = len(path) // 2
@@ -164,9 +172,28 @@ class PendingPass:
             self.check_finite()
         return accepted if bonus == NOT_A_NUMBER else [*accepted, bonus]
 
-    def log_probs_after(self, row: int) -> mx.array:
+    @property
+    def is_accepted(self) -> bool:
+        """Whether its outcome is read and committed."""
+        return self.num_kept is not None
+
+    @property
+    def kept_tokens(self) -> list[Token]:
+        """Tokens that belong to the sequence, once the pass is accepted."""
+        num_drafts, kept = len(self.rows) - 1, self.tokens[: self.num_kept]
+        return [
+            Token(
+                id=token,
+                is_draft=i < num_drafts,
+                log_probs=self._log_probs_after(row),
+                finish_reason=self.finish_reason if i == len(kept) - 1 else None,
+            )
+            for i, (token, row) in enumerate(zip(kept, self.rows, strict=False))
+        ]
+
+    def _log_probs_after(self, row: int) -> mx.array:
         """Natural log-probabilities after a node, shape (V,)."""
-        # Not by an index where there is one row only, which takes the host longer.
+        # An index costs the host more time than `squeeze`, which does for a single row.
         return self.log_probs.squeeze(0) if self.path is None else self.log_probs[row]
 
     @property

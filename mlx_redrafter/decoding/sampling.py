@@ -1,10 +1,10 @@
-"""How the target chooses its tokens: greedily, with noise keyed by position, or by a stock sampler.
+"""Samplers of the target's tokens: greedy, with noise keyed by position, or mlx-lm's.
 
 Axes: N nodes, V vocabulary, L levels of the tree, the root's included.
 
-A chooser is asked for the target's token after every node of a tree. The same chooser, asked for
-one node at a time, is plain decoding, and the answers agree: a choice depends on the logits at the
-node and on the node's position, never on the tree.
+A sampler returns the target's token after every node of a tree. In plain decoding the same sampler
+has one node at a time, and the tokens agree: a token depends on the logits at the node and on the
+node's position, never on the tree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -24,26 +24,30 @@ from mlx_redrafter.generation_options import SamplingParams
 
 Sampler = Callable[[mx.array], mx.array]
 
-# The width of the noise is a multiple of this, so that vector units treat every token alike.
+# Noise per position is drawn in multiples of this, so that vector units treat all tokens alike.
 NOISE_ALIGNMENT = 64
-# Numbers of noise that are drawn at once, at most, for steps to come, and of how many positions:
-# where the vocabulary is small, the operations cost more than the numbers.
-MOST_NOISE, MOST_POSITIONS = 2**14, 16
-# Bounds of factors in float32: what is less may be 0 there, what is more infinite. A nucleus of
-# mass 0 is none, and mlx-lm would read past the end of the vocabulary to find it.
-LEAST, MOST = 1e-30, 1e30
+# Maximum number of positions whose noise is drawn ahead with one set of operations, which cost more
+# than the numbers if the vocabulary is small.
+MAX_POSITIONS = 16
+# Maximum number of numbers drawn ahead.
+MAX_NOISE = 2**14
+# Smallest temperature and nucleus mass that float32 keeps apart from 0. With a mass of 0, mlx-lm
+# would read past the end of the vocabulary.
+MIN_FACTOR = 1e-30
+# Largest temperature that float32 keeps apart from infinity.
+MAX_FACTOR = 1e30
 
 
-class TokenChooser(Protocol):
-    """Chooses the target's token after every node of a tree."""
+class TokenSampler(Protocol):
+    """Samples the target's token after every node of a tree."""
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
-        """Noise of the choices after a tree's nodes.
+        """Return the noise of the choices after a tree's nodes.
 
         Args:
-            position: Position of the root, the number of tokens before it, or the least it can be.
+            position: Position of the root, the number of tokens before it, or its minimum.
             num_levels: Levels of the tree, the root's included, L.
             further: Distance of the root from there, int32, shape (1,), unless ``furthest`` is 0.
             furthest: Upper bound of ``further``.
@@ -55,7 +59,7 @@ class TokenChooser(Protocol):
         ...
 
     def noise_of_root(self, position: int) -> GumbelNoise | None:
-        """The same for a root alone, of a position that the host knows."""
+        """Return the noise after a root alone, if the host knows the position."""
         ...
 
     def sample(
@@ -65,7 +69,7 @@ class TokenChooser(Protocol):
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """The target's token after each node.
+        """Return the target's token after each node.
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
@@ -82,8 +86,8 @@ class TokenChooser(Protocol):
         """Keep the first choices along the path and forget the others.
 
         Args:
-            num_choices: Number of tokens of the last `sample` that were used, from depth 0 on,
-                int32, shape (1,), or a number.
+            num_choices: Number of tokens of the last `sample` to keep, from depth 0 on, a number or
+                int32, shape (1,).
         """
         ...
 
@@ -92,7 +96,7 @@ class GumbelNoise:
     """Gumbel noise keyed by (seed, absolute position), for the choices after a tree's nodes.
 
     The token at position t is ``argmax(filtered log_probs / temp + G_t)``: a sample from the
-    tempered distribution (Gumbel-max), and a function of the seed and the text before it alone.
+    tempered distribution (Gumbel-max), and a function of the seed and the tokens before it alone.
 
     Args:
         params: Temperature and filters.
@@ -104,7 +108,7 @@ class GumbelNoise:
         self.values = values
 
     def sample(self, log_probs: mx.array, depths: mx.array) -> mx.array:
-        """The token after each node: log_probs (N, V), depths (N,), to ids of shape (N,)."""
+        """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,)."""
         rows = self.values if self.values.shape[0] == 1 else self.values[depths]
         return mx.argmax(self._tempered(log_probs) + rows, axis=-1)
 
@@ -115,11 +119,11 @@ class GumbelNoise:
         token_ids: mx.array | None,
         weight: float,
     ) -> mx.array:
-        """A drafter's guess at what `sample` will choose after nodes of one depth.
+        """Estimate what `sample` will choose after nodes of one depth, for a drafter.
 
-        A drafter that ranks with the noise that the target will use proposes what the target
-        would sample, rather than what is most probable (drafter-invariant coupling, arXiv
-        2408.07978). The text does not depend on it.
+        A drafter that ranks tokens with the noise of the target proposes what the target would
+        sample, rather than what is most probable (drafter-invariant coupling, arXiv 2408.07978).
+        The text does not depend on it.
 
         Args:
             log_probs: The drafter's natural log-probabilities, shape (W, rows of its head).
@@ -139,16 +143,17 @@ class GumbelNoise:
         # mlx-lm's order: all filters look at the distribution at temperature 1.
         params, log_probs = self.params, log_probs.astype(mx.float32)
         if 0 < params.top_p < 1:
-            log_probs = apply_top_p(log_probs, max(params.top_p, LEAST))
+            log_probs = apply_top_p(log_probs, max(params.top_p, MIN_FACTOR))
         if params.min_p > 0:
             log_probs = apply_min_p(log_probs, params.min_p)
         if 0 < params.top_k < log_probs.shape[-1]:
             log_probs = apply_top_k(log_probs, params.top_k)
-        # Most often it is 1, and small models notice every operation.
-        return log_probs if params.temp == 1 else log_probs / min(max(params.temp, LEAST), MOST)
+        # Small models notice every operation, and the temperature is mostly 1.
+        temp = min(max(float(params.temp), MIN_FACTOR), MAX_FACTOR)
+        return log_probs if temp == 1 else log_probs / temp
 
 
-class KeyedChooser:
+class KeyedSampler:
     """Greedy choice, or sampling with `GumbelNoise`."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
@@ -159,48 +164,46 @@ class KeyedChooser:
             )
         self.params = params
         self.vocab_size = vocab_size
-        # Noise of the choices at some positions in a row, shape (n, V), the first of these, and
-        # the rows one by one, once asked for.
+        # Noise of the choices at positions in a row, shape (n, V), the first of these positions,
+        # and the rows one by one, once `noise_of_root` needs them.
         self._rows = mx.zeros((0, vocab_size))
         self._first = 0
         self._single: list[mx.array] = []
 
     @cached_property
     def unseeded(self) -> SamplingParams:
-        """The parameters but for the seed: where they are equal, one set of operations chooses."""
+        """The parameters without the seed; one set of operations samples for all equal ones."""
         return replace(self.params, seed=0)
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
-        """See `TokenChooser.noise`."""
         if self.params.temp == 0:
             return None
         # The token after a node of depth d stands d + 1 after the root.
         first, count = position + 1, furthest + num_levels
         if not furthest:
             further = None
-        if count > self._most_positions:
+        if count > self._max_positions:
             positions = mx.arange(first, first + num_levels)
             positions = positions if further is None else further + positions
             values = gumbel_noise(self.params.seed, positions, self.vocab_size)
             return GumbelNoise(self.params, values)
         if not self._first <= first <= self._first + len(self._rows) - count:
-            self._draw(first, self._most_positions)
+            self._draw(first, self._max_positions)
         start, stop = first - self._first, first - self._first + num_levels
         if further is None:
             return GumbelNoise(self.params, self._rows[start:stop])
         return GumbelNoise(self.params, self._rows[further + mx.arange(start, stop)])
 
     def noise_of_root(self, position: int) -> GumbelNoise | None:
-        """See `TokenChooser.noise_of_root`."""
         if self.params.temp == 0:
             return None
         number = position + 1 - self._first
         if not 0 <= number < len(self._rows):
-            # More at once where roots follow each other, as in plain decoding.
+            # In plain decoding, roots follow each other: draw twice as many each time.
             count = 2 * number if number == len(self._rows) else 1
-            self._draw(position + 1, max(1, min(count, self._most_positions)))
+            self._draw(position + 1, max(1, min(count, self._max_positions)))
             number = 0
         if not self._single:
             count = len(self._rows)
@@ -208,9 +211,9 @@ class KeyedChooser:
         return GumbelNoise(self.params, self._single[number])
 
     @property
-    def _most_positions(self) -> int:
-        """Most positions whose noise is drawn at once."""
-        return min(MOST_POSITIONS, MOST_NOISE // self.vocab_size)
+    def _max_positions(self) -> int:
+        """Maximum number of positions whose noise is drawn at once."""
+        return min(MAX_POSITIONS, MAX_NOISE // self.vocab_size)
 
     def _draw(self, first: int, count: int) -> None:
         """Draw the noise of the choices at ``count`` positions in a row."""
@@ -228,15 +231,14 @@ class KeyedChooser:
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """See `TokenChooser.sample`."""
         return mx.argmax(log_probs, axis=-1) if noise is None else noise.sample(log_probs, depths)
 
     def commit(self, num_choices: mx.array | int) -> None:
-        """Nothing to do: the noise belongs to positions, not to choices made."""
+        """Do nothing: the noise belongs to positions, not to choices made."""
 
 
 def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> mx.array:
-    """Standard Gumbel noise of some positions, integer, shape (n,), each with its seed or of one.
+    """Draw standard Gumbel noise for positions, integer, shape (n,), with one seed or one for each.
 
     Returns:
         float32, shape (n, V). A row depends on (seed, its position) alone.
@@ -249,7 +251,7 @@ def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> 
 
 
 def gumbel_noise_at(seed: int, position: int, vocab_size: int) -> mx.array:
-    """The row of `gumbel_noise` of one position that the host knows, in a third of its operations.
+    """Draw the noise of `gumbel_noise` for one position, with a third of its operations.
 
     Returns:
         float32, shape (1, V).
@@ -262,7 +264,7 @@ def _noise_width(vocab_size: int) -> int:
     return -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
 
 
-class StockChooser:
+class StockSampler:
     """A sampler in mlx-lm's form, exact with the same ``mx.random.seed``.
 
     All nodes of one depth sample from the same random state, the one that plain decoding would
@@ -277,11 +279,11 @@ class StockChooser:
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
-        """None: a sampler draws as it chooses."""
+        """Return None: the sampler draws its own random numbers."""
         return None
 
     def noise_of_root(self, position: int) -> GumbelNoise | None:
-        """None, too."""
+        """Return None, too."""
         return None
 
     def sample(
@@ -291,7 +293,7 @@ class StockChooser:
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """See `TokenChooser.sample`. Leaves the random state after the first choice."""
+        """Sample as mlx-lm would, and leave the random state after the first choice."""
         keys = [random_state()]
         chosen = [self._sample(log_probs[:1], keys[0])]
         for _ in range(1, num_levels):
@@ -306,59 +308,53 @@ class StockChooser:
         return mx.concatenate(chosen)
 
     def commit(self, num_choices: mx.array | int) -> None:
-        """See `TokenChooser.commit`."""
         _set_random_state(self._keys[num_choices].reshape(2))
 
     def _sample(self, log_probs: mx.array, key: mx.array) -> mx.array:
         _set_random_state(key)
-        return self.sampler(log_probs).reshape(1)
-
-
-class Choices(NamedTuple):
-    """The target's tokens after N nodes.
-
-    Attributes:
-        log_probs: Natural log-probabilities, shape (N, V).
-        tokens: Token ids, int32, shape (N,); any token where the logits are NaN.
-        normalisers: See `normalise`, shape (N,).
-    """
-
-    log_probs: mx.array
-    tokens: mx.array
-    normalisers: mx.array
-
-    @property
-    def checked(self) -> mx.array:
-        """The tokens, `NOT_A_NUMBER` where the logits are NaN: no draft is accepted there."""
-        # Of the ways to ask whether they are finite, the one with the fewest operations.
-        return mx.where(mx.abs(self.normalisers) < math.inf, self.tokens, NOT_A_NUMBER)
+        token = self.sampler(log_probs)
+        if not isinstance(token, mx.array) or token.size != 1:
+            found = getattr(token, "shape", type(token).__name__)
+            raise ConfigError(f"sampler must return one token id per row, as an array, got {found}")
+        return token.reshape(1)
 
 
 def choose(
-    chooser: TokenChooser,
+    sampler: TokenSampler,
     logits: mx.array,
     depths: mx.array,
     noise: GumbelNoise | None,
     num_levels: int,
-) -> Choices:
-    """The target's token after each node; the arguments are those of `TokenChooser.sample`."""
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Choose the target's token after each node; the arguments are those of `TokenSampler.sample`.
+
+    Returns:
+        Natural log-probabilities, shape (N, V); token ids, int32, shape (N,), any token if the
+        logits are NaN; and the normalisers of `normalise`, shape (N,).
+    """
     log_probs, normalisers = normalise(logits)
-    tokens = chooser.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return Choices(log_probs, tokens, normalisers)
+    tokens = sampler.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
+    return log_probs, tokens, normalisers
+
+
+def mark_nan(tokens: mx.array, normalisers: mx.array) -> mx.array:
+    """Replace tokens whose logits are NaN by `NOT_A_NUMBER`, which no draft is equal to."""
+    # `mx.isfinite` has more operations.
+    return mx.where(mx.abs(normalisers) < math.inf, tokens, NOT_A_NUMBER)
 
 
 def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Natural log-probabilities, shape (N, V), in the dtype of the logits, as mlx-lm has them.
+    """Return natural log-probabilities, (N, V), in the dtype of the logits, as mlx-lm has them.
 
-    Also the logarithms of the sums that they are normalised by, shape (N,): finite unless any of
-    the logits is NaN or infinite, or none is left.
+    Also return the logarithms of the sums that normalise them, shape (N,): finite unless one of
+    the logits is NaN or infinite, or all of them are minus infinity.
     """
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - normaliser, normaliser.squeeze(-1)
 
 
 def random_state() -> mx.array:
-    """A copy of MLX's global random state, uint32, shape (2,)."""
+    """Copy MLX's global random state, uint32, shape (2,)."""
     return mx.array(mx.random.state[0])  # type: ignore[index]
 
 

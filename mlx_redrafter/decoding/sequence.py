@@ -1,18 +1,22 @@
-"""One text: draft, verify, accept, commit, step by step.
+"""One sequence, decoded step by step: draft, ask, answer, take.
+
+    sequence.draft()           # dispatch drafts of what may follow the pass in flight
+    drafts = sequence.ask()    # what the target processes next: a root or a tree
+    sequence.answer(chosen)    # the target's tokens after it, which is the pass in flight now
+    tokens = sequence.take()   # those of the pass before: wait, commit, cut at the end
 
 Axes: N nodes of the tree, H hidden size, V vocabulary.
 
-The host reads the outcome of a step while the device drafts the next one (in plain decoding, while
-it computes the next token), so the device is not idle for a read, and the length of every forward
-pass is a number that the host knows. A policy that looks at a draft's probabilities before it
-decides how much of it is verified waits for the draft, too, and a proposer that looks up the text
-waits for the outcome: then the device is idle while the host builds the next forward pass.
+The host reads the outcome of a pass while the device drafts what follows it, or computes the next
+token in plain decoding. So the device is not idle for a read, and the host knows the length of
+every forward pass. If a policy reads the probabilities of the drafts before it decides how many to
+verify, or a lookup waits for the outcome, the device is idle while the host builds the next pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -21,9 +25,9 @@ from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposal, Step
 from mlx_redrafter.decoding.records import PendingPass, Request, Token
-from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser, TokenChooser
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.verdict import TargetChoice, judge_root, judge_tree
+from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import SlotCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -32,134 +36,189 @@ from mlx_redrafter.trees.tree import TokenTree
 
 
 class _Cancelled(Exception):
-    """Ends the processing of a prompt."""
-
-
-class PassRequest(NamedTuple):
-    """What the target is to process for a text.
-
-    Attributes:
-        drafts: Root, shape (1,), or tree.
-        noise: Noise of the choices after a tree.
-    """
-
-    drafts: mx.array | TokenTree
-    noise: GumbelNoise | None = None
-
-
-T = TypeVar("T")
-# A step as it goes: it yields what the target is to process, and is sent the outputs, or the
-# verdict on them; None before it waits for the device. It returns the tokens of the step.
-Processing = Generator[PassRequest | None, TargetOutputs | TargetChoice | None, T]
+    """Ends the prefill."""
 
 
 class SequenceDecoder:
-    """One text being decoded, with drafts or without; its tokens are the same.
+    """A sequence being decoded, with drafts or without; its tokens are the same.
 
     Args:
-        target: The model whose text it is.
-        cache: The text's K/V cache.
-        chooser: Chooses the target's tokens.
-        request: The prompt and where to end.
+        target: The model that decodes it.
+        cache: The sequence's K/V cache.
+        sampler: Sampler of the target's tokens.
+        request: The prompt, and where to end.
         drafting: Proposes tokens; None for plain decoding.
-        policy: Says how much is drafted, step by step; None for plain decoding.
+        policy: Chooses how much to draft in every step; None for plain decoding.
         processors: Logits processors and their history.
+        on_close: Function called with the counts when the sequence ends, for whatever reason.
 
     Attributes:
-        on_close: Function called when the text ends, however it does.
-        num_ready: Tokens that `decode` can yield without another step.
+        stats: Counts of its steps and tokens.
+        num_ready: Tokens that can be delivered without another step.
+        is_finished: Whether it has ended.
+        is_cancelled: Whether it ends before its next step.
+        is_closed: Whether its caches are the caller's again.
     """
 
     def __init__(
         self,
         target: Target,
         cache: TreeCache | SlotCache,
-        chooser: TokenChooser,
+        sampler: TokenSampler,
         request: Request,
         drafting: Drafting | None = None,
         policy: DraftPolicy | None = None,
         processors: ProcessorChain | None = None,
+        on_close: Callable[[DecodingStats], None] = lambda stats: None,
     ):
         self.target = target
         self.cache = cache
-        self.chooser = chooser
+        self.sampler = sampler
         self.request = request
         self.drafting = drafting
         self.policy = policy
         self.processors = processors
-        self.on_close: Callable[[], None] = lambda: None
-        self.num_ready = 0
-        self.clock = StepClock()
         self.stats = DecodingStats()
+        self.num_ready = 0
         self.is_finished = self.is_cancelled = self.is_closed = False
+        self._on_close = on_close
+        self._clock = StepClock()
+        self._has_begun = False
         self._end_of_prompt = cache.length + len(request.prompt)
-        # Tokens of all steps so far, and of the last one, those beyond the end of the text.
-        self._num_tokens = self._num_cut = 0
-        # The newest forward pass, whether its outcome is read and nothing follows it yet, and
-        # whether the proposer was told of it.
-        self._flight: PendingPass | None = None
-        self._has_begun = self._is_read = False
-        self._is_told = True
+        # Tokens of all steps so far.
+        self._num_tokens = 0
+        # The policy of the sequence while it is in no batch.
+        self._own_policy = policy
+        # The newest forward pass.
+        self._pending: PendingPass | None = None
+        # The pass whose tokens `take` returns, from `ask` on.
+        self._taken: PendingPass | None = None
+        # Drafts of what follows the newest pass.
+        self._proposal: Proposal | None = None
+        # The root or tree that the target is to process, until it has answered.
+        self._asked: mx.array | TokenTree | None = None
 
     def step(self) -> list[Token]:
         """Decode one step: the accepted drafts and the target's own token after them.
 
-        The first step is the prompt, which yields one token.
+        The first step is the prompt, which yields one token. The second one yields none: from then
+        on, every step returns the tokens of the pass that the step before has dispatched.
 
         Raises:
-            NonFiniteError: The logits after the text so far are NaN.
+            NonFiniteError: The logits after the tokens so far are NaN.
         """
-        return self._process(self.steps())
+        self.draft()
+        drafts = self.ask()
+        if drafts is not None:
+            self.answer(self.sample(drafts, self._process(drafts)))
+        return self.take()
 
-    def steps(self) -> Processing[list[Token]]:
-        """The same for a batch, whose texts share their forward passes."""
-        if self._flight is None:
-            # Nothing that comes after the first token delays it: to dispatch may mean to wait.
+    def draft(self) -> None:
+        """Dispatch drafts of what may follow the newest pass, without waiting for that pass.
+
+        Prompt lookup is an exception: it needs the tokens of the pass.
+
+        Raises:
+            NonFiniteError: The logits after the tokens so far are NaN.
+        """
+        pending, self._proposal = self._pending, None
+        if pending is None:
             self.begin()
-            if self.is_finished:
-                return []
+            return
+        if pending.is_accepted:
+            pending.check_finite()  # NaN may follow drafts that were accepted
+        plan = self._choose_plan()
+        if plan is not None:
+            self._proposal = self._propose(plan, pending)
+        elif pending.is_accepted:
+            self._show(pending)
+
+    def ask(self) -> mx.array | TokenTree | None:
+        """Return what the target is to process next: a root, shape (1,), or a tree.
+
+        After a tree this reads and commits the outcome first, as the next pass depends on it. From
+        one token to the next it reads nothing, as the length is known anyway. None at the end.
+        """
+        pending = self._pending
+        if pending is None:
+            # The last token of the prompt alone, as in mlx-lm.
             last = mx.array(self.request.prompt[-1:], dtype=mx.int32)
-            self._flight = yield from self._advance(last, num_nodes=0)
+            self._asked = None if self.is_finished else last
+        elif pending.path is None and self._is_plain and not pending.is_accepted:
+            self._taken = pending
+            self._asked = pending.root if self._needs_next else None
+        else:
+            if not pending.is_accepted:
+                self._taken = pending
+                self._accept(pending)
+            if not self.is_finished and pending.is_finite:
+                tree = None if self._is_plain else self._keep_drafts()
+                self._asked = pending.root if tree is None else tree
+        return self._asked
+
+    def answer(self, chosen: PendingPass) -> None:
+        """Make the target's answer, whose computation is dispatched, the newest pass."""
+        asked, self._asked = self._asked, None
+        chosen.plan = None if self._proposal is None else self._proposal.plan
+        chosen.length = self.cache.length
+        if isinstance(asked, TokenTree):
+            chosen.num_nodes, chosen.num_unmerged = asked.num_nodes, asked.num_unmerged
+            chosen.known = asked.known
+        else:
+            chosen.length -= 1  # the root is committed already
+        if self._pending is None:
+            chosen.num_nodes = chosen.num_unmerged = 0
+            # Nothing is dispatched behind the first token, as to dispatch may mean to wait.
+            self._taken = chosen
             if self.drafting is not None:
                 self.drafting.outlook()  # a lookup indexes the prompt while the device is busy
-            yield None
-            self._is_read, self._is_told = True, False
-            return self._accept(self._flight)
-        if self._is_read:
-            self._flight.check_finite()  # it may have accepted drafts before
-            self._is_read, self._is_told = False, True
-            proposal = self._draft(self._choose(), self._flight)
-            self._flight = yield from self._verify(proposal, self._flight)
-        flight, plan = self._flight, self._choose()
-        if plan is None and flight.path is None:
-            # From one token to the next: the length is known before the outcome is.
-            if self._needs_next:
-                self._flight = yield from self._advance(flight.root)
-            yield None
-            tokens = self._accept(flight)
-            self._skip(flight)
-        elif flight.path is None and self.policy is not None and self.policy.only_looks:
-            # As well, as the next pass does not depend on the drafts.
-            proposal = self._draft(plan, flight)
-            self._flight = yield from self._advance(flight.root, plan)
-            yield None
-            tokens = self._accept(flight)
-            self._keep(proposal)
-        else:
-            proposal = self._draft(plan, flight)
-            yield None
-            tokens = self._accept(flight)
-            if not self.is_finished and flight.is_finite:
-                self._flight = yield from self._verify(proposal, flight)
-        self._is_read = self._flight is flight
-        return tokens
+        self._pending = chosen
+
+    def take(self) -> list[Token]:
+        """Wait for the pass before the newest one, commit it, and return its tokens.
+
+        Tokens after the end of the sequence are cut.
+
+        Raises:
+            NonFiniteError: The logits after the tokens so far are NaN.
+        """
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            if not taken.is_accepted:
+                self._accept(taken)
+            if self._proposal is None and taken.num_nodes:
+                self._show(taken)
+        if self._is_plain and not self.is_finished:
+            self._keep_drafts()  # of a probe, from which the policy updates its estimates
+        return [] if taken is None else taken.kept_tokens
+
+    def sample(self, drafts: mx.array | TokenTree, outputs: TargetOutputs) -> PendingPass:
+        """Sample the target's tokens after a root or a tree, and dispatch that.
+
+        Args:
+            drafts: The root or the tree from `ask`.
+            outputs: The target's outputs for it.
+        """
+        with mx.stream(generation_stream):
+            if isinstance(drafts, TokenTree):
+                if self.processors is not None:
+                    self.processors.extend(drafts.tokens[:1])
+                    logits = self.processors.process_tree(outputs.logits, drafts)
+                    outputs = outputs._replace(logits=logits)
+                return sample_and_accept(self.sampler, outputs, drafts, self.noise)
+            if self.processors is not None:
+                if self._pending is not None:  # the processors know the prompt
+                    self.processors.extend(drafts)
+                outputs = outputs._replace(logits=self.processors.process(outputs.logits))
+            # The token just processed, the last of the committed ones, is the root of this choice.
+            noise = self.sampler.noise_of_root(self.cache.length - 1)
+            return sample_root(self.sampler, outputs, noise)
 
     def begin(self) -> None:
-        """Process the prompt but for its last token, the first part of the first step.
+        """Process all tokens of the prompt but the last one; nothing if that is done.
 
-        What others have processed with theirs, and is in the cache, is left out. A text that has
-        begun is at rest: its first token may come from a pass shared with others. A text that is
-        cancelled meanwhile is finished.
+        Tokens that the cache holds, such as those of a shared prefill, are left out. A sequence
+        that is cancelled meanwhile is finished.
         """
         if self._has_begun:
             return
@@ -178,39 +237,57 @@ class SequenceDecoder:
             except _Cancelled:
                 self.is_finished = True
 
-    def land(self) -> list[Token]:
-        """Come to rest, for a move to other caches: read the pass in flight; nothing follows it.
+    def finish_pass(self) -> list[Token]:
+        """Read and commit the newest pass, so that the sequence can move to other caches.
 
         Returns:
-            The tokens of that pass; none where it is read already, as after the prompt.
+            The tokens of that pass; none if they were taken already, as after the prompt.
 
         Raises:
-            NonFiniteError: The logits after the text so far are NaN.
+            NonFiniteError: The logits after the tokens so far are NaN.
         """
         tokens: list[Token] = []
-        if self._flight is not None and not self._is_read:
-            tokens = self._accept(self._flight)
-            self._is_read, self._is_told = True, False
+        if self._pending is not None and not self._pending.is_accepted:
+            self._accept(self._pending)
+            tokens = self._pending.kept_tokens
         if isinstance(self.cache, TreeCache):
             with mx.stream(generation_stream):
                 self.cache.settle(self.cache.length)
         return tokens
 
-    def cancel(self) -> None:
-        """End the text before its next step or chunk of the prompt; any thread may ask for it."""
-        self.is_cancelled = True
-
-    def close(self, num_taken: int) -> None:
-        """End the text; with ``leave_as_stock`` the caches hold what the caller has taken.
+    def move(self, cache: TreeCache | SlotCache, policy: DraftPolicy | None = None) -> None:
+        """Go on in another cache.
 
         Args:
-            num_taken: Number of tokens that the caller has taken.
+            cache: A slot of a batch, or the sequence's own cache again.
+            policy: Policy in the batch; the sequence's own cache comes with its own policy.
         """
+        self.cache = cache
+        self.policy = self._own_policy if isinstance(cache, TreeCache) else policy
+
+    def deliver(self, tokens: Sequence[Token]) -> Iterator[Token]:
+        """Yield tokens, and count them and the time that the caller spends with each."""
+        for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+            self.num_ready = left
+            self.stats.num_tokens += 1
+            with self._clock.absence:
+                yield token
+
+    def cancel(self) -> None:
+        """End the sequence before its next step or chunk of the prompt; from any thread."""
+        self.is_cancelled = True
+
+    def fail(self) -> None:
+        """Give up the drafts after an error: their caches may be half-way."""
+        self.drafting = None
+
+    def close(self) -> None:
+        """End the sequence; with ``leave_as_stock`` the caches hold what the caller has taken."""
         self.is_finished = True
-        self.on_close()
+        self._on_close(self.stats)
         try:
             if self.request.leave_as_stock:
-                self._settle(num_taken)
+                self._settle(self.stats.num_tokens)
         finally:
             self.is_closed = True
 
@@ -221,57 +298,78 @@ class SequenceDecoder:
         return () if reader is None else reader.layers
 
     @property
-    def begins_with_others(self) -> bool:
-        """Whether its prompt may be processed with those of others."""
+    def shares_prefill(self) -> bool:
+        """Whether its prompt may be processed together with those of others."""
         return self.own_cache.length == 0 and len(self.request.prompt) > 1 and not self.layers
 
     @property
-    def common_chooser(self) -> KeyedChooser | None:
-        """What chooses where a batch may judge texts together; None where only the text can."""
-        is_alone = self.processors is not None or not isinstance(self.chooser, KeyedChooser)
-        return None if is_alone else cast(KeyedChooser, self.chooser)
+    def common_sampler(self) -> KeyedSampler | None:
+        """Sampler that a batch may apply to several sequences at once; None to sample it alone."""
+        is_alone = self.processors is not None or not isinstance(self.sampler, KeyedSampler)
+        return None if is_alone else cast(KeyedSampler, self.sampler)
+
+    @property
+    def noise(self) -> GumbelNoise | None:
+        """Noise of the choices after the tree that `ask` returned; None without one."""
+        is_tree = isinstance(self._asked, TokenTree)
+        return self._proposal.noise if is_tree and self._proposal is not None else None
 
     @property
     def own_cache(self) -> TreeCache:
-        """The cache of a text that is in no batch."""
+        """The cache of a sequence that is in no batch."""
         assert isinstance(self.cache, TreeCache)
         return self.cache
 
     @property
+    def _is_plain(self) -> bool:
+        """Whether this step verifies no drafts: it has none, or only probes."""
+        return self._proposal is None or self._proposal.plan.is_probe
+
+    @property
     def _needs_next(self) -> bool:
-        """Whether the token in flight is processed, too."""
+        """Whether the target has to process the token in flight, too."""
         return self.request.leave_as_stock or self._num_tokens + 1 != self.request.max_tokens
 
-    def _process(self, processing: Processing[T]) -> T:
-        """Process what is asked for, for this text alone."""
-        outputs = None
-        while True:
-            try:
-                wanted = processing.send(outputs)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            outputs = None
-            if wanted is not None:
-                drafts, cache = wanted.drafts, self.own_cache
-                with mx.stream(generation_stream):
-                    if isinstance(drafts, TokenTree):
-                        outputs = self.target.verify(drafts, cache, self.layers)
-                    else:
-                        outputs = self.target.advance(drafts, cache, self.layers)
+    def _process(self, drafts: mx.array | TokenTree) -> TargetOutputs:
+        """Run the target on a root or a tree of this sequence alone."""
+        with mx.stream(generation_stream):
+            if isinstance(drafts, TokenTree):
+                return self.target.verify(drafts, self.own_cache, self.layers)
+            return self.target.advance(drafts, self.own_cache, self.layers)
 
-    def _choose(self) -> DraftPlan | None:
+    def _choose_plan(self) -> DraftPlan | None:
         is_last = self._num_tokens + 1 == self.request.max_tokens
         if is_last or self.policy is None or self.drafting is None:
             return None
         return self.policy.choose(self.drafting.outlook())
 
-    def _keep(self, proposal: Proposal | None) -> TokenTree | None:
-        """Let the policy find the drafts that are worth verifying, if there are any."""
+    def _propose(self, plan: DraftPlan, pending: PendingPass) -> Proposal:
+        """Dispatch the drafts of what may follow a pass."""
+        assert self.drafting is not None
+        pending.is_shown = True
+        with mx.stream(generation_stream):
+            accepted = pending.num_accepted, pending.max_accepted
+            noise = self.sampler.noise(pending.length + 1, plan.shape.length, *accepted)
+            tree = self.drafting.propose(pending, plan.searched, noise)
+            if tree is not None and tree.known is None:
+                mx.async_eval(tree.arrays)
+        return Proposal(plan, tree, noise)
+
+    def _show(self, pending: PendingPass) -> None:
+        """Show the proposer an accepted pass after which it drafts nothing."""
+        pending.is_shown = True
+        if self.drafting is not None:
+            with mx.stream(generation_stream):
+                self.drafting.skip(pending)
+
+    def _keep_drafts(self) -> TokenTree | None:
+        """Let the policy choose the drafts to verify; None if it chooses none."""
+        proposal = self._proposal
         if self.policy is None or proposal is None or proposal.tree is None:
             return None
         with mx.stream(generation_stream):
-            return self.policy.keep(proposal.plan, proposal.tree)
+            tree = self.policy.keep(proposal.plan, proposal.tree)
+        return tree if tree.size > 1 and self.cache.takes(tree) else None
 
     def _read_states(self, states: mx.array) -> None:
         if self.drafting is not None and self.drafting.reader is not None:
@@ -282,119 +380,53 @@ class SequenceDecoder:
             raise _Cancelled
         self.request.on_progress(done, total)
 
-    def _advance(
-        self, root: mx.array, plan: DraftPlan | None = None, num_nodes: int = 1
-    ) -> Processing[PendingPass]:
-        """Process a token alone, as plain decoding does: the root, or the end of the prompt."""
-        answer = yield PassRequest(root)
-        assert answer is not None
-        if isinstance(answer, TargetOutputs):
-            with mx.stream(generation_stream):
-                if self.processors is not None and num_nodes:  # which know the prompt
-                    self.processors.extend(root)
-                answer = self._judge_root(answer)
-        return answer.of_root(self.cache.length, num_nodes=num_nodes, plan=plan)
-
-    def _judge_root(self, outputs: TargetOutputs) -> TargetChoice:
-        if self.processors is not None:
-            outputs = outputs._replace(logits=self.processors.process(outputs.logits))
-        # The token just processed, the last of the committed ones, is the root of this choice.
-        noise = self.chooser.noise_of_root(self.cache.length - 1)
-        return judge_root(self.chooser, outputs, noise)
-
-    def _draft(self, plan: DraftPlan | None, flight: PendingPass) -> Proposal | None:
-        """Dispatch the drafts of what may follow a pass, or let the proposer take note of it."""
-        if plan is None or self.drafting is None:
-            self._skip(flight)
-            return None
-        with mx.stream(generation_stream):
-            accepted = flight.num_accepted, flight.most_accepted
-            noise = self.chooser.noise(flight.length + 1, plan.shape.length, *accepted)
-            tree = self.drafting.propose(flight, plan, noise)
-            if tree is not None and tree.known is None:
-                mx.async_eval(tree.arrays)
-        return Proposal(plan, tree, noise)
-
-    def _skip(self, flight: PendingPass) -> None:
-        if self.drafting is not None:
-            with mx.stream(generation_stream):
-                self.drafting.skip(flight)
-
-    def _verify(self, proposal: Proposal | None, flight: PendingPass) -> Processing[PendingPass]:
-        """Process the drafts that the policy finds worth it, or the root alone."""
-        tree = self._keep(proposal)
-        if proposal is None or tree is None or tree.size == 1 or not self.cache.takes(tree):
-            return (yield from self._advance(flight.root, proposal and proposal.plan))
-        plan = proposal.plan
-        answer = yield PassRequest(tree, proposal.noise)
-        assert answer is not None
-        if isinstance(answer, TargetOutputs):
-            answer = self._judge_tree(answer, tree, proposal.noise)
-        return answer.of_tree(self.cache.length, tree, plan)
-
-    def _judge_tree(
-        self, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
-    ) -> TargetChoice:
-        with mx.stream(generation_stream):
-            if self.processors is not None:
-                self.processors.extend(tree.tokens[:1])
-                logits = self.processors.process_tree(outputs.logits, tree)
-                outputs = outputs._replace(logits=logits)
-            return judge_tree(self.chooser, outputs, tree, noise)
-
-    def _accept(self, flight: PendingPass) -> list[Token]:
-        """Wait for a forward pass, commit what it accepted, and cut it where the text ends."""
-        rows, tokens = flight.rows, flight.tokens
+    def _accept(self, pending: PendingPass) -> None:
+        """Wait for a pass, commit what it accepted, and find where the sequence ends."""
+        rows, tokens = pending.rows, pending.tokens
         num_accepted = len(rows) - 1
-        if flight.path is not None:
+        if pending.path is not None:
             with mx.stream(generation_stream):
                 self.cache.commit(rows)
-                self.chooser.commit(len(rows))
+                self.sampler.commit(len(rows))
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
-        self._count(flight, num_accepted)
-        finish_reason, kept = self.request.find_end(tokens, self._num_tokens)
-        self.is_finished = finish_reason is not None
-        self._num_tokens += kept
-        self._num_cut = len(tokens) - kept
-        return [
-            Token(
-                id=token,
-                is_draft=i < num_accepted,
-                log_probs=flight.log_probs_after(row),
-                finish_reason=finish_reason if i == kept - 1 else None,
-            )
-            for i, (token, row) in enumerate(zip(tokens[:kept], rows[:kept], strict=True))
-        ]
+        self._count(pending, num_accepted)
+        pending.finish_reason, pending.num_kept = self.request.find_end(tokens, self._num_tokens)
+        self.is_finished = pending.finish_reason is not None
+        self._num_tokens += pending.num_kept
 
-    def _count(self, flight: PendingPass, num_accepted: int) -> None:
-        if not flight.num_nodes:  # as in mlx-lm, the prompt is done with the first token
+    def _count(self, pending: PendingPass, num_accepted: int) -> None:
+        if not pending.num_nodes:  # as in mlx-lm, the prompt is done with the first token
             self.request.on_progress(len(self.request.prompt), len(self.request.prompt))
             return
-        self.stats.count_step(num_accepted, flight.num_nodes, flight.num_unmerged)
-        seconds = self.clock.lap()
+        self.stats.count_step(num_accepted, pending.num_nodes, pending.num_unmerged)
+        seconds = self._clock.lap()
         if self.policy is not None:
-            self.policy.observe(Step(flight.plan, flight.num_nodes, flight.tokens, seconds))
+            self.policy.observe(Step(pending.plan, pending.num_nodes, pending.tokens, seconds))
 
     def _settle(self, num_taken: int) -> None:
+        """Leave the caches with the prompt and the first ``num_taken`` tokens."""
+        pending = self._pending
+        # A cache holds the K/V entry of the root of a tree in flight beyond the committed ones.
+        has_root = pending is not None and pending.path is not None and not pending.is_accepted
         try:
-            if self._is_read and self._flight is not None:
-                if not self._is_told:
-                    self._skip(self._flight)
+            # Without an answer the caches may hold a part of that pass.
+            if pending is not None and pending.is_accepted and self._asked is None:
+                if not pending.is_shown:
+                    self._show(pending)
                 if num_taken == self._num_tokens:
-                    self._catch_up(self._flight)
+                    self._catch_up(pending)
         finally:
-            # The row of the root of a tree in flight is there. An interruption may leave less.
-            flight = None if self._is_read else self._flight
-            num_rows = self.cache.length + (flight is not None and flight.path is not None)
-            length = min(self._end_of_prompt + num_taken, num_rows)
+            # After an interruption the cache may lack entries of tokens that were taken.
+            length = min(self._end_of_prompt + num_taken, self.cache.length + has_root)
             self.own_cache.settle(length)
         if self.drafting is not None:
             self.drafting.settle(length)
 
-    def _catch_up(self, flight: PendingPass) -> None:
+    def _catch_up(self, pending: PendingPass) -> None:
         """Process the last token, and leave the random state where plain decoding has it."""
-        if self._num_cut == 0:
-            self._process(self._advance(flight.root))
+        num_cut = len(pending.tokens) - (pending.num_kept or 0)
+        if num_cut == 0:
+            self.sample(pending.root, self._process(pending.root))
         else:
-            self.chooser.commit(len(flight.tokens) - self._num_cut + 1)
+            self.sampler.commit(len(pending.tokens) - num_cut + 1)

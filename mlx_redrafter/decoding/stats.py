@@ -1,4 +1,4 @@
-"""Counts of what decoding did; ratios are derived from them."""
+"""Counts of steps and tokens, and the ratios that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ShapeStats(NamedTuple):
 
     Attributes:
         plan: Plan of the drafts, with the number of nodes verified; None for plain decoding.
-        seconds: Duration of such a step, as timed on this machine and corrected by this text.
+        seconds: Cost of such a step, as measured on this machine and corrected in this sequence.
         steps: Number of steps of this kind.
         tokens: Tokens emitted by those steps.
     """
@@ -26,7 +26,7 @@ class ShapeStats(NamedTuple):
 
 @dataclass
 class DecodingStats:
-    """Counts over the steps of one request. A step is one verify whose outcome was used.
+    """Counts over the steps of one request. A step is one verify whose outcome is read.
 
     The first token comes from the prefill and belongs to no step.
 
@@ -35,8 +35,8 @@ class DecodingStats:
         accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: Nodes as they would have been without merging of shared prefixes.
-        shapes: Steps by kind, plain decoding first, once the text has ended; empty where the plan
-            was fixed.
+        shapes: Steps by kind, plain decoding first, once the sequence has ended; empty with a
+            fixed plan.
     """
 
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Prompt caches that texts are writing to, each to be claimed by one text at a time."""
+"""Locks of prompt caches: one stream at a time writes to a cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CacheLocks:
         )
 
     def check(self, layers: Sequence[Any]) -> None:
-        """Check that caches are free, and one for each layer.
+        """Check that no stream has one of the caches, and that each layer has its own.
 
         Raises:
             ConfigError: A stream has one of them, or two layers are one.
@@ -39,7 +39,7 @@ class CacheLocks:
             )
 
     def claim(self, layers: Sequence[Any], stream: ResponseStream) -> None:
-        """Give caches to a stream until it is closed or forgotten, as far as they `check`."""
+        """Lock caches for a stream, after a `check`, until it is closed or garbage."""
         with self._lock:
             self.check(layers)
             for layer in layers:

@@ -1,4 +1,4 @@
-"""A chat that reads only what is new: messages, and the cache of those that the model has read.
+"""A chat that processes only new tokens: its messages, and the K/V cache of the earlier ones.
 
 conversation = Conversation(Engine(*load("org/model")))
 for response in conversation.ask("Why is the sky blue?"):
@@ -68,7 +68,7 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = encode_chat(self._engine.tokenizer, messages, self._options)
-        # A template may write earlier messages in another way than the model wrote them.
+        # A template may render earlier messages differently than the model wrote them.
         known = self._keep(tokens)
         new, answer = tokens[len(known) :], ""
         try:
@@ -81,18 +81,18 @@ class Conversation:
                     self.messages = [*messages, {"role": "assistant", "content": answer}]
                     yield response
         finally:
-            # Less than all where the prompt was interrupted.
+            # Fewer than all tokens if the prompt was interrupted.
             length = num_tokens(self._cache[: self._engine.target.num_layers])
-            if length is None:  # such caches are not taken again
+            if length is None:  # such a cache does not record its length
                 self._cache, length = self._engine.new_prompt_cache(), 0
             self._tokens = tokens[:length]
 
     def _keep(self, tokens: list[int]) -> list[int]:
-        """Leave in the cache what it has of a text's beginning, and return that."""
+        """Trim the cache to the prefix that it shares with a text, and return that prefix."""
         num_same = sum(takewhile(bool, map(eq, self._tokens, tokens)))
         num_kept = min(num_same, len(tokens) - 1)
         num_gone = len(self._tokens) - num_kept
-        # A window has forgotten too much, and a state knows no earlier one.
+        # Neither the cache of a sliding window nor a recurrent state can go back.
         if num_gone and not can_trim_prompt_cache(self._cache):
             self._cache, num_kept = self._engine.new_prompt_cache(), 0
         else:

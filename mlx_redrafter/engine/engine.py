@@ -1,4 +1,4 @@
-"""What outlives a text: the target, its proposer, and what both have shown of themselves.
+"""The engine, which outlives texts: a target, its proposer, and what is learned about both.
 
     model, tokenizer, drafter = load("org/model", drafter="org/drafter")
     engine = Engine(model, tokenizer, drafter)
@@ -23,39 +23,41 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
-from mlx_redrafter.decoding.sampling import KeyedChooser, Sampler, StockChooser, TokenChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler, Sampler, StockSampler, TokenSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.batch_stream import BatchStream
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
-from mlx_redrafter.engine.responses import ResponseStream
-from mlx_redrafter.engine.scheduler import StepScheduler
+from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.joint import JointPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
+from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup_first import LookupFirst
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.thread_streams import end_streams_with_thread
 
 # A cache may go from one engine to another.
 _claims = CacheLocks()
 
 AnyDrafter = Drafter | KvNetwork | Proposer | Literal["lookup"] | None
+CostFunction = Callable[..., StepCosts]
 
 
 class Engine:
@@ -64,12 +66,15 @@ class Engine:
     Args:
         model: A model loaded by `mlx_redrafter.load` or by mlx-lm.
         tokenizer: The model's tokenizer.
-        drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for drafts out of the
-            text itself, None for plain decoding.
-        memory: Memory to go on with; a new one by default.
+        drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for prompt lookup, None
+            for plain decoding.
+        memory: Learned state of earlier texts; a new one by default.
+        step_costs: Function with the arguments of `profiling.step_costs` that returns the costs of
+            steps; by default they are measured, once per model and machine.
 
     Raises:
         CheckpointError: The drafter was made for another model.
+        ConfigError: An argument is of another kind (a ValueError).
         UnsupportedTargetError: Trees of this model would not be exact.
     """
 
@@ -79,11 +84,15 @@ class Engine:
         tokenizer: Any,
         drafter: AnyDrafter = "lookup",
         memory: LearnedState | None = None,
+        step_costs: CostFunction | None = None,
     ):
+        end_streams_with_thread()
+        _check_pair(model, tokenizer)
         is_wrapped = isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if is_wrapped else TokenizerWrapper(tokenizer)
         self.target = Target(model)
         self.memory = LearnedState() if memory is None else memory
+        self._step_costs = step_costs
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
@@ -100,22 +109,28 @@ class Engine:
         prompt_progress_callback: ProgressCallback | None = None,
         history: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
-        shared: StepScheduler | None = None,
+        shared: Scheduler | None = None,
         **options: Any,
     ) -> ResponseStream:
         """Begin a text; its responses come one per token.
 
         Args:
             prompt: Text, or token ids.
-            sampler: As in `mlx_redrafter.stream_generate`.
-            logits_processors: As in `mlx_redrafter.stream_generate`.
-            prompt_cache: As in `mlx_redrafter.stream_generate`.
-            prompt_progress_callback: As in `mlx_redrafter.stream_generate`.
-            history: Token ids of earlier texts that a lookup looks in, too, such as what
-                ``prompt_cache`` holds.
-            grammar: As in `mlx_redrafter.stream_generate`.
-            shared: Decoder from `share`, whose texts share their forward passes, but for those
-                with a ``sampler``, ``grammar`` or ``kv_bits``.
+            sampler: A sampler in mlx-lm's form instead of ``temp`` to ``seed``: the tokens are
+                those of ``mlx_lm.generate_step`` with the same ``mx.random.seed``. It must depend
+                on its argument and on ``mx.random.state`` only.
+            logits_processors: Functions of the tokens so far and the logits, in mlx-lm's form.
+            prompt_cache: A cache from mlx-lm's ``make_prompt_cache``, the target's layers and then,
+                as in mlx-lm, those of a draft model, an EAGLE head or an MTP module; it holds the
+                prompt and the tokens yielded once the iterator has ended or was closed. With
+                ``kv_bits`` it is a list whose layers are replaced by quantised ones, as in mlx-lm.
+            prompt_progress_callback: Callback for the prompt tokens processed and their number.
+            history: Token ids of earlier texts that prompt lookup searches, too, such as those
+                that ``prompt_cache`` holds.
+            grammar: Grammar of the text; it allows every token, after the logits processors. A
+                text that ``max_tokens`` cuts may be incomplete.
+            shared: Scheduler from `share`: the text shares its forward passes with the others of
+                that scheduler, unless it has a ``sampler``, ``grammar`` or ``kv_bits``.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -124,6 +139,7 @@ class Engine:
             UnsupportedTargetError: Trees in this prompt cache would not be exact.
         """
         layers = _as_list("prompt_cache", prompt_cache)
+        _check_layers(layers)
         _claims.check(layers)  # first of all, as caches in use hold what they may
         chosen = self._options(options)
         if sampler is not None and chosen.given_sampling:
@@ -141,9 +157,10 @@ class Engine:
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
         )
-        text = self._open(request, chosen, history, sampler, processors, prompt_cache, masks=masks)
+        known = [_as_list("history[...]", one) for one in _as_list("history", history)]
+        sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
         may_share = sampler is None and grammar is None and chosen.quantisation is None
-        stream = ResponseStream(text, self.tokenizer, shared if may_share else None)
+        stream = ResponseStream(sequence, self.tokenizer, shared if may_share else None)
         _claims.claim(layers, stream)
         self._streams.add(stream)
         return stream
@@ -155,11 +172,11 @@ class Engine:
         batch_size: int = 8,
         **options: Any,
     ) -> BatchStream:
-        """Texts that share their forward passes; each is what `stream` makes of its prompt.
+        """Generate texts that share their forward passes; each is that of `stream` for its prompt.
 
         Args:
-            prompts: Texts, or token ids; the texts come in this order as others end.
-            batch_size: Most texts at once.
+            prompts: Texts, or token ids; texts begin in this order as others end.
+            batch_size: Maximum number of texts at once.
             **options: Fields of `GenerationOptions`, which hold for every text, the seed too.
 
         Raises:
@@ -174,15 +191,15 @@ class Engine:
             if value is not None:
                 raise ConfigError(f"{name} has no batches; leave it out, or stream each text")
         requests = [self._request(one, chosen) for one in prompts]
-        texts = (self._open(request, chosen) for request in requests)
-        stream = BatchStream(self._share(chosen), texts, self.tokenizer, batch_size)
+        sequences = (self._open(request, chosen) for request in requests)
+        stream = BatchStream(self._share(chosen), sequences, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
 
-    def share(self) -> StepScheduler:
-        """What the streams of one thread share their forward passes by, which are read in turns.
+    def share(self) -> Scheduler:
+        """Return a scheduler that batches the passes of streams that one thread reads in turns.
 
-        They come and go, and each text is the one that it is alone.
+        Streams come and go, and each text is the one that it is alone.
 
         Raises:
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
@@ -190,11 +207,11 @@ class Engine:
         return self._share(self._options({}))
 
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:
-        """A complete text; the options are those of `stream`."""
+        """Generate a complete text; the options are those of `stream`."""
         return "".join(response.text for response in self.stream(prompt, **options))
 
     def masks(self, grammar: Grammar) -> GrammarMasks:
-        """Masks of a text that is held to a grammar.
+        """Make the masks of a text from its grammar.
 
         Raises:
             ConfigError: The grammar does not go with the tokenizer.
@@ -207,25 +224,30 @@ class Engine:
         return GrammarMasks(lambda: grammar.matcher(self.tokenizer, self.target.vocab_size))
 
     def new_prompt_cache(self) -> list[Any]:
-        """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
+        """Make a ``prompt_cache``: layers of the target, then those of the proposer."""
         proposer = self.proposer
         networks = proposer.modules if proposer is not None and proposer.num_layers else ()
         return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
 
     def close(self) -> None:
-        """Cancel all texts, in whichever thread they are, and begin none any more."""
+        """Cancel all texts, in all threads; no other text can begin."""
         self._is_closed = True
         for stream in list(self._streams):
             stream.cancel()
 
     @property
     def _network(self) -> Proposer | None:
-        """The proposer, unless its drafts come out of the text."""
+        """The proposer, unless it is prompt lookup."""
         return None if isinstance(self.proposer, Lookup) else self.proposer
 
     def _options(self, options: dict[str, Any]) -> GenerationOptions:
         if self._is_closed:
             raise ConfigError("the engine is closed; make a new one")
+        if "num_draft_tokens" in options:
+            raise ConfigError(
+                "num_draft_tokens is mlx-lm's option; here beam_length counts those tokens and the "
+                "root, so give beam_width=1 and beam_length one higher, or neither"
+            )
         return GenerationOptions(**options)
 
     def _request(
@@ -257,13 +279,13 @@ class Engine:
         target, ids, own = self.target, request.prompt, []
         cached, num_own = prompt_cache, 0 if self.proposer is None else self.proposer.num_layers
         if cached is not None and len(cached) == target.num_layers + num_own:
-            # mlx-lm's convention: the target's layers, then those of what drafts.
+            # mlx-lm's convention: the target's layers, then those of the draft model.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
         cache = target.new_cache(cached, options.quantisation, prompt_cache)
         check_prompt(ids, cache.length, target)
         params = options.sampling(secrets.randbits(32))
-        chooser: TokenChooser = (
-            KeyedChooser(params, target.vocab_size) if sampler is None else StockChooser(sampler)
+        token_sampler: TokenSampler = (
+            KeyedSampler(params, target.vocab_size) if sampler is None else StockSampler(sampler)
         )
         drafting, policy = None, None
         if self.proposer is not None:
@@ -271,20 +293,22 @@ class Engine:
             drafting = proposer.open(target, ids, options.couple, own)
         is_free = not logits_processors and masks is None
         chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
-        text = SequenceDecoder(target, cache, chooser, request, drafting, policy, chain)
-        if isinstance(policy, AdaptivePolicy):
-            text.on_close = self._conclusion(text, policy, options.couple)
-        return text
+        on_close = self._conclusion(policy, options.couple)
+        return SequenceDecoder(
+            target, cache, token_sampler, request, drafting, policy, chain, on_close
+        )
 
     def _conclusion(
-        self, text: SequenceDecoder, policy: AdaptivePolicy, couple: bool
-    ) -> Callable[[], None]:
-        """However a text ends, keep what its steps have shown."""
+        self, policy: DraftPolicy | None, couple: bool
+    ) -> Callable[[DecodingStats], None]:
+        """Return a function that keeps the estimates of a sequence's policy when it ends."""
         memory = self.memory
 
-        def conclude() -> None:
+        def conclude(stats: DecodingStats) -> None:
+            if not isinstance(policy, AdaptivePolicy):
+                return
             experience = policy.conclude()
-            text.stats.shapes = policy.shapes()
+            stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
             is_doubted = experience.slowdowns.show_long_times and doubt_times(
@@ -295,28 +319,44 @@ class Engine:
 
         return conclude
 
-    def _share(self, options: GenerationOptions) -> StepScheduler:
-        batch = Batch(self.target)
-        joint = cache(lambda: self._joint_policy(batch, options))
+    def _share(self, options: GenerationOptions) -> Scheduler:
+        @cache
+        def joint() -> JointPolicy:
+            return self._joint_policy(scheduler, options)
 
         def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
-            """What steps of one text take says nothing there of how much is drafted."""
+            """Replace a policy that rests on the step times of a lone sequence."""
             if isinstance(policy, AdaptivePolicy):
                 return joint().of_text()
             return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
-        return StepScheduler(batch, in_batch)
+        scheduler = Scheduler(self.target, in_batch)
+        return scheduler
 
-    def _joint_policy(self, batch: Batch, options: GenerationOptions) -> JointPolicy:
-        """Who says how much the texts of a batch draft; a lookup drafts by a fixed plan only."""
+    def _joint_policy(self, scheduler: Scheduler, options: GenerationOptions) -> JointPolicy:
+        """Make the policy of a whole batch. Prompt lookup needs a fixed plan there."""
         proposer = self.proposer
         assert proposer is not None
-        costs = step_costs(self.target, self._network, CONTEXT, self.memory.timed)
+        costs = self._costs(self._network)
         # Acceptance of uncoupled drafts is not that of coupled ones.
         memory = self.memory if options.couple else LearnedState()
         return JointPolicy(
-            costs, lambda: batch.num_slots, memory.batches, memory.experience, proposer.max_length
+            costs,
+            lambda: scheduler.num_slots,
+            memory.batches,
+            memory.experience,
+            proposer.max_length,
         )
+
+    def _costs(
+        self,
+        network: Proposer | None,
+        length: int = CONTEXT,
+        quantisation: Quantisation | None = None,
+    ) -> StepCosts:
+        """Return the costs of steps, in seconds, for a text that begins with ``length`` tokens."""
+        measure = self._step_costs or step_costs
+        return measure(self.target, network, length, self.memory.timed, quantisation)
 
     def _plan(
         self,
@@ -324,19 +364,18 @@ class Engine:
         history: Sequence[Sequence[int]],
         length: int,
     ) -> tuple[Proposer, DraftPolicy]:
-        """Who proposes for a text that begins with ``length`` tokens, and who says how much."""
-        proposer, plan, timed = self.proposer, options.plan, self.memory.timed
+        """Choose the proposer and the policy of a text that begins with ``length`` tokens."""
+        proposer, plan = self.proposer, options.plan
         assert proposer is not None
         quantisation = options.quantisation and options.quantisation.of_text(length)
         if isinstance(proposer, Lookup):
             proposer = proposer.after(history)
-        # Where the plan is not fixed, a tree has as many nodes as there are.
+        # Without a fixed plan, a tree may be smaller than its plan.
         _check_plan(plan or DraftPlan(WIDEST.shape, SHORTEST.num_nodes), proposer)
         if plan is not None:
-            costs = step_costs(self.target, None, CONTEXT, timed, quantisation)
-            return proposer, FixedPolicy(plan, costs)
+            return proposer, FixedPolicy(plan, self._costs(None, quantisation=quantisation))
         network = self._network
-        costs = step_costs(self.target, network, length, timed, quantisation)
+        costs = self._costs(network, length, quantisation)
         if network is not None:
             proposer = LookupFirst(self.memory.lookup.after(history), network)
         # Acceptance of uncoupled drafts is not that of coupled ones.
@@ -358,8 +397,27 @@ def _find_proposer(drafter: AnyDrafter, memory: LearnedState) -> Proposer | None
     return proposer
 
 
+def _check_pair(model: object, tokenizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "model must be a model that mlx_redrafter.load or mlx_lm.load has loaded, got "
+            f"{reprlib.repr(model)}"
+        )
+    if not hasattr(tokenizer, "encode"):
+        raise ConfigError(f"tokenizer must be the model's tokenizer, got {reprlib.repr(tokenizer)}")
+
+
+def _check_layers(layers: Sequence[object]) -> None:
+    for layer in layers:
+        if not hasattr(layer, "state"):
+            raise ConfigError(
+                "prompt_cache must hold caches from mlx_lm.models.cache.make_prompt_cache(model), "
+                f"got {reprlib.repr(layer)}"
+            )
+
+
 def _as_list(name: str, values: Any) -> list[Any]:
-    """The values of an option, none where it is None."""
+    """Return the values of an option as a list, which is empty for None."""
     if not isinstance(values, (list, tuple, type(None))):
         raise ConfigError(f"{name} must be a list, got {reprlib.repr(values)}")
     return list(values or ())

@@ -1,4 +1,4 @@
-"""What the texts of an engine have shown, for those to come."""
+"""State that an engine carries from text to text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from mlx_redrafter.proposers.lookup import Lookup
 
 @dataclass
 class LearnedState:
-    """What the texts of a target and a proposer have shown.
+    """Measurements and estimates for a target and a proposer, carried from text to text.
 
     Attributes:
-        lookup: Lookup whose rates all texts share.
-        experience: Experience of the last adaptively drafted text, with which the next begins.
-        batches: The same of batches, by number of slots.
-        timed: Step times measured or read so far.
+        lookup: Prompt lookup, whose acceptance rates all texts share.
+        experience: Estimates of the last text with an adaptive policy; the next one begins with
+            them.
+        batches: The same for batches, by number of slots.
+        timed: Step times measured so far, or read from the file of an earlier run.
     """
 
     lookup: Lookup = field(default_factory=Lookup)

@@ -1,4 +1,4 @@
-"""From the tokens of a text to mlx-lm's responses."""
+"""mlx-lm's responses, made of the tokens of one sequence or of a batch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.decode import Scheduler, decode
+from mlx_redrafter.decoding.decode import CLEAR_CACHE_EVERY, decode
 from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.thread_streams import end_streams_with_thread
 
 logger = logging.getLogger(__name__)
 
@@ -37,76 +41,39 @@ class GenerationResponse(StockResponse):
     stats: DecodingStats = field(default_factory=DecodingStats)
 
 
-class ResponseStream(Iterator[GenerationResponse]):
-    """The responses of one text, one per token, for one thread to read.
+class BatchResponse(NamedTuple):
+    """One token of one of several texts.
 
-    Args:
-        text: The text.
-        tokenizer: Its tokenizer.
-        scheduler: Decoder of several texts; None to decode it alone.
+    Attributes:
+        number: Number of the text, from 0.
+        response: The token, as `Engine.stream` responds with it.
     """
 
-    def __init__(
-        self, text: SequenceDecoder, tokenizer: TokenizerWrapper, scheduler: Scheduler | None = None
-    ):
-        self._text = text
-        self._responses = _respond(text, tokenizer, scheduler)
-
-    def __next__(self) -> GenerationResponse:
-        return next(self._responses)
-
-    def cancel(self) -> None:
-        """End the text soon, from any thread; the thread that reads it sees the stream end."""
-        self._text.cancel()
-
-    def close(self) -> None:
-        """End the text, from the thread that reads it."""
-        self._responses.close()
-        if not self.is_closed:  # it has not begun
-            self._text.close(0)
-
-    @property
-    def num_ready(self) -> int:
-        """Responses that come without another step."""
-        return self._text.num_ready
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the text has ended, and its prompt cache is at rest."""
-        return self._text.is_closed
-
-    def __enter__(self) -> ResponseStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    number: int
+    response: GenerationResponse
 
 
 class Responder:
-    """Makes responses of a text's tokens, one after the other.
+    """Makes responses of a sequence's tokens, one after the other.
 
     Args:
-        text: The text.
+        sequence: The sequence.
         tokenizer: Its tokenizer.
     """
 
-    def __init__(self, text: SequenceDecoder, tokenizer: TokenizerWrapper):
+    def __init__(self, sequence: SequenceDecoder, tokenizer: TokenizerWrapper):
         self.num_tokens = 0
-        self._text = text
+        self._sequence = sequence
         self._detokenizer = tokenizer.detokenizer
-        self._num_prompt = len(text.request.prompt)
-        self._num_before = text.cache.length + self._num_prompt
+        self._num_prompt = len(sequence.request.prompt)
+        self._num_before = sequence.cache.length + self._num_prompt
         self._start = time.perf_counter()
         self._prompt_tps = 0.0
 
     def respond(self, token: Token) -> GenerationResponse:
-        """The response of the next token."""
-        text, detokenizer, limit = self._text, self._detokenizer, self._text.target.context_length
+        """Make the response of the next token."""
+        stats, detokenizer = self._sequence.stats, self._detokenizer
+        limit = self._sequence.target.context_length
         self.num_tokens += 1
         if self.num_tokens == 1:
             now = time.perf_counter()
@@ -132,19 +99,157 @@ class Responder:
             generation_tps=self.num_tokens / (time.perf_counter() - self._start),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=token.finish_reason,
-            steps=text.stats.steps,
-            tokens_per_step=text.stats.tokens_per_step,
-            stats=text.stats,
+            steps=stats.steps,
+            tokens_per_step=stats.tokens_per_step,
+            stats=stats,
         )
 
 
+class ResponseStream(Iterator[GenerationResponse]):
+    """The responses of one sequence, one per token, for one thread to read.
+
+    Args:
+        sequence: The sequence.
+        tokenizer: Its tokenizer.
+        scheduler: Scheduler of several sequences; None to decode this one alone.
+    """
+
+    def __init__(
+        self,
+        sequence: SequenceDecoder,
+        tokenizer: TokenizerWrapper,
+        scheduler: Scheduler | None = None,
+    ):
+        self._sequence = sequence
+        self._responses = _respond(sequence, tokenizer, scheduler)
+
+    def __next__(self) -> GenerationResponse:
+        return next(self._responses)
+
+    def cancel(self) -> None:
+        """End the text soon, from any thread; the thread that reads it sees the stream end."""
+        self._sequence.cancel()
+
+    def close(self) -> None:
+        """End the text, from the thread that reads it."""
+        self._responses.close()
+        if not self.is_closed:  # it has not begun
+            self._sequence.close()
+
+    @property
+    def num_ready(self) -> int:
+        """Responses that come without another step."""
+        return self._sequence.num_ready
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the text has ended, and nothing writes to its prompt cache any more."""
+        return self._sequence.is_closed
+
+    def __enter__(self) -> ResponseStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
 def _respond(
-    text: SequenceDecoder, tokenizer: TokenizerWrapper, scheduler: Scheduler | None
+    sequence: SequenceDecoder, tokenizer: TokenizerWrapper, scheduler: Scheduler | None
 ) -> Generator[GenerationResponse, None, None]:
-    responder = Responder(text, tokenizer)
+    end_streams_with_thread()
+    responder = Responder(sequence, tokenizer)
     with (
-        wired_limit(text.target.model, [generation_stream]),  # type: ignore[list-item]
-        closing(decode(text, scheduler)) as tokens,  # type: ignore[type-var]
+        wired_limit(sequence.target.model, [generation_stream]),  # type: ignore[list-item]
+        closing(decode(sequence, scheduler)) as tokens,  # type: ignore[type-var]
     ):
         for token in tokens:
             yield responder.respond(token)
+
+
+class BatchStream(Iterator[BatchResponse]):
+    """The responses of several sequences, as they come, for one thread to read.
+
+    Args:
+        scheduler: Scheduler of the sequences.
+        sequences: The sequences, none of which has begun.
+        tokenizer: Their tokenizer.
+        batch_size: Maximum number of sequences at once.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        sequences: Iterator[SequenceDecoder],
+        tokenizer: TokenizerWrapper,
+        batch_size: int,
+    ):
+        self._scheduler = scheduler
+        self._sequences = enumerate(sequences)
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._live: dict[SequenceDecoder, tuple[int, Responder]] = {}
+        self._num_steps = 0
+        self._is_cancelled = False
+        self._responses = self._respond()
+
+    def __next__(self) -> BatchResponse:
+        return next(self._responses)
+
+    def cancel(self) -> None:
+        """End all texts soon, from any thread; the thread that reads them sees the stream end."""
+        self._is_cancelled = True
+        for sequence in list(self._live):
+            sequence.cancel()
+
+    def close(self) -> None:
+        """End all texts, from the thread that reads them."""
+        self._responses.close()
+
+    def _respond(self) -> Generator[BatchResponse, None, None]:
+        end_streams_with_thread()
+        model = self._scheduler.target.model
+        with wired_limit(model, [generation_stream]):  # type: ignore[list-item]
+            try:
+                while not self._is_cancelled:
+                    room = self._batch_size - len(self._live)
+                    if room and (begun := list(islice(self._sequences, room))):
+                        self._begin(begun)
+                    elif not self._live:
+                        return
+                    else:
+                        yield from self._step()
+            finally:
+                for sequence in list(self._live):
+                    self._end(sequence)
+
+    def _begin(self, begun: list[tuple[int, SequenceDecoder]]) -> None:
+        """Process all but the last tokens of some prompts; the other sequences wait."""
+        for number, sequence in begun:
+            self._live[sequence] = number, Responder(sequence, self._tokenizer)
+        self._scheduler.begin([sequence for _, sequence in begun])
+        for _, sequence in begun:
+            if sequence.is_finished:
+                self._end(sequence)
+
+    def _step(self) -> Iterator[BatchResponse]:
+        self._num_steps += 1
+        if self._num_steps % CLEAR_CACHE_EVERY == 0:
+            mx.clear_cache()
+        for sequence, tokens, error in self._scheduler.step_all():
+            if error is not None:
+                raise error
+            number, responder = self._live[sequence]
+            for token in sequence.deliver(tokens):
+                yield BatchResponse(number, responder.respond(token))
+            if sequence.is_finished:
+                self._end(sequence)
+
+    def _end(self, sequence: SequenceDecoder) -> None:
+        del self._live[sequence]
+        self._scheduler.leave(sequence)
+        sequence.close()

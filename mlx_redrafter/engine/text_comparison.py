@@ -1,4 +1,4 @@
-"""Comparing drafted text with the target's own, token by token."""
+"""Comparison of drafted text with the target's own, token by token."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Difference:
         position: Index in the generated text, from 0.
         expected: The target's own token, None if its text had ended.
         found: The token of drafted decoding, None if its text had ended.
-        gap: Between the two best log-probabilities of the target there, in nats; a gap near the
-            rounding error of the dtype says that both tokens were as good as equal.
+        gap: Difference of the two best log-probabilities of the target there, in nats; a gap near
+            the rounding error of the dtype means a tie.
     """
 
     position: int
@@ -61,17 +61,17 @@ def compare_decoding(
     on_token: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> Comparison:
-    """Decode a prompt both ways.
+    """Decode a prompt with drafts and plainly, and compare the tokens.
 
-    At temperature 0 plain decoding is stock ``mlx_lm.generate_step``; above it, it is this
-    package's own, whose noise mlx-lm does not know.
+    At temperature 0, plain decoding is stock ``mlx_lm.generate_step``. Above 0, it is that of this
+    package, as mlx-lm has other random numbers.
 
     Args:
         model: The target.
         tokenizer: Its tokenizer.
         drafter: Its drafter.
         prompt: Token ids.
-        max_tokens: Most tokens to compare, at least 1.
+        max_tokens: Maximum number of tokens to compare, at least 1.
         on_token: Called for every token of both texts.
         **options: Sampling and drafting options of `stream_generate`; with a temperature they must
             have a seed.

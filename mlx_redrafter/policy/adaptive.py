@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import exp
 
@@ -143,12 +144,8 @@ class AdaptivePolicy:
         self._next = Choice(LOOKUP) if looks_up else self._explore(self._best)
         if self._next is PLAIN:
             self._ahead = self._left = self._steps_ahead()
-        return self._next.plan
-
-    @property
-    def only_looks(self) -> bool:
-        """See `DraftPolicy.only_looks`."""
-        return self._next.num_nodes == 1
+        plan, num_nodes = self._next
+        return replace(plan, num_nodes=1) if plan is not None and num_nodes == 1 else plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
@@ -23,7 +22,6 @@ class FixedPolicy:
 
     plan: DraftPlan | None
     costs: StepCosts | None = None
-    only_looks: ClassVar[bool] = False
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""

@@ -75,11 +75,6 @@ class JointPolicy:
         self._plan: DraftPlan | None = None
         self.num_steps = 0
 
-    @property
-    def only_looks(self) -> bool:
-        """See `DraftPolicy.only_looks`."""
-        return self._policy.only_looks
-
     def of_text(self) -> TextPolicy:
         """The policy of one of the texts."""
         return TextPolicy(self)
@@ -137,11 +132,6 @@ class TextPolicy:
         self.num_steps = joint.num_steps
         self.seen: SeenDrafts | None = None
         self.awaited = AwaitedDrafts()
-
-    @property
-    def only_looks(self) -> bool:
-        """See `DraftPolicy.only_looks`."""
-        return self._joint.only_looks
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """See `DraftPolicy.choose`."""

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import PendingPass, Request
-from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedChooser
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
@@ -278,7 +278,7 @@ def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepC
     )
 
 
-class _Contrary(KeyedChooser):
+class _Contrary(KeyedSampler):
     """Chooses tokens that no drafter proposes, so that the text grows by one token a step.
 
     Where drafts are accepted, the plans that come last meet hundreds of tokens more than the
@@ -330,8 +330,6 @@ class _Schedule:
             plans are as long, and their trees as large, with padding.
         clock: Seconds so far.
     """
-
-    only_looks = False
 
     def __init__(
         self,

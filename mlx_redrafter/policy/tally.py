@@ -22,7 +22,7 @@ class Tally:
 
     def count(self, step: Step, num_steps: int = 1) -> None:
         """Take in a step, or several with the tokens of all."""
-        counts = self._counts.setdefault((step.plan, step.num_nodes), [0, 0])
+        counts = self._counts.setdefault((step.plan and step.plan.searched, step.num_nodes), [0, 0])
         counts[0] += num_steps
         counts[1] += len(step.tokens)
 

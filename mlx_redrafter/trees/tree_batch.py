@@ -21,21 +21,22 @@ class TreeBatch:
         size: Number of nodes of each tree, N; that of the largest tree by default.
 
     Attributes:
+        drafts: The trees and roots, as given.
         size: Number of nodes of each tree, N.
         max_depths: Maximum depth of each tree.
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
-        self._drafts = drafts
+        self.drafts = drafts
         self.max_depths = [one.max_depth if isinstance(one, TokenTree) else 0 for one in drafts]
         self.size = max(map(tree_size, drafts)) if size is None else size
 
     def __len__(self) -> int:
-        return len(self._drafts)
+        return len(self.drafts)
 
     def of(self, slots: Sequence[int]) -> TreeBatch:
         """Select the trees of some slots, at the same size."""
-        return TreeBatch([self._drafts[slot] for slot in slots], self.size)
+        return TreeBatch([self.drafts[slot] for slot in slots], self.size)
 
     @cached_property
     def tokens(self) -> mx.array:
@@ -61,7 +62,7 @@ class TreeBatch:
         """Pad and stack an array of all trees to shape (B, N); a root alone is its token."""
         root = None if name == "tokens" else mx.zeros((1,), dtype=mx.int32)
         parts: list[mx.array] = []
-        for one in self._drafts:
+        for one in self.drafts:
             if isinstance(one, TokenTree):
                 parts.append(getattr(one, name))
             else:

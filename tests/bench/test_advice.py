@@ -10,8 +10,8 @@ import pytest
 
 from mlx_redrafter.bench.advice import advise, find_subject
 from mlx_redrafter.bench.chips import CHIPS
+from mlx_redrafter.bench.forecast import DrafterTrial, Forecast, predict_forecast
 from mlx_redrafter.bench.model_shape import FAMILIES, shape_of_config, shape_of_family
-from mlx_redrafter.bench.outlook import Outlook, Trial, predict_outlook
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
@@ -109,11 +109,13 @@ def test_a_drafter_at_hand_fits_or_not() -> None:
     assert find_subject(None, "lookup").drafter is None
 
 
-def _advice(chip: str, trial: Trial | None = None, drafter: str | None = None) -> dict[str, str]:
+def _advice(
+    chip: str, trial: DrafterTrial | None = None, drafter: str | None = None
+) -> dict[str, str]:
     subject = find_subject("llama 8B 4bit" if drafter is None else None, drafter)
     cost = TrainingCost.of(subject.shape, 10**6)
-    outlook = predict_outlook(subject.shape, CHIPS[chip], cost)
-    sections = advise(subject, chip, outlook, trial, cost)
+    forecast = predict_forecast(subject.shape, CHIPS[chip], cost)
+    sections = advise(subject, chip, forecast, trial, cost)
     return {headline: "\n".join(sentences) for headline, sentences in sections.items()}
 
 
@@ -130,25 +132,25 @@ def test_training_is_recommended_where_drafting_pays() -> None:
 
 def test_what_was_tried_decides() -> None:
     drafter = str(find_bundled("drafter"))
-    gained = _advice("M1", Trial(1.4, 2.0), drafter)
+    gained = _advice("M1", DrafterTrial(1.4, 2.0), drafter)
     assert f"generate --drafter {drafter}" in gained["Recommended"]
-    assert "1.40 times as fast" in gained["What drafting gives on M1"]
-    assert "leave it out" in _advice("M1", Trial(0.9, 1.3), drafter)["Recommended"]
-    assert "where it will run" in _advice("M1", None, drafter)["Recommended"]
+    assert "1.40 times as fast" in gained["Expected speed on M1"]
+    assert "leave it out" in _advice("M1", DrafterTrial(0.9, 1.3), drafter)["Recommended"]
+    assert "on the machine that will run it" in _advice("M1", None, drafter)["Recommended"]
 
 
 def test_the_bundled_pair_is_measured_and_tried(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "advise", "--tokens", "50K")
     assert result.code == 0
-    assert "Measured here, in plain steps: checking 4 tokens takes" in result.out
-    assert "The drafter at hand, tried on three short texts" in result.out
+    assert "Measured here, in plain steps: a pass over 4 tokens costs" in result.out
+    assert "The drafter, measured on three short texts" in result.out
     assert "On 50,000 tokens: about" in result.out
 
 
 def test_answers_without_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result = run(capsys, "advise", "llama 8B 4bit", "--chip", "m2 pro")
     assert result.code == 0
-    assert "What drafting gives on M2 Pro" in result.out
+    assert "Expected speed on M2 Pro" in result.out
     refused = run(capsys, "advise", "rwkv7 1B", "--chip", "M2")
     assert refused.code == 1
     assert refused.out.startswith("Not supported: model_type 'rwkv7'")
@@ -169,13 +171,13 @@ def test_a_machine_without_figures_says_what_to_do(
     assert result.code == 2
     assert "no figures are known for this machine (Other CPU); say --chip" in result.err
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Apple M4 Pro")
-    assert "What drafting gives on M4 Pro" in run(capsys, "advise", "llama 8B").out
+    assert "Expected speed on M4 Pro" in run(capsys, "advise", "llama 8B").out
 
 
-def test_the_outlook_is_of_the_question() -> None:
+def test_the_forecast_is_of_the_question() -> None:
     shape = shape_of_family("llama 8B 4bit")
     cost = TrainingCost.of(shape, 10**6)
-    small, large = (predict_outlook(shape, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
-    assert isinstance(small, Outlook)
+    small, large = (predict_forecast(shape, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
+    assert isinstance(small, Forecast)
     assert small.plain == pytest.approx(2 * large.plain, rel=0.01)
     assert small.training.total > large.training.total

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mlx_redrafter.bench.caches import (
+from mlx_redrafter.bench.lab.caches import (
     COMMON,
     MODELS,
     ONE,
@@ -14,7 +14,7 @@ from mlx_redrafter.bench.caches import (
     measure_caches,
 )
 from mlx_redrafter.errors import UnsupportedTargetError
-from tests.bench.test_bench_cli import run
+from tests.bench.commands import run_lab
 
 SMALL = {"vocab_size": 64, "sliding_window": 16}
 
@@ -47,11 +47,11 @@ def test_memory_grows_with_the_text_but_for_windows(found):
 def test_the_command(folders, tmp_path):
     target, _ = folders
     out = tmp_path / "caches.json"
-    text = run(
+    text = run_lab(
         "caches", "--model", target, "--contexts", "16,40", "--tree-nodes", 3,
         "--rounds", 2, "-o", out,
     )  # fmt: skip
-    assert "tokens before" in text
+    assert "layers keep" in text
     result = json.loads(out.read_text())
     assert result["kind"] == "caches"
     assert [cost["context"] for cost in result["found"]] == [16, 40]

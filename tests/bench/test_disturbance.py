@@ -6,13 +6,13 @@ import pytest
 
 from mlx_redrafter.bench import disturbance
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
-from mlx_redrafter.bench.runs import PLAIN, STOCK, Run
+from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun
 
 
 def make_runs(stock, plain=None):
     """Repeats of one text of 11 tokens, by their seconds."""
     return [
-        Run("", 0, arm, "p", "c", repeat, 5, 0.5, seconds, list(range(11)), [], 0, 0)
+        TimedRun("", 0, arm, "p", "c", repeat, 5, 0.5, seconds, list(range(11)), [], 0, 0)
         for arm, times in ((STOCK, stock), (PLAIN, plain or stock))
         for repeat, seconds in enumerate(times)
     ]

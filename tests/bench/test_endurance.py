@@ -1,15 +1,16 @@
 """The endurance benchmark: what its windows hold, and when a bound breaks."""
 
+import io
 import json
+from contextlib import redirect_stdout
 
 import mlx.core as mx
 import pytest
-from typer.testing import CliRunner
 
-from mlx_redrafter.bench import endurance
-from mlx_redrafter.bench.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
+from mlx_redrafter.bench.lab import endurance
+from mlx_redrafter.bench.lab.__main__ import main
+from mlx_redrafter.bench.lab.endurance import FIXED, PARTS, Steps, Watch, Window, endure, judge
 from mlx_redrafter.bench.runs import PLAIN, STOCK
-from mlx_redrafter.cli.bench import app
 from mlx_redrafter.decoding import clock as step_clock
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
@@ -150,13 +151,14 @@ def test_command(folders, tmp_path):
     out = tmp_path / "endurance.json"
     arguments = ["endurance", "--model", folders[0], "--drafter", folders[1], "--prompt", "abc",
                  "--tokens", 1024, "--window", 128, "--out", out]  # fmt: skip
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code in (0, 1), result.output
-    assert "memory beyond weights and K/V rows" in result.output
+    with redirect_stdout(io.StringIO()) as output:
+        code = main([str(argument) for argument in arguments])
+    assert code in (0, 1)
+    assert "memory beyond weights and K/V" in output.getvalue()
     found = json.loads(out.read_text())
     assert found["kind"] == "endurance"
     assert found["configuration"]["shape"] == "auto"
     assert len(found["windows"]) == 8
-    assert (result.exit_code == 0) == all(f["found"] <= f["bound"] for f in found["findings"])
+    assert (code == 0) == all(f["found"] <= f["bound"] for f in found["findings"])
     pytest.importorskip("matplotlib")
     assert out.with_suffix(".png").stat().st_size > 5000

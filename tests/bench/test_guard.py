@@ -7,41 +7,42 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from typer.testing import CliRunner
 
 from mlx_redrafter import load
-from mlx_redrafter.bench import cases
-from mlx_redrafter.bench.cases import make_cases, ordinary_tokens, random_twin
-from mlx_redrafter.bench.guard import LEAST_TOKENS, Case, guard, judge
+from mlx_redrafter.bench.lab import cases
+from mlx_redrafter.bench.lab.cases import make_cases, ordinary_tokens, random_twin
+from mlx_redrafter.bench.lab.guard import MIN_TOKENS, GuardCase, guard, judge
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import (
     AUTO,
     PLAIN,
     STOCK,
+    CommonSettings,
     EncodedPrompt,
-    Run,
-    Setting,
+    TimedRun,
     Turn,
     drafted_arm,
     plain_arm,
     run,
 )
-from mlx_redrafter.cli.bench import app
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from tests.bench.commands import run_lab
 from tests.helpers.models import random_drafter
 
 NAMES = ["random tokens", "another language", "source code", "random drafter"]
-GREEDY = Setting(None, None, None, max_tokens=40)
+GREEDY = CommonSettings(None, None, None, max_tokens=40)
 
 
 def make_run(arm, repeat, seconds, length=40, plain=0, first=1):
     tokens = [first, *range(1, length)]
     steps = [] if arm == STOCK else [length - 1]
-    return Run("c", 0, arm, str(repeat), "c", repeat, 5, 1.0, seconds, tokens, steps, 80, 80, plain)
+    return TimedRun(
+        "c", 0, arm, str(repeat), "c", repeat, 5, 1.0, seconds, tokens, steps, 80, 80, plain
+    )
 
 
 def make_pairs(*seconds, **values):
@@ -72,21 +73,19 @@ def test_another_text_or_too_few_pairs_lose():
 
 
 def test_short_answers_have_no_say_in_speed():
-    short = [
-        make_run(arm, 9, seconds, LEAST_TOKENS - 1) for arm, seconds in ((STOCK, 1), (AUTO, 9))
-    ]
+    short = [make_run(arm, 9, seconds, MIN_TOKENS - 1) for arm, seconds in ((STOCK, 1), (AUTO, 9))]
     found = judge("c", [*make_pairs(1.0), *short], GREEDY, 1)
     assert (found.num_pairs, found.num_short, found.worst) == (1, 1, 1)
     assert found.holds
     # Unless all are asked to be short.
-    few = Setting(None, None, None, max_tokens=LEAST_TOKENS - 1)
+    few = CommonSettings(None, None, None, max_tokens=MIN_TOKENS - 1)
     assert judge("c", short, few, 1).num_pairs == 1
     nothing = judge("c", short, GREEDY, 1)
     assert (nothing.decode, nothing.plain_share, nothing.holds) == (None, None, False)
 
 
 def test_at_a_temperature_plain_decoding_has_the_right_text():
-    setting = Setting(None, None, None, max_tokens=40, temp=0.7)
+    setting = CommonSettings(None, None, None, max_tokens=40, temp=0.7)
     runs = make_pairs(1.0, first=2)
     assert judge("c", [*runs, make_run(PLAIN, 0, 1.0, first=2)], setting, 1).holds
     assert judge("c", [*runs, make_run(PLAIN, 0, 1.0)], setting, 1).num_different == 1
@@ -149,7 +148,7 @@ def test_a_random_twin_is_as_dear(bits):
 
 def test_plain_steps_are_counted(folders):
     model, tokenizer, drafter = load(*folders)
-    setting = Setting(model, tokenizer, drafter, 9)
+    setting = CommonSettings(model, tokenizer, drafter, 9)
     turn = Turn("g", 0, EncodedPrompt("p", "c", [5, 6]), 0)
     plain = run(PLAIN, plain_arm(setting), turn)
     assert plain.num_plain == plain.steps == len(plain.tokens) - 1
@@ -160,7 +159,7 @@ def test_plain_steps_are_counted(folders):
 
 def test_prompts_with_short_answers_are_replaced(folders, tmp_path):
     model, tokenizer, drafter = load(*folders)
-    setting = Setting(model, tokenizer, drafter, 40)
+    setting = CommonSettings(model, tokenizer, drafter, 40)
 
     def prompt(number):
         return EncodedPrompt(str(number), "c", [7, 8, number + 3])
@@ -169,10 +168,10 @@ def test_prompts_with_short_answers_are_replaced(folders, tmp_path):
     assert {len(text) for text in texts} == {40}
     # An end that cuts the first answer, and of the others as few as possible.
     end = min(texts[0][:20], key=lambda token: sum(token in text for text in texts))
-    expected = [i for i, text in enumerate(texts) if end not in text[: LEAST_TOKENS - 1]]
+    expected = [i for i, text in enumerate(texts) if end not in text[: MIN_TOKENS - 1]]
     assert len(expected) >= 3
     tokenizer.eos_token_ids.add(end)
-    made = [Case("c", drafter, prompt)]
+    made = [GuardCase("c", drafter, prompt)]
     recording = Recording(tmp_path / "g.json", "guard", {})
     (verdict,) = guard(setting, made, 3, recording)
     assert (verdict.num_pairs, verdict.num_different) == (3, 0)
@@ -186,12 +185,12 @@ def test_prompts_with_short_answers_are_replaced(folders, tmp_path):
 @pytest.mark.parametrize("temp", [0, 0.8])
 def test_command(folders, tmp_path, temp):
     out = tmp_path / "guard.json"
-    arguments = ["guard", "--model", folders[0], "--drafter", folders[1], "--pairs", 2,
-                 "--max-tokens", 12, "--temp", temp, "--out", out]  # fmt: skip
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code in (0, 1), result.output
-    assert "texts differ" not in result.output
-    assert "timing the shapes took" in result.output
+    output = run_lab(
+        "guard", "--model", folders[0], "--drafter", folders[1], "--pairs", 2,
+        "--max-tokens", 12, "--temp", temp, "--out", out,
+    )  # fmt: skip
+    assert "texts differ" not in output
+    assert "timing the draft shapes took" in output
     found = json.loads(out.read_text())
     assert [verdict["case"] for verdict in found["found"]] == NAMES
     assert {verdict["num_different"] for verdict in found["found"]} == {0}
@@ -204,20 +203,17 @@ def test_command_measures_only_the_cases_asked_for(folders, tmp_path):
     out = tmp_path / "guard.json"
     arguments = ["guard", "--model", folders[0], "--drafter", folders[1], "--pairs", 1,
                  "--max-tokens", 12, "--out", out, "--case"]  # fmt: skip
-    result = CliRunner().invoke(app, [str(a) for a in (*arguments, NAMES[-1])])
-    assert result.exit_code in (0, 1), result.output
+    run_lab(*arguments, NAMES[-1])
     found = json.loads(out.read_text())
     assert [verdict["case"] for verdict in found["found"]] == NAMES[-1:]
     assert {one["group"] for one in found["runs"]} == {NAMES[-1]}
-    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "magic")])
-    assert result.exit_code != 0
-    assert isinstance(result.exception, ConfigError)
-    assert NAMES[-1] in str(result.exception)
+    with pytest.raises(ConfigError, match=NAMES[-1]):
+        make_cases(None, None, True, 0, ["magic"])
 
 
 def test_a_twin_accepts_next_to_nothing(stories):
     twin = random_twin(random_drafter(512, 64), 0)
-    setting = Setting(stories.model, stories.tokenizer, twin, 40)
+    setting = CommonSettings(stories.model, stories.tokenizer, twin, 40)
     turn = Turn("g", 0, EncodedPrompt("p", "c", stories.tokenizer.encode("Once upon a time")), 0)
     found = run(AUTO, drafted_arm(setting, DraftPlan.of(1, 4)), turn)
     assert len(found.tokens) - 1 < 1.5 * found.steps

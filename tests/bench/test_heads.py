@@ -8,13 +8,13 @@ from dataclasses import asdict
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.bench.heads import Head, HeadCost, HeadRow, Heads, compare_heads
-from mlx_redrafter.bench.heads_plot import plot_heads, plot_results
-from mlx_redrafter.bench.pooled_heads import Spread, pool
+from mlx_redrafter.bench.lab.heads import Head, HeadCost, HeadRow, Heads, compare_heads
+from mlx_redrafter.bench.lab.heads_plot import plot_heads, plot_results
+from mlx_redrafter.bench.lab.pooled_heads import Spread, pool
+from mlx_redrafter.bench.lab.tables import fill
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row
-from mlx_redrafter.bench.runs import EncodedPrompt, Setting
-from mlx_redrafter.bench.tables import fill
+from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import ConfigError, RedrafterError
@@ -24,13 +24,13 @@ from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from tests.bench.test_bench_cli import run
+from tests.bench.commands import run_lab
 
 PROMPTS = [EncodedPrompt("p", "c", [5, 6, 7, 5, 6])]
 
 
 def compare(model, tokenizer, heads, temps=(0.0,), length=4):
-    setting = Setting(model, tokenizer, heads[0].drafter, 12)
+    setting = CommonSettings(model, tokenizer, heads[0].drafter, 12)
     return compare_heads(setting, heads, PROMPTS, temps, length, 1, Recording(None, "heads", {}))
 
 
@@ -81,7 +81,7 @@ def test_the_command(folders, tmp_path):
     prompts.write_text("abc abc\n\ndef def")
     drafters = ("--drafter", drafter, "--drafter", trained, "--drafter", "lookup")
     options = ("--model", target, *drafters, "--prompts", prompts, "-o", out, "-m", 6)
-    text = run("heads", *options, "--repeats", 1, "--temps", "0,1", "--length", 3)
+    text = run_lab("heads", *options, "--repeats", 1, "--temps", "0,1", "--length", 3)
     assert "lookup" in text
     result = json.loads(out.read_text())
     assert result["configuration"]["drafters"] == ["drafter", "trained", "lookup"]
@@ -91,9 +91,9 @@ def test_the_command(folders, tmp_path):
     assert len(result["runs"]) == 2 * 2 * (2 + 2 * 3)
     assert out.with_suffix(".png").exists() == ("matplotlib" in sys.modules)
     with pytest.raises(ConfigError, match="called drafter"):
-        run("heads", "--drafter", drafter, "--drafter", drafter, "--prompts", prompts)
+        run_lab("heads", "--drafter", drafter, "--drafter", drafter, "--prompts", prompts)
     with pytest.raises(ConfigError, match="temperatures"):
-        run("heads", "--drafter", drafter, "--prompts", prompts, "--temps", "-1")
+        run_lab("heads", "--drafter", drafter, "--prompts", prompts, "--temps", "-1")
 
 
 def row(speed, tokens=2.0):

@@ -1,7 +1,7 @@
 """The memory benchmark finds what it should, on a pair small enough for a test."""
 
-from mlx_redrafter.bench import memory
-from mlx_redrafter.bench.memory import Finding, Peaks, measure_memory
+from mlx_redrafter.bench.lab import memory
+from mlx_redrafter.bench.lab.memory import Finding, Peaks, measure_memory
 from mlx_redrafter.draft_plan import DraftPlan
 
 

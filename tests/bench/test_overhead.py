@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_redrafter.bench import overhead
-from mlx_redrafter.bench.overhead import measure_overhead
+from mlx_redrafter.bench.lab import overhead
+from mlx_redrafter.bench.lab.overhead import measure_overhead
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError

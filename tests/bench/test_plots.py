@@ -1,6 +1,7 @@
 """What plots show is chosen from the results; that they are drawn is tested with their commands."""
 
-from mlx_redrafter.bench.plots import _arm, _frontier, _groups, _shape
+from mlx_redrafter.bench.lab.plots import _arm
+from mlx_redrafter.bench.plots import _groups
 from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.timing import estimate
@@ -28,17 +29,6 @@ def test_numbers_of_nodes_have_maps_of_their_own():
         "best nodes, 8 nodes, float32, greedy": 2,
         "best nodes, 16 nodes, float32, greedy": 1,
     }
-
-
-def test_named_points_are_faster_than_all_to_their_left():
-    points = [
-        point(1, 2, speed=1.5, tokens=2.0),
-        point(2, 2, speed=1.2, tokens=2.5),
-        point(1, 4, speed=1.8, tokens=3.0),
-        point(4, 4, speed=1.6, tokens=3.0),
-        point(4, 5, speed=1.805, tokens=3.5),
-    ]
-    assert [_shape(one.plan) for one in _frontier(points)] == ["W1 L2", "W1 L4"]
 
 
 def test_shapes_in_plain_words():

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_redrafter.bench.predraft import BY_AGE, HOST, Engine, Pairing
+from mlx_redrafter.bench.lab.predraft import BY_AGE, HOST, Pairing, SecondEngine
 from mlx_redrafter.errors import ConfigError
-from tests.bench.test_bench_cli import run
+from tests.bench.commands import run_lab
 
-FREE = Engine("free", 0.0, 0.0)
+FREE = SecondEngine("free", 0.0, 0.0)
 PAIRING = Pairing("p", 1.25, 0.06, 6, BY_AGE, is_recurrent=True)
 
 
@@ -38,7 +38,9 @@ def played(pairing, engine, hit_rate, steps=100_000):
 
 
 @pytest.mark.parametrize("hit_rate", [0.0, 0.6, 0.9, 1.0])
-@pytest.mark.parametrize("engine", [FREE, Engine("slow", 6.0, 0.15)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "engine", [FREE, SecondEngine("slow", 6.0, 0.15)], ids=lambda one: one.name
+)
 @pytest.mark.parametrize("is_recurrent", [True, False])
 def test_the_computed_speed_is_that_of_many_steps(engine, hit_rate, is_recurrent):
     pairing = replace(PAIRING, is_recurrent=is_recurrent)
@@ -51,16 +53,16 @@ def test_without_hits_on_a_free_engine_nothing_changes():
 
 
 def test_tables_of_cases_and_of_a_given_one(tmp_path):
-    assert "target of 27B" in run("predraft")
+    assert "target of 27B" in run_lab("predraft")
     out = tmp_path / "p.json"
     options = ("--verify", 1.2, "--level", 0.1, "--accepted", "0.7,0.6", "--hits", "0,1")
-    assert "given" in run("predraft", *options, "--recurrent", "-o", out)
+    assert "given" in run_lab("predraft", *options, "--recurrent", "-o", out)
     rows = json.loads(out.read_text())["found"]
     assert [row["pairing"] for row in rows] == ["given"] * 3
     with pytest.raises(ConfigError, match="belong together"):
-        run("predraft", "--level", 0.1)
-    with pytest.raises(ConfigError, match="shares must be from 0 to 1"):
-        run("predraft", "--hits", "2")
+        run_lab("predraft", "--level", 0.1)
+    with pytest.raises(ConfigError, match="shares from 0 to 1"):
+        run_lab("predraft", "--hits", "2")
 
 
 def test_comparison_with_and_without(folders, tmp_path, monkeypatch):
@@ -70,10 +72,10 @@ def test_comparison_with_and_without(folders, tmp_path, monkeypatch):
     prompts, out = tmp_path / "p.txt", tmp_path / "c.json"
     prompts.write_text("abc abc")
     options = ("--model", target, "--drafter", drafter, "--prompts", prompts, "-o", out)
-    text = run("compare", *options, "-m", 12, "--repeats", 1, "--predraft", 4)
+    text = run_lab("predraft_speed", *options, "-m", 12, "--repeats", 1, "--predraft", 4)
     assert "auto, predrafted" in text
-    found = json.loads(out.read_text())["found"]
+    result = json.loads(out.read_text())
     fixed = "top_n w4 l5 n9, predrafted"
-    assert found["hits"][fixed]["passes"] > 0
-    different = {row["arm"]: row["num_different"] for row in found["rows"]}
+    assert result["hits"][fixed]["passes"] > 0
+    different = {row["arm"]: row["num_different"] for row in result["found"]["rows"]}
     assert different[fixed] == different["auto, predrafted"] == 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_redrafter.bench.prompts import Prompt, read_prompts, take_in_turn
+from mlx_redrafter.bench.prompts import Prompt, read_prompts, select_prompts
 from mlx_redrafter.errors import ConfigError
 from tests.helpers.models import shared_path
 
@@ -63,6 +63,6 @@ def test_bad_lines_are_named(tmp_path, text, message):
 
 def test_choice_goes_through_the_categories():
     prompts = [Prompt(str(i), "ab"[i > 3], "") for i in range(6)]
-    assert [prompt.name for prompt in take_in_turn(prompts, 3)] == ["0", "4", "1"]
-    assert take_in_turn(prompts, None) == prompts
-    assert len(take_in_turn(prompts, 99)) == 6
+    assert [prompt.name for prompt in select_prompts(prompts, 3)] == ["0", "4", "1"]
+    assert select_prompts(prompts, None) == prompts
+    assert len(select_prompts(prompts, 99)) == 6

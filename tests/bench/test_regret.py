@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.regret import GRID, find_regret, simulate_regret
-from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, Run
-from mlx_redrafter.bench.scenarios import make_scenario
-from mlx_redrafter.bench.simulation import (
+from mlx_redrafter.bench.lab.regret import GRID, find_regret, simulate_regret
+from mlx_redrafter.bench.lab.scenarios import make_scenario
+from mlx_redrafter.bench.lab.simulation import (
     FIXED,
     SimulatedText,
     SimulatedTree,
@@ -16,15 +15,16 @@ from mlx_redrafter.bench.simulation import (
     run_fixed,
     run_policy,
 )
+from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, TimedRun
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.fixed import FixedPolicy
-from tests.bench.test_bench_cli import run
+from tests.bench.commands import run_lab
 
 
 def make_run(arm, repeat, seconds, tokens=11):
     steps = [] if arm == STOCK else [tokens - 1]
     ids = list(range(tokens))
-    return Run("", 0, arm, "p", "c", repeat, 5, 1.0, seconds, ids, steps, 80, 80, 0)
+    return TimedRun("", 0, arm, "p", "c", repeat, 5, 1.0, seconds, ids, steps, 80, 80, 0)
 
 
 def test_the_best_fixed_way_is_the_one_with_the_highest_median():
@@ -50,7 +50,7 @@ def test_regret_of_a_pair(folders, tmp_path):
     prompts, out = tmp_path / "p.txt", tmp_path / "r.json"
     prompts.write_text("abc abc\n\ndef def")
     options = ("--model", target, "--drafter", drafter, "--prompts", prompts, "-o", out)
-    text = run("regret", *options, "-m", 12, "--repeats", 1)
+    text = run_lab("regret", *options, "-m", 12, "--repeats", 1)
     assert "auto / " in text
     result = json.loads(out.read_text())
     assert len(result["runs"]) == 2 * (len(GRID) + 3)
@@ -59,7 +59,7 @@ def test_regret_of_a_pair(folders, tmp_path):
 
 def test_simulated_regret_is_reproducible(tmp_path):
     out = tmp_path / "s.json"
-    text = run("simulate", "--scenarios", 2, "-o", out)
+    text = run_lab("simulate", "--scenarios", 2, "-o", out)
     assert "median" in text
     found = simulate_regret(2)
     assert json.loads(out.read_text())["found"]["outcomes"][1][1] == found.outcomes[1].speed

@@ -3,12 +3,13 @@
 import pytest
 
 from mlx_redrafter.bench.report import summarise
-from mlx_redrafter.bench.runs import PLAIN, STOCK, Run, repetition
+from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun, repetition
 
 
 def make_run(arm, seconds, tokens=(1, 2, 3), accepted=(), prompt="p", repeat=0, block=0):
-    return Run("g", block, arm, prompt, "c", repeat, 5, 0.5, seconds, list(tokens), list(accepted),
-               6, 9)  # fmt: skip
+    return TimedRun(
+        "g", block, arm, prompt, "c", repeat, 5, 0.5, seconds, list(tokens), list(accepted), 6, 9
+    )
 
 
 def test_ratios_within_a_turn():

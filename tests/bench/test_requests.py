@@ -4,17 +4,17 @@ import json
 from dataclasses import replace
 
 import mlx_redrafter
-from mlx_redrafter.bench.copying import LOOKUP, compare_copies, make_copies
+from mlx_redrafter.bench.lab.copying import LOOKUP, compare_copies, make_copies
+from mlx_redrafter.bench.lab.request import WARM_UP, measure_request
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.request import WARM_UP, measure_request
-from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, Setting
-from tests.bench.test_bench_cli import run
+from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, CommonSettings
+from tests.bench.commands import run_lab
 
 
 def test_request_times_what_begins_a_text(folders, tmp_path):
     target, drafter = folders
     out = tmp_path / "request.json"
-    text = run("request", "--model", target, "--drafter", drafter, "--rounds", 3, "-o", out)
+    text = run_lab("request", "--model", target, "--drafter", drafter, "--rounds", 3, "-o", out)
     assert "Engine.stream" in text
     result = json.loads(out.read_text())
     assert set(result["found"]) == {"Engine.stream", "stream_generate", "Engine"}
@@ -41,7 +41,7 @@ def test_copies_are_edited_and_written_out(tmp_path):
     short = [
         replace(copy, prompt=replace(copy.prompt, ids=copy.prompt.ids[:120])) for copy in copies
     ]
-    setting = Setting(model, tokenizer, drafter, 60)
+    setting = CommonSettings(model, tokenizer, drafter, 60)
     recording = Recording(tmp_path / "copy.json", "copy", {}, False)
     found = compare_copies(setting, short, 1, recording)
     for rows in found.values():

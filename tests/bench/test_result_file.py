@@ -9,7 +9,6 @@ from mlx_redrafter.bench.result_file import (
     new_result,
     pair_names,
     read_result,
-    write_csv,
     write_result,
 )
 from mlx_redrafter.bench.timing import estimate
@@ -47,11 +46,6 @@ def test_foreign_files_are_named(tmp_path):
     path.write_text("{")
     with pytest.raises(CheckpointError, match="cannot read"):
         read_result(path, "overhead")
-
-
-def test_csv(tmp_path):
-    write_csv(tmp_path / "t.csv", ["a", "b"], [[1, "x"], [2, "y, z"]])
-    assert (tmp_path / "t.csv").read_text() == 'a,b\n1,x\n2,"y, z"\n'
 
 
 def test_names_without_folders(tmp_path):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mlx_redrafter.bench import throughput
-from mlx_redrafter.bench.tables import fill
-from tests.bench.test_bench_cli import PROMPTS, run
+from mlx_redrafter.bench.lab.tables import fill
+from tests.bench.commands import PROMPTS, run
 
 
 def test_every_way_with_several_texts(folders, tmp_path):
@@ -15,7 +15,7 @@ def test_every_way_with_several_texts(folders, tmp_path):
     prompts.write_text(PROMPTS)
     run(
         "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6,
-        "--batch-sizes", "3", "--widths", 2, "--beam-length", 3, "--rounds", 1, "-o", out,
+        "--batch-sizes", "3", "--shapes", "2x3", "--rounds", 1, "-o", out,
     )  # fmt: skip
     result = json.loads(out.read_text())
     assert result["kind"] == "throughput"
@@ -30,7 +30,7 @@ def test_sizes_that_are_measured_are_kept(folders, tmp_path, monkeypatch):
     target, drafter = folders
     prompts, out = tmp_path / "p.txt", tmp_path / "t.json"
     prompts.write_text(PROMPTS)
-    stock_way = throughput._stock_way
+    stock_way = throughput._stock_method
 
     def break_down(setting):
         write = stock_way(setting)
@@ -42,11 +42,11 @@ def test_sizes_that_are_measured_are_kept(folders, tmp_path, monkeypatch):
 
         return way
 
-    monkeypatch.setattr(throughput, "_stock_way", break_down)
+    monkeypatch.setattr(throughput, "_stock_method", break_down)
     with pytest.raises(RuntimeError, match="power cut"):
         run(
             "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 4,
-            "--batch-sizes", "1,2", "--widths", 2, "--beam-length", 3, "--rounds", 1, "-o", out,
+            "--batch-sizes", "1,2", "--shapes", "2x3", "--rounds", 1, "-o", out,
         )  # fmt: skip
     assert {one["batch_size"] for one in json.loads(out.read_text())["found"]} == {1}
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mlx_redrafter.bench.chips import CHIPS
+from mlx_redrafter.bench.lab.training_table import TABLE_CHIPS
 from mlx_redrafter.bench.model_shape import shape_of_family
-from mlx_redrafter.bench.training_cost import TABLE_CHIPS, TrainingCost
-from tests.helpers.cli import run
+from mlx_redrafter.bench.training_cost import TrainingCost
+from tests.bench.commands import run_lab
 from tests.helpers.models import ROOT
 
 
-def test_the_table_in_the_documentation_is_what_the_command_gives(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    table = run(capsys, "bench", "training").out.strip()
+def test_the_table_in_the_documentation_is_what_the_command_gives() -> None:
+    table = run_lab("training").strip()
     assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     head, _, *rows = table.splitlines()
     assert all(chip in head for chip in TABLE_CHIPS)

@@ -10,10 +10,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
-from mlx_redrafter.bench.llama_shape import LlamaShape, widened_shape
-from mlx_redrafter.bench.widen import widen_drafter, widen_target, widened_drafter
+from mlx_redrafter.bench.lab.__main__ import main
+from mlx_redrafter.bench.lab.llama_shape import LlamaShape, widened_shape
+from mlx_redrafter.bench.lab.widen import widen_drafter, widen_target, widened_drafter
 from mlx_redrafter.checkpoint_files import write_checkpoint
-from mlx_redrafter.cli.main import main
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.redrafter.beam import expand
@@ -207,5 +207,5 @@ def test_both_folders_are_checked_before_the_work(tmp_path):
     write_model(source, CONFIG)
     for out, code in ((drafter, 1), (source, 1), (wide, 2)):
         options = ["--parameters", "1M", "--drafter", str(drafter), "--drafter-out", str(out)]
-        assert main(["bench", "widen", str(source), str(wide), *options]) == code
+        assert main(["widen", str(source), str(wide), *options]) == code
         assert not wide.exists()

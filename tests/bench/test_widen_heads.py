@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.widen import widen_target
-from mlx_redrafter.bench.widen_heads import widen_head
+from mlx_redrafter.bench.lab.widen import widen_target
+from mlx_redrafter.bench.lab.widen_heads import widen_head
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import ConfigError

@@ -80,7 +80,7 @@ def test_converted_heads_give_the_targets_text(
     model, tokenizer, heads = load(stories.folder, drafter=tmp_path / "out")
     assert isinstance(heads, MedusaProposer)
     assert heads.network.config.tree == ("static" if name == "static" else "dynamic")
-    plain = generate(model, tokenizer, PROMPT, max_tokens=60)
+    plain = generate(model, tokenizer, PROMPT, drafter=None, max_tokens=60)
     for shape in ({}, {"beam_width": 1, "beam_length": 3}, {"beam_length": 3, "tree_nodes": 9}):
         *_, last = stream_generate(model, tokenizer, PROMPT, drafter=heads, max_tokens=60, **shape)
         text = generate(model, tokenizer, PROMPT, drafter=heads, max_tokens=60, **shape)
@@ -125,7 +125,7 @@ def test_the_command_line(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(PROMPT)
     assert run(capsys, "check", *pair, "-p", PROMPT, "-m", 9).out.startswith("equal: 9 tokens")
-    options = ["--prompts", prompts, "-m", 6, "--beam-length", 3, "--repeats", 1]
+    options = ["--prompts", prompts, "-m", 6, "--shapes", "4x3x9", "--repeats", 1]
     found = run(capsys, "bench", "compare", *pair, *options)
     assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)
     out = tmp_path / "out"

@@ -87,7 +87,7 @@ def test_options_of_check_are_checked_first_too(
     ("arguments", "parts"),
     [
         (["generate", "--model", NOWHERE, "--drafter", "none"], ["--prompt"]),
-        (["bench", "overhead", "--model", NOWHERE], ["--drafter"]),
+        (["bench", "predict"], ["--chip"]),
         (["train", "--out", NOWHERE], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
     ],
@@ -428,23 +428,6 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
     with pytest.raises(CheckpointError):
         run(capsys, "--debug", "generate", "--model", NOWHERE, "-p", "Hi")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("file/result.json", "file: File exists; choose another path"),
-        ("a" * 300 + ".json", "File name too long; choose a shorter name"),
-    ],
-)
-def test_a_result_that_cannot_be_written_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, message: str
-) -> None:
-    (tmp_path / "file").write_text("")
-    found = run(capsys, "bench", "simulate", "--scenarios", 1, "--out", tmp_path / name)
-    assert found.code == 1
-    assert found.err.splitlines()[-1].startswith("error: ")
-    assert message in found.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ FILES = {
     "target": {"config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"},
     "drafter": {"config.json", "model.safetensors", "curves.csv"},
 }
-# As bench/pair/sample_target.py writes them.
+# As bench/lab/pair/sample_target.py writes them.
 SAMPLE = re.compile(r"^\*\*Seed \d+\*\*", re.MULTILINE)
 
 
@@ -85,8 +85,10 @@ def test_check_passes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("pair")
 def test_bench_measures_the_pair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "overhead.json"
-    result = run(capsys, "bench", "overhead", "--rounds", 2, "--goal", 1e9, "--out", out)
+    out, prompts = tmp_path / "throughput.json", tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time")
+    options = ("--batch-sizes", 1, "--shapes", "1x5", "--rounds", 1, "-m", 8)
+    result = run(capsys, "bench", "throughput", "--prompts", prompts, *options, "--out", out)
     assert result.code == 0
     configuration = json.loads(out.read_text())["configuration"]
     assert (configuration["model"], configuration["drafter"]) == ("bundled", "bundled")

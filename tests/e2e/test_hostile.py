@@ -54,26 +54,8 @@ COMMANDS: dict[str, list[str]] = {
     "convert inspect": ["drafter"],
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench heads": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench guard": ["--model", "model", "--drafter", "drafter"],
-    "bench regret": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench simulate": [],
-    "bench predraft": ["--verify", "1.5", "--level", "0.1"],
-    "bench profile": ["--model", "model", "--drafter", "drafter"],
-    "bench training": [],
-    "bench predict": ["--model", "model", "--drafter", "drafter"],
-    "bench overhead": ["--model", "model", "--drafter", "drafter"],
-    "bench memory": ["--model", "model", "--drafter", "drafter"],
-    "bench caches": ["--model", "model"],
-    "bench endurance": ["--model", "model", "--drafter", "drafter"],
+    "bench predict": ["--chip", "M1"],
     "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench serving": ["--model", "model", "--drafter", "drafter", "--url", "http://127.0.0.1:9"],
-    "bench request": ["--model", "model", "--drafter", "drafter"],
-    "bench copy": ["--model", "model", "--drafter", "drafter"],
-    "bench widen": [
-        *("model", "new", "--parameters", "2M"),
-        *("--drafter", "drafter", "--drafter-out", "new-drafter"),
-    ],
 }
 
 
@@ -154,7 +136,7 @@ def failure(capsys: Capture, *arguments: object, codes: tuple[int, ...]) -> str:
 def test_every_command_would_do_its_work(capsys: Capture, yard: Path) -> None:
     """So that what is refused below is refused for what is wrong with it."""
     assert set(COMMANDS) == {name or "convert" for name in OPTIONS}
-    for name in ("generate", "check", "convert", "convert inspect", "bench widen"):
+    for name in ("generate", "check", "convert", "convert inspect", "bench predict"):
         shutil.rmtree("new", ignore_errors=True)
         result = run(capsys, *name.split(), *COMMANDS[name])
         assert result.code == 0, (name, result.err)
@@ -331,11 +313,16 @@ def test_damaged_sources(
     assert result.code == 0 or result.err.startswith("error: ")
 
 
+COMPARE = ["bench", "compare", *COMMANDS["bench compare"]]
+SWEEP = ["bench", "sweep", *COMMANDS["bench sweep"], "--out", "new"]
+# A benchmark that ends in seconds.
+MEASURE = [
+    *("bench", "throughput", *COMMANDS["bench throughput"]),
+    *("--batch-sizes", "1", "--shapes", "1x3", "-m", "2", "--rounds", "1"),
+]
 WORDS: dict[str, list[str]] = {
     "a prompt of nothing": ["generate", "--ignore-chat-template", "-p", ""],
     "a check of nothing": ["check", "-p", ""],
-    "a benchmark of nothing": ["bench", "overhead", "-p", ""],
-    "an endurance of nothing": ["bench", "endurance", "-p", ""],
     "no text": ["generate", "-p", "\udcff"],
     "no file of prompts": ["bench", "compare", "--prompts", "nowhere.txt"],
     "an empty file of prompts": ["bench", "compare", "--prompts", "empty.txt"],
@@ -343,9 +330,6 @@ WORDS: dict[str, list[str]] = {
     "prompts of another type": ["bench", "compare", "--prompts", "wrong.jsonl"],
     "prompts that are no text": ["bench", "compare", "--prompts", "bytes.txt"],
     "prompts in a folder": ["bench", "compare", "--prompts", "model"],
-    "prompts of no tokens": [
-        *("bench", "compare", "--prompts", "text.txt", "--max-prompt-tokens", "0")
-    ],
     "no prompts": ["bench", "compare", "--prompts", "text.txt", "--num-prompts", "0"],
     "a deep template": ["generate", "-p", "Hi", "--chat-template-config", DEEP],
     "a template of many digits": ["generate", "-p", "Hi", "--chat-template-config", "1" * 5000],
@@ -358,11 +342,14 @@ WORDS: dict[str, list[str]] = {
         "model/model.safetensors",
     ],
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
-    "a size of words": ["bench", "widen", "model", "new", "--parameters", "large"],
-    "a result of another benchmark": [
-        *("bench", "guard", "--out", "drafter/config.json", "--resume")
-    ],
-    "a result that is no text": ["bench", "guard", "--out", "bytes.txt", "--resume"],
+    "a size of words": ["bench", "predict", "--chip", "M1", "--parameters", "large"],
+    "widths without end": [*SWEEP, "--widths", "1-99999999"],
+    "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
+    "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
+    "a result that is no text": [*COMPARE, "--out", "bytes.txt", "--resume"],
+    "a result that is there": [*COMPARE, "--out", "text.txt"],
+    "a result beyond a file": [*MEASURE, "--out", "text.txt/new.json"],
+    "a result of a long name": [*MEASURE, "--out", "a" * 300 + ".json"],
     "a model of a long name": ["generate", "-p", "Hi", "--model", "a" * 300],
     "a repository of a long name": ["generate", "-p", "Hi", "--model", "a/" + "a" * 300],
     "a model of no name": ["generate", "-p", "Hi", "--model", ""],
@@ -379,11 +366,6 @@ WORDS: dict[str, list[str]] = {
     "a destination of a long name": ["convert", "drafter", "n" * 300],
     "an export into the source": ["convert", "drafter", "drafter", "--to", "pytorch"],
     "an export of a model": ["convert", "model", "new", "--to", "pytorch"],
-    "a copy over its source": ["bench", "widen", "model", "model", "--parameters", "2M"],
-    "a copy over files": ["bench", "widen", "model", "drafter", "--parameters", "2M"],
-    "a copy beyond a file": ["bench", "widen", "model", "text.txt/new", "--parameters", "2M"],
-    "a smaller copy": ["bench", "widen", "model", "new", "--parameters", "1"],
-    "a copy of a drafter": ["bench", "widen", "drafter", "new", "--parameters", "2M"],
 }
 
 
@@ -418,8 +400,7 @@ LOCKED: dict[str, tuple[str, int, list[str]]] = {
     "source's weights": ("drafter/model.safetensors", 0, ["convert", "inspect", "drafter"]),
     "prompts": ("text.txt", 0, ["bench", "compare", "--prompts", "text.txt"]),
     "destination": (".", 0o555, ["convert", "drafter", "new"]),
-    "copy": (".", 0o555, ["bench", "widen", *COMMANDS["bench widen"]]),
-    "result": (".", 0o555, ["bench", "simulate", "--scenarios", "1", "--out", "new.json"]),
+    "result": (".", 0o555, [*MEASURE, "--out", "new.json"]),
 }
 
 
@@ -457,8 +438,7 @@ def test_what_must_not_be_read_or_written(
 FULL: dict[str, list[str]] = {
     "convert": ["convert", "drafter", "new"],
     "export": ["convert", "drafter", "new", "--to", "pytorch"],
-    "widen": ["bench", "widen", *COMMANDS["bench widen"]],
-    "simulate": ["bench", "simulate", "--scenarios", "1", "--out", "new.json"],
+    "result": [*MEASURE, "--out", "new.json"],
 }
 
 
@@ -554,9 +534,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "load_drafter(model)": lambda: load_drafter("model"),
     "Engine(None)": lambda: Engine(None, wrapped_tokenizer(8)),  # type: ignore[arg-type]
     "Engine(3)": lambda: Engine(3, wrapped_tokenizer(8)),  # type: ignore[arg-type]
-    "stream_generate(3)": lambda: stream_generate(3, wrapped_tokenizer(8), [1]),  # type: ignore[arg-type]
-    "generate([])": lambda: generate(tiny_llama(), wrapped_tokenizer(8), []),
-    "generate(None)": lambda: generate(tiny_llama(), wrapped_tokenizer(8), None),  # type: ignore[arg-type]
+    "stream_generate(3)": lambda: stream_generate(3, wrapped_tokenizer(8), [1], drafter=None),  # type: ignore[arg-type]
+    "generate([])": lambda: generate(tiny_llama(), wrapped_tokenizer(8), [], drafter=None),
+    "generate(None)": lambda: generate(tiny_llama(), wrapped_tokenizer(8), None, drafter=None),  # type: ignore[arg-type]
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -131,10 +132,8 @@ class ScriptedDrafting:
 class RandomShapes:
     """Any shape after any other, plain decoding among them, and any number of its nodes.
 
-    Some are only looked at.
+    Some are probes.
     """
-
-    only_looks = False
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
@@ -145,14 +144,15 @@ class RandomShapes:
         merged = DraftPlan.of(3, 4, select="beam")
         plan = self.rng.choice([None, None, merged, *PLANS.values()])
         self.seen.add(plan)
-        self.only_looks = plan is not None and plan != merged and self.rng.random() < 0.3
+        if plan is not None and plan != merged and self.rng.random() < 0.3:
+            return replace(plan, num_nodes=1)
         return plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         self.last = None
         if plan.shape.select == "beam":
             return tree
-        self.last = 1 if self.only_looks else self.rng.randint(1, tree.size)
+        self.last = 1 if plan.is_probe else self.rng.randint(1, tree.size)
         if self.rng.random() < 0.5:
             return tree.first(self.last)
         # Any drafts whose parents are there, too.

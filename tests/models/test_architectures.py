@@ -13,7 +13,7 @@ from mlx_lm.tuner.lora import LoRAEmbedding
 
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
@@ -134,7 +134,7 @@ def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
     target = Target(model)
     cache = target.new_cache()
     request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
-    chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+    chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     text = SequenceDecoder(
         target, cache, chooser, request, ScriptedDrafts(stock), FixedPolicy(PLAN)
     )

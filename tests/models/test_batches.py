@@ -8,9 +8,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import SamplingParams
@@ -45,30 +45,29 @@ def test_texts_that_come_and_go(model_type: str) -> None:
     target = Target(model)
     if not _is_full(model):
         with pytest.raises(UnsupportedTargetError, match="has no batches"):
-            Batch(target)
+            Scheduler(target)
         return
     expected = [stock_text(model, prompt, num) for prompt, num in TEXTS]
-    texts, found, batch = [], [], Batch(target)
+    texts, found, scheduler = [], [], Scheduler(target)
     for number, (prompt, num) in enumerate(TEXTS):
         request = Request(prompt, max_tokens=num, leave_as_stock=True)
-        chooser = KeyedChooser(SamplingParams(), target.vocab_size)
+        chooser = KeyedSampler(SamplingParams(), target.vocab_size)
         # Every third text decodes plainly.
         drafts = (ScriptedDrafts(expected[number][0]), FixedPolicy(PLAN)) if number % 3 else ()
         texts.append(SequenceDecoder(target, target.new_cache(), chooser, request, *drafts))
         found.append([])
     step = 0
-    while step == 0 or len(batch):
-        for number, arrival in enumerate(ARRIVALS):
-            if arrival == step:
-                found[number] += texts[number].step()
-                batch.add(texts[number])
-        for text, tokens, error in batch.step():
+    while step == 0 or not all(text.is_closed for text in texts):
+        scheduler.begin([texts[number] for number, when in enumerate(ARRIVALS) if when == step])
+        for text, tokens, error in scheduler.step_all():
             assert error is None
-            found[texts.index(text)] += tokens
+            found[texts.index(text)] += text.deliver(tokens)
+            if text.is_finished:
+                scheduler.leave(text)
+                text.close()
         step += 1
     for text, tokens, (stock, stock_cache) in zip(texts, found, expected, strict=True):
         assert [token.id for token in tokens] == stock
-        text.close(len(tokens))
         for layer, stock_layer in zip(text.cache.stock, stock_cache, strict=True):
             assert num_tokens([layer]) == num_tokens([stock_layer])
             if not stock_layer.empty():

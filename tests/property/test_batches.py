@@ -82,7 +82,7 @@ def test_drafts_that_are_only_looked_at(
     monkeypatch.setattr(AdaptivePolicy, "_explore", lambda policy, best: rng.choice(choices))
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     prompts, options = _prompts(5), {"max_tokens": 30, **sampling}
-    plain = [generate(model, tokenizer, prompt, **options) for prompt in prompts]
+    plain = [generate(model, tokenizer, prompt, drafter=None, **options) for prompt in prompts]
     engine = Engine(model, tokenizer, random_drafter(VOCAB_SIZE, 32))
     assert [engine.generate(prompt, **options) for prompt in prompts] == plain
     texts = [""] * len(prompts)
@@ -109,7 +109,7 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     def peak(count: int) -> int:
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        generate_batch(model, tokenizer, _prompts(count), batch_size=4, max_tokens=20)
+        generate_batch(model, tokenizer, _prompts(count), drafter=None, batch_size=4, max_tokens=20)
         return mx.get_peak_memory() - before
 
     peak(8)

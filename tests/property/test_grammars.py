@@ -41,6 +41,7 @@ CHAIN = {"beam_width": 1, "beam_length": 5}
 
 
 def _write(grammar: Grammar, **options: Any) -> tuple[list[int], str]:
+    options = {"drafter": None, **options}
     responses = list(
         stream_generate(MODEL, TOKENIZER, PROMPT, grammar=grammar, max_tokens=150, **options)
     )
@@ -223,14 +224,21 @@ def test_other_grammars_are_checked(
 def test_what_does_not_go_together_is_named() -> None:
     grammar = Grammar.json_object()
     with pytest.raises(ConfigError, match="grammar has no batches"):
-        generate_batch(MODEL, TOKENIZER, ["a"], grammar=grammar)
+        generate_batch(MODEL, TOKENIZER, ["a"], drafter=None, grammar=grammar)
     with pytest.raises(ConfigError, match="fast tokenizer"):
-        stream_generate(MODEL, wrapped_tokenizer(64), [1], grammar=grammar)
+        stream_generate(MODEL, wrapped_tokenizer(64), [1], drafter=None, grammar=grammar)
     with pytest.raises(ConfigError, match=r"grammar must be a Grammar"):
-        stream_generate(MODEL, TOKENIZER, [1], grammar={})  # type: ignore[arg-type]
+        stream_generate(MODEL, TOKENIZER, [1], drafter=None, grammar={})  # type: ignore[arg-type]
     with pytest.raises(NonFiniteError, match="a sampler has broken"):
         list(
-            stream_generate(MODEL, TOKENIZER, [1], grammar=grammar, sampler=lambda _: mx.array([5]))
+            stream_generate(
+                MODEL,
+                TOKENIZER,
+                [1],
+                drafter=None,
+                grammar=grammar,
+                sampler=lambda _: mx.array([5]),
+            )
         )
 
 

@@ -38,7 +38,9 @@ def test_text_does_not_depend_on_the_shapes(
     drafter: Any = random_drafter(VOCAB_SIZE, 32)
     plain = [
         (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, max_tokens=150, **sampling)
+        for response in stream_generate(
+            model, tokenizer, PROMPT, drafter=None, max_tokens=150, **sampling
+        )
     ]
     policy = RandomShapes(3)
     use_policy(monkeypatch, policy)
@@ -67,7 +69,7 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
     options: dict[str, Any] = {"max_tokens": 120, **sampling}
     plain = [
         (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, **options)
+        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **options)
     ]
     drafter = random_drafter(VOCAB_SIZE, 32)
     drafted = list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options))
@@ -92,7 +94,7 @@ def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(
     assert carried_over is not None
     list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120, couple=False))
     assert memory.experience is carried_over, "uncoupled drafts say nothing of coupled ones"
-    plain = stream_generate(model, tokenizer, PROMPT, max_tokens=120)
+    plain = stream_generate(model, tokenizer, PROMPT, drafter=None, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
 
 

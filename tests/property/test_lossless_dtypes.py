@@ -68,7 +68,7 @@ def _compare(
         plain = [
             (response.token, response.logprobs)
             for response in stream_generate(
-                model, trained.tokenizer, [1], max_tokens=max_tokens, **options
+                model, trained.tokenizer, [1], drafter=None, max_tokens=max_tokens, **options
             )
         ]
     else:

@@ -57,7 +57,9 @@ def test_plain_decoding_writes_the_published_text(
     stories: Trained, golden_tokens: list[Scored]
 ) -> None:
     responses = list(
-        stream_generate(stories.model, stories.tokenizer, [BOS], max_tokens=GOLDEN_TOKENS)
+        stream_generate(
+            stories.model, stories.tokenizer, [BOS], drafter=None, max_tokens=GOLDEN_TOKENS
+        )
     )
     assert_same_tokens(golden_tokens, [response.token for response in responses])
     published = (shared_model("stories260k") / "golden.txt").read_text(encoding="utf-8")

@@ -73,9 +73,9 @@ def filters(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
     """What is sampled without drafts, with one seed."""
-    responses = stream_generate(
-        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, temp=1.0, seed=5, max_tokens=40, **filters
-    )
+    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    responses = stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
     return [(response.token, response.logprobs) for response in responses]
 
 
@@ -92,7 +92,7 @@ def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> Non
         sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
         plain: list[Scored] = [
             (response.token, response.logprobs)
-            for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+            for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
         ]
         # A quarter with the random drafter's drafts.
         proposer = Scripted(ids(plain), VOCAB_SIZE) if case % 4 else drafter
@@ -133,7 +133,7 @@ def test_qwen3_samples_the_same_with_drafts() -> None:
     sampling: dict[str, Any] = {"temp": 1.0, "seed": 11, "max_tokens": 60}
     plain = [
         (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, **sampling)
+        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
     ]
     drafter = Scripted(ids(plain), VOCAB_SIZE)
     drafted = list(
@@ -149,7 +149,9 @@ def test_trained_model_samples_the_same_with_drafts(stories: Trained) -> None:
         sampling: dict[str, Any] = {"temp": 0.8, "top_p": 0.95, "seed": seed, "max_tokens": 60}
         plain = [
             (response.token, response.logprobs)
-            for response in stream_generate(stories.model, stories.tokenizer, "Lily", **sampling)
+            for response in stream_generate(
+                stories.model, stories.tokenizer, "Lily", drafter=None, **sampling
+            )
         ]
         drafted = [
             response.token
@@ -172,7 +174,7 @@ def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
         return [
             response.token
             for response in stream_generate(
-                model, tokenizer, PROMPT, temp=1.0, seed=seed, max_tokens=20
+                model, tokenizer, PROMPT, drafter=None, temp=1.0, seed=seed, max_tokens=20
             )
         ]
 

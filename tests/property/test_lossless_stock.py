@@ -133,7 +133,12 @@ def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> N
 
     list(
         stream_generate(
-            model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, max_tokens=12, logits_processors=[record]
+            model,
+            wrapped_tokenizer(VOCAB_SIZE),
+            PROMPT,
+            drafter=None,
+            max_tokens=12,
+            logits_processors=[record],
         )
     )
     assert seen == [PROMPT + expected[:n] for n in range(12)]

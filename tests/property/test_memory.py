@@ -34,7 +34,7 @@ def _peak_of_decoding(model: nn.Module, capacity: int, **options: Any) -> int:
         [1, 2, 3],
         max_tokens=40,
         prompt_cache=filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length=3),
-        **options,
+        **{"drafter": None, **options},
     )
     with closing(responses):
         return peak_of_steps(responses, first=3)  # the prompt and two steps
@@ -71,7 +71,7 @@ def test_prefill_makes_logits_for_the_last_token_alone(model: nn.Module) -> None
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        list(stream_generate(wide, tokenizer, prompt, max_tokens=1))
+        list(stream_generate(wide, tokenizer, prompt, drafter=None, max_tokens=1))
         return int(mx.get_peak_memory()) - before
 
     prefill()

@@ -242,7 +242,8 @@ def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: n
     """Noise belongs to positions in the text, cached ones included."""
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options: dict[str, Any] = {"temp": 1.0, "seed": 3, "max_tokens": 12}
-    whole = [r.token for r in stream_generate(model, tokenizer, PROMPT, **options)]
+    plain = stream_generate(model, tokenizer, PROMPT, drafter=None, **options)
+    whole = [r.token for r in plain]
     cache = prefilled(model, PROMPT[:2])
     drafter = random_drafter(VOCAB_SIZE, 32)
     continued = [

@@ -28,7 +28,9 @@ def test_reasoning_and_calls(streams: bool) -> None:
     """The model is random, so its markers are what it writes anyway."""
     engine = make_engine()
     prompt = encode_chat(engine.tokenizer, MESSAGES, {"tools": TOOLS})
-    responses = stream_generate(engine.target.model, engine.tokenizer, prompt, max_tokens=30)
+    responses = stream_generate(
+        engine.target.model, engine.tokenizer, prompt, drafter=None, max_tokens=30
+    )
     text = "".join(one.text for one in responses)
     marks = [text[i : i + 3] for i in (4, 10, 16, 22)]
     assert [text.index(mark) for mark in marks] == [4, 10, 16, 22]

@@ -59,7 +59,9 @@ def _expected(served: Served, messages: list[dict[str, str]]) -> str:
     engine = served.worker.engine
     prompt = encode_chat(engine.tokenizer, messages)
     model, tokenizer = engine.target.model, engine.tokenizer
-    return "".join(one.text for one in stream_generate(model, tokenizer, prompt, max_tokens=40))
+    return "".join(
+        one.text for one in stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=40)
+    )
 
 
 def test_a_chat(page: Any, served: Served) -> None:

@@ -23,7 +23,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
 def _responses(served: Served, prompt: Any, **options: Any) -> list[GenerationResponse]:
     engine = served.worker.engine
-    options = {"max_tokens": 30, **options}
+    options = {"drafter": None, "max_tokens": 30, **options}
     return list(stream_generate(engine.target.model, engine.tokenizer, prompt, **options))
 
 
@@ -175,6 +175,26 @@ def test_many_clients_at_once(served: Served) -> None:
     served.wait_until_idle()
     assert served.worker.counters.texts["failed"] == 0
     assert served.worker.counters.texts["cancelled"] > 0
+
+
+def test_requests_beside_others_with_several_choices_do_not_fail(served: Served) -> None:
+    """A request that ends between the chunks of another one's prompt has ended once."""
+    found: list[Any] = []
+
+    def ask(**options: Any) -> None:
+        for i in range(10):
+            body = {"prompt": "ONCE UPON A TIME THERE WAS A", "max_tokens": 1 + i % 5, **options}
+            found.append(served.send("/v1/completions", body))
+
+    threads = [
+        threading.Thread(target=ask, kwargs={"n": 8, "seed": 1} if i else {}) for i in (0, 0, 1, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [reply for status, reply in found if status != 200] == []
+    served.wait_until_idle()
 
 
 def _go_away(served: Served, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""`bench/pair/draft_model.py`: a draft model from the cache of a drafter's training."""
+"""`bench/lab/pair/draft_model.py`: a draft model from the cache of a drafter's training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.cli import run
 from tests.helpers.models import shared_model
 from tests.training.conftest import Run
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "pair" / "draft_model.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "lab" / "pair" / "draft_model.py"
 
 
 def test_it_drafts_for_the_target(

@@ -87,7 +87,7 @@ def _assert_plain_answers(
         asked = [*conversation.messages, {"role": "user", "content": text}]
         found = list(conversation.ask(text, max_tokens=24, **sampling))
         prompt = encode_chat(tokenizer, asked)
-        plain = stream_generate(model, tokenizer, prompt, max_tokens=24, **sampling)
+        plain = stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=24, **sampling)
         assert [one.token for one in found] == [one.token for one in plain]
         answer = {"role": "assistant", "content": "".join(one.text for one in found)}
         assert conversation.messages == [*asked, answer]
@@ -113,7 +113,9 @@ def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) 
     answer.close()  # type: ignore[attr-defined]
     assert conversation.messages[-1]["content"] == text
     asked = [*conversation.messages, {"role": "user", "content": ASKED[1]}]
-    plain = stream_generate(model, tokenizer, encode_chat(tokenizer, asked), max_tokens=20)
+    plain = stream_generate(
+        model, tokenizer, encode_chat(tokenizer, asked), drafter=None, max_tokens=20
+    )
     found = conversation.ask(ASKED[1], max_tokens=20)
     assert [one.token for one in found] == [one.token for one in plain]
 

@@ -32,7 +32,7 @@ LOOP = [
     "decoding/sampling",
     "decoding/stats",
     "decoding/sequence",
-    "decoding/verdict",
+    "decoding/target_choice",
     "proposers/draft_model",
     "proposers/expansion",
     "proposers/lookup",
@@ -105,7 +105,8 @@ def test_the_recorder_sees_every_way_to_read(events: list[str]) -> None:
 
 def _run(stories: Trained, events: list[str], **options: Any) -> list[list[str]]:
     """The events of each of 50 steps, from one first token of a step to the next step's."""
-    responses = stream_generate(stories.model, stories.tokenizer, [1], max_tokens=400, **options)
+    options = {"drafter": None, "max_tokens": 400, **options}
+    responses = stream_generate(stories.model, stories.tokenizer, [1], **options)
     steps: list[list[str]] = []
     events.clear()
     for response in responses:
@@ -172,7 +173,7 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
 ) -> None:
     """The draft depends on the step that is read, so the device has work when the read returns."""
     log: list[str] = []
-    for name in ("_draft", "_verify", "_accept"):
+    for name in ("_propose", "_accept", "answer"):
         original = getattr(SequenceDecoder, name)
 
         def wrapper(*args: Any, name: str = name, original: Any = original) -> Any:
@@ -191,8 +192,8 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
         )
     )
     # The first token waits for nothing.
-    assert log[:5] == ["_accept", "_draft", "_verify", "_draft", "_accept"]
-    rounds = "".join(f"{name};" for name in log).count("_draft;_accept;_verify;")
+    assert log[:6] == ["answer", "_accept", "_propose", "answer", "_propose", "_accept"]
+    rounds = "".join(f"{name};" for name in log).count("_propose;_accept;answer;")
     assert rounds >= 20
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,8 +18,9 @@ import pytest
 from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
 from mlx_redrafter.engine.generation import LearnedStates
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.draft_model import DraftModel
-from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import ROOT, random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
@@ -42,7 +45,8 @@ def engine(model: nn.Module, request: pytest.FixtureRequest, monkeypatch: Any) -
 
 def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    responses = stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options)
+    options = {"drafter": None, "max_tokens": max_tokens, **options}
+    responses = stream_generate(model, tokenizer, prompt, **options)
     return [response.token for response in responses]
 
 
@@ -79,7 +83,7 @@ def test_a_pair_loaded_in_one_thread_works_in_another() -> None:
         text = worker.submit(
             lambda: generate(model, tokenizer, "Once", drafter=drafter, max_tokens=20)
         ).result()
-    assert text == generate(model, tokenizer, "Once", max_tokens=20)
+    assert text == generate(model, tokenizer, "Once", drafter=None, max_tokens=20)
 
 
 def test_another_thread_cancels_a_text(engine: Engine) -> None:
@@ -192,3 +196,49 @@ def test_lookup_is_the_default(model: nn.Module) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     responses = list(engine.stream(text, max_tokens=30))
     assert [r.token for r in responses] == _plain(model, text, 30)
+
+
+def test_step_costs_may_be_given(model: nn.Module) -> None:
+    """Where steps with drafts seem to cost nothing, all that can be is drafted."""
+    asked = []
+
+    def costs(target: Any, network: Any, *rest: Any) -> StepCosts:
+        asked.append(network)
+        return StepCosts(1.0, {2: 1.0, 4: 1.0}, {1: 0.0}, {1: 0.0})
+
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None, step_costs=costs)
+    list(engine.stream(PROMPT, max_tokens=5))
+    assert asked == []
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), step_costs=costs)
+    list(engine.stream(PROMPT, max_tokens=5))
+    assert asked == [None], "prompt lookup has no network"
+
+
+SCRIPT = """
+import threading
+from mlx_redrafter import Engine, generate, load
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+model, tokenizer, drafter = tiny_llama(seed=4), wrapped_tokenizer(64), random_drafter(64, 32)
+options = {"beam_width": 2, "max_tokens": 12}
+
+def write():
+    generate(model, tokenizer, [5, 17, 3], drafter=drafter, **options)
+
+def write_batch():
+    list(Engine(model, tokenizer, drafter).stream_batch([[5, 17], [3]], **options))
+
+for work in (write, write_batch, load):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+print("written")
+"""
+
+
+def test_threads_that_have_ended_do_not_abort_the_process() -> None:
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr

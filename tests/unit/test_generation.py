@@ -14,7 +14,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_redrafter import GenerationResponse, generate, stream_generate
+from mlx_redrafter import Engine, GenerationResponse, generate, stream_generate
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
@@ -80,7 +80,7 @@ def test_a_stop_token_cuts_inside_a_step(
     assert expected[-1].finish_reason == "stop"
     found = _drafted(ids(stock), model, tokenizer, max_tokens=limit, **shape)
     _assert_same_responses(expected, found, first + 1)
-    plain = list(stream_generate(model, tokenizer, PROMPT, max_tokens=limit))
+    plain = list(stream_generate(model, tokenizer, PROMPT, drafter=None, max_tokens=limit))
     _assert_same_responses(expected, plain, first + 1)
 
 
@@ -132,14 +132,17 @@ def test_text_segments_are_those_of_stock_mlx_lm(stories: Trained, prompt: str) 
 @pytest.mark.parametrize("as_type", [list, tuple, mx.array, np.array])
 def test_prompt_may_be_ids_of_any_kind(model: nn.Module, as_type: Any) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    found = [r.token for r in stream_generate(model, tokenizer, as_type(PROMPT), max_tokens=5)]
+    found = [
+        r.token
+        for r in stream_generate(model, tokenizer, as_type(PROMPT), drafter=None, max_tokens=5)
+    ]
     assert_same_tokens(stock_tokens(model, PROMPT, 5), found)
 
 
 def test_a_tokenizer_without_mlx_lms_wrapper_will_do(stories: Trained) -> None:
     inner = stories.tokenizer._tokenizer
     texts = [
-        generate(stories.model, tokenizer, "Lily", max_tokens=10)
+        generate(stories.model, tokenizer, "Lily", drafter=None, max_tokens=10)
         for tokenizer in (inner, stories.tokenizer)
     ]
     assert texts[0] == texts[1]
@@ -181,7 +184,7 @@ def test_interleaved_generators_on_one_model(model: nn.Module) -> None:
     prompts = [[5, 17, 3], [8], [40, 2, 2, 9], [1, 2]]
     streams = [
         stream_generate(model, tokenizer, prompts[0], drafter=drafter, max_tokens=40),
-        stream_generate(model, tokenizer, prompts[1], max_tokens=40),
+        stream_generate(model, tokenizer, prompts[1], drafter=None, max_tokens=40),
         stream_generate(
             model, tokenizer, prompts[2], drafter=drafter, max_tokens=40, select="beam"
         ),
@@ -262,12 +265,16 @@ def test_from_draft_marks_accepted_drafts(
     own = [response for response in responses if not response.from_draft]
     # One of the target's own per step, and the first; the end may cut the last step's.
     assert responses[-1].steps <= len(own) <= responses[-1].steps + 1
-    plain = stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, max_tokens=5)
+    plain = stream_generate(
+        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=None, max_tokens=5
+    )
     assert [response.from_draft for response in plain] == [False] * 5
 
 
 def test_plain_decoding_makes_one_token_per_step(model: nn.Module) -> None:
-    responses = list(stream_generate(model, wrapped_tokenizer(64), PROMPT, max_tokens=5))
+    responses = list(
+        stream_generate(model, wrapped_tokenizer(64), PROMPT, drafter=None, max_tokens=5)
+    )
     assert [response.tokens_per_step for response in responses] == [None, 1.0, 1.0, 1.0, 1.0]
     assert [response.steps for response in responses] == [0, 1, 2, 3, 4]
 
@@ -319,6 +326,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "x"}, "drafter must be a drafter that mlx_redrafter.load has loaded.* got 'x'"),
     ({"drafter": nn.Linear(2, 2)}, "drafter must be a drafter .* got Linear"),
     ({"prompt_cache": "x"}, "prompt_cache must be a list, got 'x'"),
+    ({"prompt_cache": [None]}, r"prompt_cache must hold caches from mlx_lm.*, got None"),
+    ({"history": 5}, "history must be a list, got 5"),
+    ({"history": [5]}, r"history\[...\] must be a list, got 5"),
+    ({"num_draft_tokens": 3}, "num_draft_tokens is mlx-lm's option.* give beam_width=1"),
     ({"prompt_cache": 5}, "prompt_cache must be a list, got 5"),
     ({"sampler": 3}, "sampler must be a function, got 3"),
     ({"logits_processors": mx.argmax}, "logits_processors must be a list, got "),
@@ -368,12 +379,58 @@ def test_impossible_options_are_refused_at_the_call(
 )
 def test_impossible_prompts_are_refused(model: nn.Module, prompt: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), prompt)
+        stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), prompt, drafter=None)
 
 
 def test_unknown_options_are_refused(model: nn.Module) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
-        generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, temperature=1.0)
+        generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=None, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": lambda log_probs: 3}, "sampler must return one token id per row.*got int"),
+        (
+            {"logits_processors": [lambda tokens, logits: None]},
+            r"logits_processors\[0\] must return logits of shape .*got NoneType",
+        ),
+        (
+            {"logits_processors": [lambda tokens, logits: logits[:, :3]]},
+            r"logits_processors\[0\] must return logits of shape .*got \(1, 3\)",
+        ),
+    ],
+)
+def test_functions_that_return_other_things_are_named(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next(stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, **options))
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((None, "x"), "model must be a model .*got None"),
+        ((0, None), "tokenizer must be .*got None"),
+    ],
+    ids=["model", "tokenizer"],
+)
+def test_what_is_no_model_or_tokenizer_is_named(
+    model: nn.Module, pair: tuple[Any, Any], message: str
+) -> None:
+    first, second = pair
+    with pytest.raises(ConfigError, match=message):
+        Engine(model if first == 0 else first, second)
+
+
+def test_a_text_without_a_drafter_is_looked_up(model: nn.Module) -> None:
+    tokenizer, prompt = wrapped_tokenizer(VOCAB_SIZE), [7, 8, 9, 10] * 8
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=60, beam_width=2))
+    assert any(response.from_draft for response in responses)
+    plain = list(stream_generate(model, tokenizer, prompt, max_tokens=60, drafter=None))
+    assert not any(response.from_draft for response in plain)
+    assert [one.token for one in responses] == [one.token for one in plain]
 
 
 def test_prompt_after_a_full_cache_is_refused(model: nn.Module) -> None:
@@ -381,7 +438,9 @@ def test_prompt_after_a_full_cache_is_refused(model: nn.Module) -> None:
     stock_tokens(model, [3] * 500, 0, prompt_cache=cache)
     assert cache[0].offset == 500
     with pytest.raises(ConfigError, match=r"has 13 tokens after 500 cached ones.* context is 512"):
-        stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), [3] * 13, prompt_cache=cache)
+        stream_generate(
+            model, wrapped_tokenizer(VOCAB_SIZE), [3] * 13, drafter=None, prompt_cache=cache
+        )
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -493,7 +552,7 @@ def test_a_token_without_numbers_is_reported_when_it_comes(
     token = ids(stock)[7]
     first = ids(stock).index(token)
     damaged["model"]["embed_tokens"].weight[token] = float("nan")
-    responses = stream_generate(damaged, wrapped_tokenizer(VOCAB_SIZE), PROMPT)
+    responses = stream_generate(damaged, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=None)
     assert_same_tokens(stock[: first + 1], [next(responses).token for _ in range(first + 1)])
     with pytest.raises(NonFiniteError, match=r"logits in the text are NaN"):
         next(responses)

@@ -38,7 +38,7 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
     assert isinstance(drafter, Drafter)
     assert bits_of(drafter) == 8
-    plain = generate(model, tokenizer, "Once", max_tokens=40)
+    plain = generate(model, tokenizer, "Once", drafter=None, max_tokens=40)
     assert generate(model, tokenizer, "Once", drafter=drafter, max_tokens=40) == plain
 
 

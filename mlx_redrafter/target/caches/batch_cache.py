@@ -315,19 +315,25 @@ class BatchCache:
 
 
 class SlotCache:
-    """A slot as the cache of its sequence; the batch runs its forward passes."""
+    """A slot as the cache of its sequence; the batch runs its forward passes.
 
-    def __init__(self, batch: BatchCache, slot: int):
+    Attributes:
+        slot: Number of the slot.
+        stock: The sequence's own mlx-lm caches, which are empty meanwhile.
+    """
+
+    def __init__(self, batch: BatchCache, slot: int, stock: Sequence[KVCache]):
         self._batch = batch
-        self._slot = slot
+        self.slot = slot
+        self.stock = stock
 
     @property
     def length(self) -> int:
         """Number of committed tokens."""
-        return self._batch.lengths[self._slot]
+        return self._batch.lengths[self.slot]
 
     def commit(self, path: Sequence[int]) -> None:
-        self._batch.commit(self._slot, path)
+        self._batch.commit(self.slot, path)
 
     def takes(self, tree: TokenTree) -> bool:
         """Return True, because every layer attends to all tokens."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.decoding.sampling import KeyedChooser, StockChooser, gumbel_noise, normalise
+from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise, normalise
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 
@@ -24,7 +24,7 @@ def _choose(params: SamplingParams, logits: list[float], count: int) -> np.ndarr
     """Choices at ``count`` positions that all have the same logits."""
     rows, _ = normalise(mx.array([logits] * count))
     depths = mx.arange(count, dtype=mx.int32)
-    chooser = KeyedChooser(params, len(logits))
+    chooser = KeyedSampler(params, len(logits))
     noise = chooser.noise(0, count)
     return np.array(chooser.sample(rows, depths, noise, count))
 
@@ -93,7 +93,7 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
     for i in range(16):
         alone = np.array(gumbel_noise(seed, mx.array([1000 + i]), vocab_size))
         assert np.array_equal(alone[0], block[i])
-    chooser = KeyedChooser(SamplingParams(temp=1.0, seed=seed), vocab_size)
+    chooser = KeyedSampler(SamplingParams(temp=1.0, seed=seed), vocab_size)
     for i in (*range(16), 3, 4, 5, 9, 10, 0, 15):  # as roots come, with trees between them or not
         root = chooser.noise_of_root(999 + i)
         assert root is not None
@@ -152,8 +152,8 @@ def test_a_temperature_that_is_infinite_in_float32_keeps_the_filter() -> None:
 
 def test_top_k_of_the_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="below the vocabulary size 7, got 7; use 0"):
-        KeyedChooser(SamplingParams(temp=1.0, top_k=7), 7)
-    KeyedChooser(SamplingParams(temp=1.0, top_k=6), 7)
+        KeyedSampler(SamplingParams(temp=1.0, top_k=7), 7)
+    KeyedSampler(SamplingParams(temp=1.0, top_k=6), 7)
 
 
 def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
@@ -168,7 +168,7 @@ def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
         state_after = _random_state()
 
         mx.random.seed(8)
-        chooser = StockChooser(sampler)
+        chooser = StockSampler(sampler)
         chosen: Any = chooser.sample(rows, depths, None, 4).tolist()
         state_before_commit = _random_state()
         chooser.commit(num_choices)

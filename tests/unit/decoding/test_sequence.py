@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedChooser, normalise
+from mlx_redrafter.decoding.sampling import KeyedSampler, normalise
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
@@ -61,7 +61,7 @@ def target() -> Target:
 
 def _decode(target: Target, drafts: bool, seed: int, **options: Any) -> list[int]:
     plan = DraftPlan.of(4, 5, options.pop("nodes"))
-    chooser = KeyedChooser(SamplingParams(seed=seed, **options), VOCAB_SIZE)
+    chooser = KeyedSampler(SamplingParams(seed=seed, **options), VOCAB_SIZE)
     request = Request(prompt=[1, 2, 3], stop_tokens=frozenset({0}), max_tokens=16)
     # Without a script the drafts are any at all.
     anything = Scripted([], VOCAB_SIZE, accuracy=0, seed=seed)

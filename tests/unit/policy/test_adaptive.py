@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.regret import simulate_regret
-from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
-from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
+from mlx_redrafter.bench.lab.regret import simulate_regret
+from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
+from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import (
@@ -60,10 +60,6 @@ class Watched:
     def waits(self) -> bool:
         return self.policy.waits
 
-    @property
-    def only_looks(self) -> bool:
-        return self.policy.only_looks
-
     def choose(self, outlook: Any) -> DraftPlan | None:
         return self.policy.choose(outlook)
 
@@ -87,7 +83,7 @@ def _nodes(watched: Watched, last: int = 40) -> float:
 
 
 def test_the_regret_of_simulated_texts_is_small() -> None:
-    """One scenario of every kind of machine; `bench simulate` has hundreds."""
+    """One scenario of every kind of machine; `simulate` of the laboratory has hundreds."""
     found = simulate_regret(12)
     assert found.median <= 0.03
     assert found.p95 <= 0.08

@@ -57,7 +57,7 @@ def test_round_trip_and_text(
 
 def _assert_text_is_the_targets(drafter: Drafter) -> None:
     model, tokenizer = tiny_llama(seed=6, layers=1), wrapped_tokenizer(VOCAB_SIZE)
-    plain = generate(model, tokenizer, [3, 4], max_tokens=12)
+    plain = generate(model, tokenizer, [3, 4], drafter=None, max_tokens=12)
     assert generate(model, tokenizer, [3, 4], max_tokens=12, drafter=drafter) == plain
 
 

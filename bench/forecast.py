@@ -1,0 +1,144 @@
+"""Forecast of a model's speed with drafting, and of the time to train a drafter for it.
+
+The forecast is measured if the model is on this machine, and else predicted for a chip.
+
+Axes: T tokens per forward pass, L beam length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip
+from mlx_redrafter.bench.model_shape import ModelShape
+from mlx_redrafter.bench.predict import (
+    APPLE_ACCEPTANCE,
+    Question,
+    assumptions,
+    predict,
+)
+from mlx_redrafter.bench.training_cost import TrainingCost
+from mlx_redrafter.engine.engine import AnyDrafter
+from mlx_redrafter.engine.generation import stream_generate
+from mlx_redrafter.policy.profiling import step_costs
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training.duration import Timetable
+from mlx_redrafter.training.rehearsal import rehearse
+from mlx_redrafter.training.students.student_kinds import new_student
+
+# Sizes of a forward pass, in tokens, whose costs the notes list.
+LISTED = (4, 8)
+# Tokens of each text that a drafter is measured on.
+TRIAL_TOKENS = 64
+# Token ids of a prompt for timing; the text after it is not read.
+TIMING_PROMPT = list(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Expected speed of a model on a machine.
+
+    Attributes:
+        plain: Seconds of a plain step.
+        shape: Name of the fastest draft shape with a recurrent drafter.
+        speedup: Speed with that shape relative to plain decoding, with Apple's tokens per step.
+        training: Time of training a drafter.
+        notes: Assumptions and findings, one sentence each.
+    """
+
+    plain: float
+    shape: str
+    speedup: float
+    training: Timetable
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class DrafterTrial:
+    """Measured speed of a drafter on a few texts.
+
+    Attributes:
+        speedup: Speed relative to plain decoding.
+        tokens_per_step: Tokens emitted per step.
+    """
+
+    speedup: float
+    tokens_per_step: float
+
+
+def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forecast:
+    """Predict the speed on a chip; no such chip is needed."""
+    question = Question(chip, shape.active, shape.bits, cost.num_weights)
+    best = predict(question, APPLE_ACCEPTANCE)[0]
+    return Forecast(
+        question.plain_step / 1e3,
+        best.acceptance.name,
+        best.speedup,
+        cost.predict(shape, chip),
+        ["PREDICTION, not a measurement.", *assumptions(question)],
+    )
+
+
+def measure_forecast(
+    model: nn.Module, shape: ModelShape, cost: TrainingCost, on_stage: Callable[[int, int], None]
+) -> Forecast:
+    """Measure on this machine. Blocks until MLX has evaluated every step.
+
+    Args:
+        model: The model.
+        shape: Its sizes.
+        cost: The training run to time.
+        on_stage: Callback for the number of stages done and their total.
+    """
+    target = Target(model)
+    costs = step_costs(target, None)
+    times = {1: costs.plain, **costs.verify}
+    ratios = np.array(list(times.values())) / costs.plain
+    drafted = cost.num_weights * BYTES[UNQUANTISED]
+    level = drafted / (shape.active * BYTES[shape.bits])
+    speedups = {
+        one.name: one.tokens_per_step
+        / (float(np.interp(one.tokens, list(times), ratios)) + (one.length - 1) * level)
+        for one in APPLE_ACCEPTANCE
+    }
+    best = max(speedups, key=speedups.__getitem__)
+    student = new_student(target, cost.request.network)
+    pace = rehearse(cost.request, target, student, [TIMING_PROMPT], on_stage)
+    listed = ", ".join(f"a pass over {n} tokens costs {times[n] / costs.plain:.2f}" for n in LISTED)
+    return Forecast(
+        costs.plain,
+        best,
+        speedups[best],
+        Timetable.of(cost.work, pace, None),
+        [
+            f"Measured here, in plain steps: {listed}. One level of drafting is assumed to cost "
+            f"{level:.2f}, its share of the weights."
+        ],
+    )
+
+
+def try_drafter(
+    model: nn.Module, tokenizer: TokenizerWrapper, drafter: AnyDrafter, prompts: Sequence[str]
+) -> DrafterTrial:
+    """Decode some texts with a drafter and without, and compare the times."""
+    seconds = {True: 0.0, False: 0.0}
+    steps = tokens = 0
+    for prompt in prompts:
+        for is_drafted in seconds:
+            *_, last = stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                drafter=drafter if is_drafted else None,
+                max_tokens=TRIAL_TOKENS,
+            )
+            seconds[is_drafted] += last.generation_tokens / last.generation_tps
+            if is_drafted:
+                steps += last.steps
+                tokens += last.generation_tokens - 1
+    return DrafterTrial(seconds[False] / seconds[True], tokens / max(1, steps))

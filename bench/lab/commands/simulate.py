@@ -1,0 +1,38 @@
+"""Let the default decode simulated texts with simulated drafters and machines; compare regrets."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from rich.table import Table
+
+from mlx_redrafter.bench.lab.options import add_out, at_least
+from mlx_redrafter.bench.lab.regret import simulate_regret
+from mlx_redrafter.bench.result_file import new_result, write_result
+from mlx_redrafter.cli.bench_output import progress, show
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--scenarios", type=at_least(1), default=300, help="number of scenarios")
+    parser.add_argument("--first", type=at_least(0), default=0, help="number of the first one")
+    parser.add_argument(
+        "--shared", action="store_true", help="machines with other work: noise, slow spells, growth"
+    )
+    add_out(parser)
+
+
+def run(arguments: Namespace) -> None:
+    """Run the command."""
+    scenarios, first, is_shared = arguments.scenarios, arguments.first, arguments.shared
+    with progress("Scenarios") as on_progress:
+        found = simulate_regret(scenarios, first, is_shared, on_progress)
+    table = Table("regret", "", title=f"{scenarios} scenarios, against the best fixed plan")
+    for name, value in (("median", found.median), ("95%", found.p95), ("worst", found.worst)):
+        table.add_row(name, f"{value:.1%}")
+    if found.least_plain is not None:
+        table.add_row("minimum speed if nothing pays", f"{found.least_plain:.3f}")
+    show(table)
+    if arguments.out is not None:
+        configuration = {"scenarios": scenarios, "first": first, "shared": is_shared}
+        write_result(arguments.out, new_result("simulate", configuration, found=found))

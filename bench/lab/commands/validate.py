@@ -1,0 +1,69 @@
+"""Validate the cost model of predictions on Apple's sweeps of three chips.
+
+The exit code is 1 if the errors are above their bounds.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import typer
+from rich.table import Table
+
+from mlx_redrafter.bench.lab.options import add_out
+from mlx_redrafter.bench.lab.validation import LeftOut, leave_one_out, read_apple_sweeps
+from mlx_redrafter.bench.result_file import new_result, write_result
+from mlx_redrafter.cli.bench_output import show
+
+# Maximum median error of the step time, as a share of the measured time.
+MAX_ERROR = 0.15
+# Minimum share of the best measured speedup that the predicted best shape has.
+MIN_SHARE = 0.95
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("sweeps", type=Path, help="folder of Apple's sweeps")
+    add_out(parser)
+
+
+def run(arguments: Namespace) -> None:
+    """Run the command."""
+    found = leave_one_out(read_apple_sweeps(arguments.sweeps))
+    show(_errors_table(found), _shapes_table(found))
+    overall = median(abs(error) for one in found for error in one.errors)
+    worst = min(best.share for one in found for best in one.best)
+    show(
+        f"median error of step time {overall:.1%} (bound {MAX_ERROR:.0%}); the predicted best "
+        f"shape reaches at least {worst:.1%} of the best measured speedup (bound {MIN_SHARE:.0%})"
+    )
+    if arguments.out is not None:
+        write_result(arguments.out, new_result("predict validation", {}, found=found))
+    if overall > MAX_ERROR or worst < MIN_SHARE:
+        raise typer.Exit(1)
+
+
+def _errors_table(found: Sequence[LeftOut]) -> Table:
+    title = "step time, predicted from the other two chips and the chip's plain decoding"
+    table = Table("chip", "rows", "median error", "median, signed", "largest", title=title)
+    for one in found:
+        largest = max(one.errors, key=abs)
+        table.add_row(
+            one.chip, str(len(one.errors)), f"{one.median_error:.1%}", f"{median(one.errors):+.1%}",
+            f"{largest:+.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _shapes_table(found: Sequence[LeftOut]) -> Table:
+    columns = ("chip", "dtype", "tokens", "predicted best", "measured best", "share of its speedup")
+    table = Table(*columns, title="best shape (W, L)")
+    for one in found:
+        for best in one.best:
+            sampling = "greedy" if best.greedy else "sampled"
+            shapes = (str(best.predicted), str(best.measured))
+            table.add_row(one.chip, best.dtype, sampling, *shapes, f"{best.share:.1%}")
+    return table

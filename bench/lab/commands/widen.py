@@ -1,0 +1,61 @@
+"""Widen a small Llama by zero-padded growth: it computes the same, at the cost of a large model.
+
+Text and acceptance are the small model's, for speed work. Only a context longer than the small
+model's changes the text, so that long texts stay readable.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import typer
+
+from mlx_redrafter.bench.lab.options import at_least
+from mlx_redrafter.bench.lab.widen import widen_drafter, widen_target
+from mlx_redrafter.bench.lab.widen_heads import widen_head
+from mlx_redrafter.checkpoint_files import find_checkpoint
+from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.cli.bench_output import parse_count
+from mlx_redrafter.convert.publication import check_new
+from mlx_redrafter.errors import ConfigError
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("source", help="small Llama")
+    parser.add_argument("destination", type=Path, help="folder to write")
+    parser.add_argument("--parameters", default="0.2B", help="approximate size of the copy")
+    parser.add_argument("--layers", type=int, help="layers of the copy; added ones do nothing")
+    parser.add_argument("--drafter", help="drafter or head made for the small model")
+    parser.add_argument("--drafter-out", type=Path, help="folder for the drafter's copy")
+    parser.add_argument("--drafter-exit-dim", type=at_least(1), help="width of the copied head")
+    parser.add_argument("--context", type=at_least(1), help="context of the copy, in tokens")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of arbitrary weights")
+
+
+def run(arguments: Namespace) -> None:
+    """Run the command."""
+    destination, seed = arguments.destination, arguments.seed
+    drafter, drafter_out = arguments.drafter, arguments.drafter_out
+    if (drafter is None) != (drafter_out is None):
+        raise ConfigError("--drafter and --drafter-out belong together; give both or neither")
+    count = parse_count(arguments.parameters)
+    if drafter is not None:  # before the long work
+        check_new(drafter_out, find_checkpoint(drafter))
+        if drafter_out.resolve() == destination.resolve():
+            raise ConfigError(f"expected two folders to write, got {drafter_out} twice")
+    shape = widen_target(
+        arguments.source, destination, count, arguments.layers, arguments.context, seed
+    )
+    typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
+    if drafter is None:
+        return
+    kind, _ = recognise(drafter)
+    if kind == "recurrent drafter":
+        exit_dim = arguments.drafter_exit_dim
+        config = widen_drafter(drafter, drafter_out, shape.hidden_size, exit_dim, seed)
+        typer.echo(f"{drafter_out}: {config}")
+    else:
+        widen_head(kind, drafter, drafter_out, shape.hidden_size)
+        typer.echo(f"{drafter_out}: {kind}")

@@ -1,0 +1,34 @@
+"""Caches and trees of any size, with arbitrary tokens: tokens do not change the cost of a pass."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
+
+# Prompt tokens per forward pass. Fewer than mlx-lm's 2,048, so that the memory of attention scores,
+# which plain and drafted decoding need, does not hide the difference.
+PREFILL_STEP = 512
+
+
+def filled_cache(target: Target, length: int) -> TreeCache:
+    """Make a cache that holds ``length`` tokens; `TreeCache.settle` shortens it.
+
+    Blocks until MLX has evaluated the cache.
+    """
+    cache = target.new_cache()
+    tokens = mx.arange(length, dtype=mx.int32) % target.vocab_size
+    with mx.stream(generation_stream):
+        forward = target.prefill(tokens, cache, PREFILL_STEP, lambda done, total: None)
+        mx.eval(forward.logits)
+    return cache
+
+
+def bushy_tree(size: int) -> TokenTree:
+    """Make a binary tree of ``size`` nodes, filled level by level."""
+    tree = TokenTree.of(range(size), [max(node - 1, 0) // 2 for node in range(size)])
+    mx.eval(tree.arrays)
+    return tree

@@ -1,0 +1,298 @@
+"""Memory that drafting needs, each number with its bound.
+
+The model is a random Llama unless one is given: memory does not depend on the values. The drafter's
+weights are counted separately; all else must be small compared with stock mlx-lm's plain decoding.
+
+Axes: N nodes of the tree, L beam length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.bench.lab.contexts import PREFILL_STEP
+from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
+from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.full import reserve_rows
+from mlx_redrafter.target.target import Target
+
+# Tokens to decode.
+NUM_TOKENS = 64
+# Capacities of K/V buffers to compare, relative to the tokens in them.
+CAPACITIES = (1, 16)
+# Samples of each capacity.
+CAPACITY_ROUNDS = 30
+# Allowed peak of the prefill, relative to mlx-lm's.
+PREFILL_RATIO = 1.05
+# Allowed peak of decoding, relative to mlx-lm's.
+PEAK_RATIO = 1.10
+# Allowed step time with the larger buffers, relative to the smaller ones.
+TIME_RATIO = 1.10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number and its bound.
+
+    Attributes:
+        name: Name of the measurement.
+        found: Number found.
+        bound: Maximum number allowed.
+        unit: Unit of both.
+    """
+
+    name: str
+    found: float
+    bound: float
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the number is within its bound."""
+        return self.found <= self.bound
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peak memory of one request, in bytes, the weights of target and drafter included.
+
+    Attributes:
+        prefill: Peak up to the first token.
+        decoding: Peak after the first token.
+        rows: K/V entries allocated per layer, after each token.
+    """
+
+    prefill: int
+    decoding: int
+    rows: list[int]
+
+
+def random_pair(vocab_size: int = 32000, seed: int = 0) -> tuple[nn.Module, Drafter]:
+    """Make a Llama of about 40M parameters and a drafter for it, with random float32 weights."""
+    mx.random.seed(seed)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=512,
+            num_hidden_layers=8,
+            intermediate_size=1408,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-5,
+            vocab_size=vocab_size,
+            max_position_embeddings=2**17,
+        )
+    )
+    drafter = Drafter(
+        DrafterConfig(vocab_size, hidden_size=512, exit_dim=512, num_draft_layers=1, rnn=True)
+    )
+    mx.eval(model.parameters(), drafter.parameters())
+    return model, drafter
+
+
+def measure_memory(
+    model: nn.Module,
+    drafter: Drafter,
+    plan: DraftPlan,
+    prompt_tokens: int = 4096,
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Finding]:
+    """Measure everything that has a bound.
+
+    Args:
+        model: The target.
+        drafter: Drafter of the target.
+        plan: Plan of every step.
+        prompt_tokens: Length of the prompt.
+        on_progress: Callback for the number of measurements done and their total.
+    """
+    target = Target(model)
+    prompt = [i % target.vocab_size for i in range(prompt_tokens)]
+    stock = _peaks(lambda: _stock_tokens(model, prompt))
+    on_progress(1, 4)
+    drafted = _peaks(lambda: _drafted_tokens(target, drafter, plan, prompt))
+    on_progress(2, 4)
+    prefill = drafted.prefill - num_bytes(model) - num_bytes(drafter)
+    logits = prompt_tokens * target.vocab_size * mx.float32.size
+    name = "prefill beyond the weights; bound: logits of the whole prompt"
+    findings = [Finding(name, prefill / 1e6, logits / 1e6, "MB")]
+    findings += _compare(stock, drafted, drafter, plan)
+    findings += _capacities(target, drafter, plan, prompt[: prompt_tokens // 4])
+    on_progress(4, 4)
+    return findings
+
+
+def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, plan: DraftPlan) -> list[Finding]:
+    weights = num_bytes(drafter)
+    extra = plan.num_nodes + plan.shape.length
+    block = KVCache.step
+    rows = [
+        (found, -(-(plain + extra) // block) * block)
+        for plain, found in zip(stock.rows, drafted.rows, strict=True)
+    ]
+    found, bound = max(rows, key=lambda pair: pair[0] - pair[1])
+    return [
+        # All peaks, stock's too, include the weights of both models.
+        Finding(
+            "peak of the prefill against stock's",
+            drafted.prefill / 1e6,
+            PREFILL_RATIO * stock.prefill / 1e6,
+            "MB",
+        ),
+        Finding(
+            "peak of decoding against stock's",
+            drafted.decoding / 1e6,
+            PEAK_RATIO * stock.decoding / 1e6,
+            "MB",
+        ),
+        Finding(
+            "peak of decoding against stock's, without the drafter's weights",
+            (drafted.decoding - weights) / 1e6,
+            PEAK_RATIO * (stock.decoding - weights) / 1e6,
+            "MB",
+        ),
+        Finding("K/V rows allocated per layer", found, bound, "rows"),
+    ]
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights."""
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
+    return sum(tensor.nbytes for _, tensor in parameters)
+
+
+def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> Peaks:
+    """Peaks of a request that yields at least NUM_TOKENS tokens."""
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    caches, tokens = decode()
+    next(tokens)
+    prefill = mx.get_peak_memory()
+    mx.synchronize(generation_stream)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    rows = []
+    for _ in range(NUM_TOKENS):
+        next(tokens)
+        rows.append(allocated_rows(caches))
+    return Peaks(prefill, mx.get_peak_memory(), rows)
+
+
+def allocated_rows(caches: Sequence[KVCache]) -> int:
+    """K/V rows of each layer's buffers, of the layers that have some."""
+    buffers = [getattr(cache, "keys", None) for cache in parts_of(caches)]
+    return max((keys.shape[2] for keys in buffers if keys is not None), default=0)
+
+
+def _stock_tokens(
+    model: nn.Module, prompt: Sequence[int]
+) -> tuple[Sequence[KVCache], Iterator[object]]:
+    caches = make_prompt_cache(model)
+    tokens = generate_step(
+        mx.array(list(prompt)),
+        model,
+        max_tokens=-1,
+        prompt_cache=caches,
+        prefill_step_size=PREFILL_STEP,
+    )
+    return caches, tokens
+
+
+def _drafted_tokens(
+    target: Target,
+    drafter: Drafter,
+    plan: DraftPlan,
+    prompt: Sequence[int],
+    caches: Sequence[Any] | None = None,
+) -> tuple[Sequence[KVCache], Iterator[object]]:
+    caches = make_prompt_cache(target.model) if caches is None else caches
+    chooser = KeyedSampler(SamplingParams(), target.vocab_size)
+    request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
+    drafting = RecurrentProposer(drafter).open(target, prompt, True, [])
+    cache = target.new_cache(caches)
+    return caches, decode(
+        SequenceDecoder(target, cache, chooser, request, drafting, FixedPolicy(plan))
+    )
+
+
+def _capacities(
+    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int]
+) -> list[Finding]:
+    """Decoding with buffers of the usual capacity and of a much larger one.
+
+    Memory is the peak within a step beyond the memory in use before it.
+    """
+    peaks: dict[str, list[int]] = {}
+    jobs = {}
+    for factor in CAPACITIES:
+        tokens = _decoding_with_capacity(target, drafter, plan, prompt, factor)
+        name = str(factor)
+        peaks[name] = []
+
+        def step(tokens: Iterator[object] = tokens, name: str = name) -> float:
+            next(tokens)  # the pipeline is empty after the wait
+            mx.synchronize(generation_stream)
+            held = mx.get_active_memory()
+            mx.reset_peak_memory()
+            seconds = timed(lambda: next(tokens))
+            mx.synchronize(generation_stream)
+            peaks[name].append(mx.get_peak_memory() - held)
+            return seconds
+
+        jobs[name] = step
+    samples = take_turns(jobs, CAPACITY_ROUNDS, warm_up=2)
+    small, large = (str(factor) for factor in CAPACITIES)
+    times = {name: estimate(values).median * 1e3 for name, values in samples.items()}
+    memory = {name: estimate(values).median / 1e6 for name, values in peaks.items()}
+    growth = CAPACITIES[1] // CAPACITIES[0]
+    return [
+        Finding(
+            f"time of a step with buffers of {growth} times the capacity",
+            times[large],
+            TIME_RATIO * times[small],
+            "ms",
+        ),
+        Finding(
+            f"memory a step takes with buffers of {growth} times the capacity",
+            memory[large],
+            PEAK_RATIO * memory[small],
+            "MB",
+        ),
+    ]
+
+
+def _decoding_with_capacity(
+    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int], factor: int
+) -> Iterator[object]:
+    """Start a decoder whose buffers have at least ``factor`` times the prompt's K/V entries."""
+    caches, tokens = _stock_tokens(target.model, prompt)
+    next(tokens)
+    mx.synchronize(generation_stream)
+    del tokens
+    for cache in caches:
+        cache.trim(cache.offset - len(prompt) + 1)
+    reserve_rows(caches, factor * (len(prompt) // KVCache.step + 4) * KVCache.step)
+    _, drafted = _drafted_tokens(target, drafter, plan, prompt[-1:], caches)
+    next(drafted)
+    return drafted

@@ -1,0 +1,183 @@
+"""Sampling after a root or a tree, and acceptance: for one sequence, or for several at once.
+
+Axes: G sequences, N nodes of a tree, L its levels, the root's included, H hidden size, V
+vocabulary.
+
+Several sequences are sampled with the operations of one, on more rows. Each row has the noise that
+its sequence has alone, so that the tokens are those of each sequence alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import mlx.core as mx
+
+from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.decoding.records import NOT_A_NUMBER, PendingPass
+from mlx_redrafter.decoding.sampling import (
+    GumbelNoise,
+    KeyedSampler,
+    TokenSampler,
+    choose,
+    gumbel_noise,
+    mark_nan,
+)
+from mlx_redrafter.device_read import to_floats, to_ints
+from mlx_redrafter.target.target import TargetOutputs
+from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
+
+# Made once: small models notice every operation between two tokens.
+_DEPTH_OF_ROOT = mx.zeros((1,), dtype=mx.int32)
+
+
+def sample_root(
+    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None
+) -> PendingPass:
+    """Sample after a root, N = 1, and dispatch that.
+
+    The host looks for NaN itself, which saves the device an operation.
+    """
+    log_probs, token, normaliser = choose(sampler, outputs.logits, _DEPTH_OF_ROOT, noise, 1)
+    mx.async_eval(token, normaliser, outputs.hidden_states, log_probs, outputs.states)
+
+    def read() -> list[int]:
+        return to_ints(token) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
+
+    hidden_state = outputs.hidden_states.squeeze(0)
+    return PendingPass(token, token, hidden_state, log_probs, outputs.states, read=read)
+
+
+def sample_and_accept(
+    sampler: TokenSampler, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
+) -> PendingPass:
+    """Sample after every node of a tree, accept what agrees, and dispatch that."""
+    num_levels = tree.max_depth + 1
+    log_probs, tokens, normalisers = choose(sampler, outputs.logits, tree.depths, noise, num_levels)
+    path, num_accepted, bonus, last, path_tokens = accept(tree, mark_nan(tokens, normalisers))
+    hidden_state = outputs.hidden_states[last].squeeze(0)
+    outcome = mx.concatenate([bonus, num_accepted, path, path_tokens])
+    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
+    root = mx.maximum(bonus, 0)
+    return PendingPass(outcome, root, hidden_state, log_probs, outputs.states, path)
+
+
+def sample_roots(
+    samplers: Sequence[KeyedSampler], outputs: TargetOutputs, positions: Sequence[int]
+) -> list[PendingPass]:
+    """Sample after the roots of several sequences, and dispatch that.
+
+    Args:
+        samplers: One per sequence; they differ in their seeds only.
+        outputs: Outputs for all sequences, each array with an axis of G before its others. Only
+            those of the first node are used.
+        positions: Position of the token chosen, for each sequence.
+    """
+    first, noise = samplers[0], None
+    if first.params.temp:
+        seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
+        values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
+        noise = GumbelNoise(first.params, values)
+    count = len(samplers)
+    log_probs, tokens, normalisers = choose(
+        first, outputs.logits[:, 0], mx.arange(count), noise, count
+    )
+    chosen = mark_nan(tokens, normalisers)
+    outcomes = _Outcomes(chosen[:, None])
+    mx.async_eval(chosen, log_probs, outputs.hidden_states, outputs.states)
+    states = [None] * count if outputs.states is None else outputs.states[:, :1]
+    parts = zip(
+        outcomes.values,
+        mx.split(mx.maximum(chosen, 0), count),
+        outputs.hidden_states[:, 0],
+        mx.split(log_probs, count),
+        states,
+        strict=True,
+    )
+    return [PendingPass(*part, read=outcomes.reader(i)) for i, part in enumerate(parts)]
+
+
+def sample_and_accept_all(
+    samplers: Sequence[KeyedSampler],
+    outputs: TargetOutputs,
+    trees: TreeBatch,
+    noises: Sequence[GumbelNoise | None],
+) -> list[PendingPass]:
+    """Sample after every node of several trees, accept what agrees, and dispatch that.
+
+    Args:
+        samplers: As in `sample_roots`.
+        outputs: Outputs for all sequences, each array with an axis of G before its others.
+        trees: The trees.
+        noises: Noise of the choices after nodes of each depth, of the same number of depths for
+            all sequences, L or more; None without noise.
+    """
+    count, size, rows = len(trees), trees.size, trees.depths
+    values, noise = [one.values for one in noises if one is not None], None
+    if values:
+        noise = GumbelNoise(samplers[0].params, mx.concatenate(values))
+        rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
+    num_rows = count * size
+    logits = outputs.logits.reshape(num_rows, -1)
+    log_probs, sampled, normalisers = choose(samplers[0], logits, rows.reshape(-1), noise, num_rows)
+    chosen = mark_nan(sampled, normalisers).reshape(count, size)
+    paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
+    hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
+    outcomes = _Outcomes(mx.concatenate([bonus, num_accepted, paths, tokens], axis=1))
+    mx.async_eval(outcomes.values, hidden_states, log_probs, outputs.states)
+    states = [None] * count if outputs.states is None else outputs.states
+    parts = zip(
+        outcomes.values,
+        mx.maximum(bonus, 0),
+        hidden_states[:, 0],
+        mx.split(log_probs, count),
+        states,
+        paths,
+        strict=True,
+    )
+    return [
+        PendingPass(outcome, root, hidden_state, one, state, path, outcomes.reader(i))
+        for i, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
+    ]
+
+
+def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
+    """Call `accept` on each tree, given choices of shape (G, N)."""
+    size, max_depth = trees.size, max(trees.max_depths)
+
+    def accept_one(
+        tokens: mx.array,
+        parents: mx.array,
+        depths: mx.array,
+        ancestors: mx.array,
+        choices: mx.array,
+    ) -> tuple[mx.array, ...]:
+        tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
+        return accept(tree, choices)
+
+    accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
+    return accept_each(trees.tokens, trees.parents, trees.depths, trees.ancestors, chosen)
+
+
+class _Outcomes:
+    """Outcomes of several sequences, which the host reads together.
+
+    Args:
+        values: int32, shape (G, numbers of an outcome).
+    """
+
+    def __init__(self, values: mx.array):
+        self.values = values
+
+    def reader(self, number: int) -> Callable[[], list[int]]:
+        """Return a function that reads the outcome of one sequence."""
+        return lambda: self._read[number]
+
+    @cached_property
+    def _read(self) -> list[list[int]]:
+        count, width = self.values.shape
+        values = to_ints(self.values.reshape(-1))
+        return [values[i * width : (i + 1) * width] for i in range(count)]
