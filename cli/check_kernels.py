@@ -1,4 +1,4 @@
-"""``redrafter-mlx check --kernels``: the table of this package's kernels on this machine."""
+"""``redrafter-mlx check --kernels``: trials of this package's GPU kernels on this machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from mlx_redrafter.kernels.trial import KernelTrial
 
-# Rows T of the table, nodes in case of attention; `--json` has all.
+# Numbers of rows in the table (nodes for attention); `--json` prints all.
 SHOWN = (2, 3, 4, 5, 6, 8, 9, 12, 16)
 
 
 def check_available() -> None:
-    """Raise `ConfigError` unless there is an Apple GPU, and it is what computes."""
+    """Raise `ConfigError` unless MLX computes on an Apple GPU."""
     import mlx.core as mx
 
     from mlx_redrafter.kernels.layers import is_available
@@ -34,10 +34,10 @@ def check_available() -> None:
 
 
 def check_kernels(model: nn.Module, as_json: bool) -> None:
-    """Try the kernels on a model's weights and print what that shows.
+    """Try the kernels on a model's weights and print their equality and times.
 
     Raises:
-        typer.Exit: A kernel is not equal, or cannot be compiled or run; the exit code is 1.
+        typer.Exit: A kernel differs from MLX's, or cannot be compiled or run; the exit code is 1.
     """
     from mlx_redrafter.kernels.selection import try_kernels
 
@@ -48,7 +48,7 @@ def check_kernels(model: nn.Module, as_json: bool) -> None:
         typer.echo(", ".join(f"{name} {value}" for name, value in _machine().items()))
         typer.echo(
             "\n".join(map(_describe, trials))
-            or "neither a matrix nor an attention has a shape that kernels are for"
+            or "this model has no matrix or attention of a shape that the kernels support"
         )
     if any(trial.failure for trial in trials):
         raise typer.Exit(1)
@@ -78,7 +78,7 @@ def _as_dict(trial: KernelTrial[Any]) -> dict[str, Any]:
 
 
 def _describe(trial: KernelTrial[Any]) -> str:
-    """A line for the shape, and one for the time of every number of rows."""
+    """Describe a shape in one line, and its times in a line per number of rows."""
     lines = [f"{trial.shape}; layers: {trial.num_layers}"]
     if trial.failure:
         return "\n".join([*lines, f"  failed: {trial.failure}"])

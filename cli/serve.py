@@ -124,6 +124,7 @@ def serve(
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"serve needs {name}: pip install 'mlx-redrafter[server]'")
+    from mlx_redrafter.server.application import Endpoints
     from mlx_redrafter.server.listening import listen, make_server
 
     listener = listen(address.host, address.port)
@@ -135,15 +136,9 @@ def serve(
     engine = Engine(model, tokenizer, drafter)
     engine.generate([0], max_tokens=1)  # steps are timed before the first client waits
     name = address.model_name or _name(pair.model)
-    server = make_server(
-        Worker(engine, checked),
-        name,
-        defaults,
-        checked,
-        key=address.api_key,
-        origins=address.allow_origin or (),
-        grace=GRACE_SECONDS,
-    )
+    endpoints = Endpoints(Worker(engine, checked), name, defaults, checked, address.api_key)
+    application = endpoints.application(address.allow_origin or ())
+    server = make_server(application, checked.client_timeout, GRACE_SECONDS)
     # uvicorn raises the signal again after an orderly end.
     signal.signal(signal.SIGTERM, lambda *_: None)
     host = f"[{address.host}]" if ":" in address.host else address.host

@@ -50,6 +50,7 @@ MIN_ACCEPTANCE = 0.2
 TOKENS_PER_PROMPT = 64
 # Maximum number of prompt tokens per forward pass.
 PREFILL_STEP_SIZE = 2048
+# Beginnings of the texts, of several kinds.
 PROMPTS = (
     "Once upon a time, there was a little girl who lived near the sea.",
     "Explain in a few sentences why the sky is blue.",

@@ -18,6 +18,9 @@ KV_GROUP_SIZES = (32, 64, 128)
 # Number of tokens from which on mlx-lm quantises by default.
 QUANTIZED_KV_START = 5000
 
+# Maximum temperature. At this value sampling is uniform, and MLX rejects integers over 2**63.
+MAX_TEMP = 1e6
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -40,6 +43,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not is_number(self.temp) or not 0 <= self.temp < math.inf:
             raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
+        if self.temp > MAX_TEMP:
+            raise ConfigError(f"temp must be at most {MAX_TEMP:g}, got {self.temp!r}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:

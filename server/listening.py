@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.generation_options import GenerationOptions
-from mlx_redrafter.server.application import Endpoints
-from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.worker import Worker
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -40,33 +36,20 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def make_server(
-    worker: Worker,
-    name: str,
-    defaults: GenerationOptions,
-    limits: Limits,
-    *,
-    key: str | None = None,
-    origins: Sequence[str] = (),
-    grace: int = 30,
-) -> uvicorn.Server:
+def make_server(application: Starlette, client_timeout: float, grace: int) -> uvicorn.Server:
     """Create a server that runs at given sockets until the process gets a signal.
 
     Args:
-        worker: Worker that writes the texts.
-        name: Name of the model.
-        defaults: Options of texts for requests that leave them out.
-        limits: Limits of requests.
-        key: Key that requests must send; None for none.
-        origins: Origins whose pages may use the server, next to its own.
+        application: The application.
+        client_timeout: Seconds that a client has to send headers, or to read.
         grace: Seconds that running requests have to end after the signal.
     """
 
     class TimedConnection(Connection):
-        timeout = limits.client_timeout
+        timeout = client_timeout
 
     config = uvicorn.Config(
-        Endpoints(worker, name, defaults, limits, key).application(origins),
+        application,
         http=TimedConnection,
         ws="none",
         lifespan="on",
@@ -82,10 +65,10 @@ class Connection(H11Protocol):
     """One connection, which ends if the client is slow to send headers or to read.
 
     Attributes:
-        timeout: Seconds for either; `Endpoints` limits the time for a body.
+        timeout: Seconds for either; the application limits the time for a body.
     """
 
-    timeout = Limits.client_timeout
+    timeout: float
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -30,8 +30,10 @@ MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 # Maximum of ``logprobs`` in completions, as at OpenAI.
 MAX_COMPLETION_LOGPROBS = 5
-# Tokens that a penalty looks back at, as in mlx-lm, and the most of them.
-PENALISED, MOST_PENALISED = 20, 2**20
+# Number of tokens that a penalty looks back at by default, as in mlx-lm.
+PENALTY_CONTEXT = 20
+# Maximum number of tokens that a penalty looks back at.
+MAX_PENALTY_CONTEXT = 2**20
 
 # Sampling options and their names in OpenAI's API.
 _OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
@@ -272,7 +274,7 @@ def _read_common(
 
 
 def _read_options(fields: Fields, defaults: GenerationOptions) -> GenerationOptions:
-    """The options of a text: those given, checked as everywhere, over the server's own."""
+    """Read the options of a text; options that are left out have the server's values."""
     given = {option: fields.take(name) for option, name in _OPTIONS.items()}
     old, new = fields.take("max_tokens"), fields.take("max_completion_tokens")
     given["max_tokens"] = old if new is None else new
@@ -335,8 +337,8 @@ def _read_penalties(fields: Fields) -> dict[str, Any]:
     }
     for kind in ("presence", "frequency", "repetition"):
         name = f"{kind}_context_size"
-        size = fields.integer(name, 1, MOST_PENALISED)
-        given[name] = PENALISED if size is None else size
+        size = fields.integer(name, 1, MAX_PENALTY_CONTEXT)
+        given[name] = PENALTY_CONTEXT if size is None else size
     is_on = any(given[name] for name in given if not name.endswith("_size"))
     return given if is_on else {}
 

@@ -94,11 +94,13 @@ def serving(
     """A server for this block; skips the test where the extra is not installed."""
     pytest.importorskip("starlette", reason=ABSENT)
     pytest.importorskip("uvicorn", reason=ABSENT)
+    from mlx_redrafter.server.application import Endpoints
     from mlx_redrafter.server.listening import listen, make_server
 
     limits = Limits() if limits is None else limits
     worker = Worker(engine, limits)
-    server = make_server(worker, "tiny", defaults, limits, key=KEY, grace=5)
+    endpoints = Endpoints(worker, "tiny", defaults, limits, KEY)
+    server = make_server(endpoints.application(), limits.client_timeout, grace=5)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

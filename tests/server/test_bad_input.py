@@ -38,6 +38,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("temperature", {"temperature": "hot"}),
     ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": 10**30}),
     ("top_p", {"top_p": 2}),
     ("top_k", {"top_k": 1.5}),
     ("min_p", {"min_p": True}),

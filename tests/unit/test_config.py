@@ -70,6 +70,7 @@ def test_impossible_shapes(options: dict[str, Any], message: str) -> None:
     [
         ({"temp": -1e-9}, "temp must be a finite number, 0 or more, got -1e-09"),
         ({"temp": float("inf")}, "temp must be a finite number, 0 or more, got inf"),
+        ({"temp": 10**20}, "temp must be at most 1e+06, got 100000000000000000000"),
         ({"temp": "1"}, "temp must be a finite number, 0 or more, got '1'"),
         ({"temp": True}, "temp must be a finite number, 0 or more, got True"),
         ({"top_p": -0.1}, "top_p must be a number from 0 to 1 (0: off), got -0.1"),
