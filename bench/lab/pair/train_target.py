@@ -7,8 +7,8 @@
 
 Needs torch, numpy, sentencepiece and safetensors. The text and the held-out books are those of
 `corpus.py`; the model and its optimiser those of `llama.py`. There is no step count: progress runs
-from 0 to 1 over the time that is left, so a slow, stopped or resumed run still ends on time with
-its learning rate decayed, and every resume may set another `--minutes` or `--deadline`.
+from 0 to 1 over the time that is left. So a slow, stopped or resumed run still ends on time with
+its learning rate decayed. Every resume may set another `--minutes` or `--deadline`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def prepare(corpus_file: Path, work: Path) -> None:
 
 
 def train_tokenizer(texts: list[str], work: Path) -> None:
-    """A SentencePiece BPE in Llama's manner: byte fallback, single digits, blanks kept."""
+    """Train a SentencePiece BPE as Llama has: byte fallback, single digits, blanks kept."""
     lines = work / "tokenizer-text.txt"
     lines.write_text(
         "\n".join(line for text in texts for line in text.split("\n") if line), encoding="utf-8"
@@ -167,7 +167,7 @@ class Clock:
 
 
 def rate_at(progress: float) -> float:
-    """The learning rates' share of their peaks: a trapezoid."""
+    """Compute the share of the peak learning rates: a trapezoid over the progress."""
     return max(0.0, min(1.0, (progress + 1e-4) / WARMUP, (1 - progress) / COOLDOWN))
 
 
