@@ -117,7 +117,7 @@ class DraftPlan:
     @property
     def searched(self) -> DraftPlan:
         """The plan for the proposer: that of a probe has all nodes that its search scores."""
-        return replace(self, num_nodes=self.shape.max_nodes) if self.is_probe else self
+        return replace(self, num_nodes=self.shape.max_nodes) if self.num_nodes == 1 else self
 
     def within(self, max_length: int | None) -> DraftPlan:
         """Limit the plan to beams of ``max_length`` tokens; None is no limit."""

@@ -95,8 +95,9 @@ class PendingPass:
         length: Committed tokens before the root of this pass.
         plan: Plan of the drafts; None if nothing was drafted.
         is_shown: Whether the proposer was given it.
-        num_kept: Tokens that belong to the sequence, which may end before the others; None until
-            the outcome is read and committed.
+        is_accepted: Whether its outcome is read and committed.
+        num_kept: Tokens that belong to the sequence, once the pass is accepted; the sequence may
+            end before the others.
         finish_reason: Reason that the sequence ends with them; None if it goes on.
     """
 
@@ -113,7 +114,8 @@ class PendingPass:
     length: int = 0
     plan: DraftPlan | None = None
     is_shown: bool = False
-    num_kept: int | None = None
+    is_accepted: bool = False
+    num_kept: int = 0
     finish_reason: str | None = None
 
     @property
@@ -173,26 +175,21 @@ class PendingPass:
         return accepted if bonus == NOT_A_NUMBER else [*accepted, bonus]
 
     @property
-    def is_accepted(self) -> bool:
-        """Whether its outcome is read and committed."""
-        return self.num_kept is not None
-
-    @property
     def kept_tokens(self) -> list[Token]:
         """Tokens that belong to the sequence, once the pass is accepted."""
-        num_drafts, kept = len(self.rows) - 1, self.tokens[: self.num_kept]
+        rows, last = self.rows, self.num_kept - 1
         return [
             Token(
                 id=token,
-                is_draft=i < num_drafts,
-                log_probs=self._log_probs_after(row),
-                finish_reason=self.finish_reason if i == len(kept) - 1 else None,
+                is_draft=i < len(rows) - 1,
+                log_probs=self._log_probs_after(rows[i]),
+                finish_reason=self.finish_reason if i == last else None,
             )
-            for i, (token, row) in enumerate(zip(kept, self.rows, strict=False))
+            for i, token in enumerate(self.tokens[: self.num_kept])
         ]
 
     def _log_probs_after(self, row: int) -> mx.array:
-        """Natural log-probabilities after a node, shape (V,)."""
+        """Return the natural log-probabilities after a node, shape (V,)."""
         # An index costs the host more time than `squeeze`, which does for a single row.
         return self.log_probs.squeeze(0) if self.path is None else self.log_probs[row]
 

@@ -149,8 +149,9 @@ class GumbelNoise:
         if 0 < params.top_k < log_probs.shape[-1]:
             log_probs = apply_top_k(log_probs, params.top_k)
         # Small models notice every operation, and the temperature is mostly 1.
-        temp = min(max(float(params.temp), MIN_FACTOR), MAX_FACTOR)
-        return log_probs if temp == 1 else log_probs / temp
+        if params.temp == 1:
+            return log_probs
+        return log_probs / min(max(float(params.temp), MIN_FACTOR), MAX_FACTOR)
 
 
 class KeyedSampler:

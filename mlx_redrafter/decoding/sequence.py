@@ -95,6 +95,8 @@ class SequenceDecoder:
         self._taken: PendingPass | None = None
         # Drafts of what follows the newest pass.
         self._proposal: Proposal | None = None
+        # Whether this step verifies no drafts, as there are none, or those of a probe.
+        self._is_plain = True
         # The root or tree that the target is to process, until it has answered.
         self._asked: mx.array | TokenTree | None = None
 
@@ -128,6 +130,7 @@ class SequenceDecoder:
         if pending.is_accepted:
             pending.check_finite()  # NaN may follow drafts that were accepted
         plan = self._choose_plan()
+        self._is_plain = plan is None or plan.is_probe
         if plan is not None:
             self._proposal = self._propose(plan, pending)
         elif pending.is_accepted:
@@ -188,7 +191,7 @@ class SequenceDecoder:
                 self._accept(taken)
             if self._proposal is None and taken.num_nodes:
                 self._show(taken)
-        if self._is_plain and not self.is_finished:
+        if self._is_plain and self._proposal is not None and not self.is_finished:
             self._keep_drafts()  # of a probe, from which the policy updates its estimates
         return [] if taken is None else taken.kept_tokens
 
@@ -215,7 +218,7 @@ class SequenceDecoder:
             return sample_root(self.sampler, outputs, noise)
 
     def begin(self) -> None:
-        """Process all tokens of the prompt but the last one; nothing if that is done.
+        """Process the prompt without its last token, unless that is done.
 
         Tokens that the cache holds, such as those of a shared prefill, are left out. A sequence
         that is cancelled meanwhile is finished.
@@ -256,7 +259,7 @@ class SequenceDecoder:
         return tokens
 
     def move(self, cache: TreeCache | SlotCache, policy: DraftPolicy | None = None) -> None:
-        """Go on in another cache.
+        """Continue in another cache.
 
         Args:
             cache: A slot of a batch, or the sequence's own cache again.
@@ -319,11 +322,6 @@ class SequenceDecoder:
         """The cache of a sequence that is in no batch."""
         assert isinstance(self.cache, TreeCache)
         return self.cache
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether this step verifies no drafts: it has none, or only probes."""
-        return self._proposal is None or self._proposal.plan.is_probe
 
     @property
     def _needs_next(self) -> bool:
@@ -392,6 +390,7 @@ class SequenceDecoder:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(pending, num_accepted)
         pending.finish_reason, pending.num_kept = self.request.find_end(tokens, self._num_tokens)
+        pending.is_accepted = True
         self.is_finished = pending.finish_reason is not None
         self._num_tokens += pending.num_kept
 
@@ -425,7 +424,7 @@ class SequenceDecoder:
 
     def _catch_up(self, pending: PendingPass) -> None:
         """Process the last token, and leave the random state where plain decoding has it."""
-        num_cut = len(pending.tokens) - (pending.num_kept or 0)
+        num_cut = len(pending.tokens) - pending.num_kept
         if num_cut == 0:
             self.sample(pending.root, self._process(pending.root))
         else:

@@ -39,7 +39,7 @@ class CacheLocks:
             )
 
     def claim(self, layers: Sequence[Any], stream: ResponseStream) -> None:
-        """Lock caches for a stream, after a `check`, until it is closed or garbage."""
+        """Lock caches for a stream, after a `check`, until it is closed or nobody refers to it."""
         with self._lock:
             self.check(layers)
             for layer in layers:

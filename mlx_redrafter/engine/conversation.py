@@ -57,7 +57,7 @@ class Conversation:
         self._tokens: list[int] = []
 
     def ask(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
-        """Answer a message; what was yielded when the iterator ends or is closed is the answer.
+        """Answer a message. The answer ends with the iterator, at the latest when it is closed.
 
         Args:
             text: The user's message.

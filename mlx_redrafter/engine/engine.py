@@ -204,6 +204,7 @@ class Engine:
         Raises:
             UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
+        end_streams_with_thread()
         return self._share(self._options({}))
 
     def generate(self, prompt: str | Sequence[int] | mx.array, **options: Any) -> str:

@@ -15,12 +15,12 @@ from mlx_redrafter.target.target import Target
 
 Message = Mapping[str, Any]
 
-# Stand-in for the last message while the template's text before it is looked for.
+# Replaces the last message, to find the text that the template puts before it.
 MARKER = "<query>"
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Token ids of a prompt; text gets the special tokens it does not start with, as in mlx-lm.
+    """Encode a prompt; text gets the special tokens that it does not start with, as in mlx-lm.
 
     Raises:
         ConfigError: It is neither text nor whole numbers.
@@ -41,12 +41,12 @@ def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.
 
 
 def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool = True) -> list[int]:
-    """Token ids of one user message, in the chat format if the model has one.
+    """Encode one user message, in the chat format if the model has one.
 
     Args:
         tokenizer: The model's tokenizer.
         text: Text of the message.
-        use_template: False encodes the text as it is.
+        use_template: Whether to use the chat format.
 
     Raises:
         ConfigError: The chat template rejects the message, or nothing is left of it.
@@ -66,15 +66,15 @@ def encode_chat(
     add_generation_prompt: bool = True,
     follows_cache: bool = False,
 ) -> list[int]:
-    """Token ids of messages in the format of the model's chat template.
+    """Encode messages in the format of the model's chat template.
 
     Args:
         tokenizer: The model's tokenizer, which has a chat template.
         messages: Messages with "role" and "content".
         options: Options of the template.
-        add_generation_prompt: Whether the beginning of the assistant's reply is added.
-        follows_cache: Whether the last message continues a stored cache, so that the template's
-            text before its content is left out.
+        add_generation_prompt: Whether to add the beginning of the assistant's reply.
+        follows_cache: Whether the last message continues a stored cache, so that the text that the
+            template puts before it is left out.
 
     Raises:
         ConfigError: The chat template rejects the messages.
@@ -116,7 +116,7 @@ def _encode(tokenizer: TokenizerWrapper, text: str, **options: Any) -> list[int]
 
 
 def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
-    """Check that a prompt is one for a target.
+    """Check that a target can process a prompt.
 
     Args:
         prompt: Token ids.
@@ -124,7 +124,7 @@ def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
         target: The target.
 
     Raises:
-        ConfigError: It is empty or too long, or a token id is none.
+        ConfigError: It is empty or too long, or the target has no such token id.
     """
     check_not_empty(prompt)
     if min(prompt) < 0 or max(prompt) >= target.vocab_size:

@@ -199,6 +199,7 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
 
 # Once per chunk of a prompt, once per set of a drafter's weights, and in blank caches for timing.
 ALLOWED = {
+    "decoding/sampling": ["float(params.temp)"],  # a number of the options
     "proposers/draft_model": [
         "bool(cached)",  # a list
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
