@@ -15,10 +15,12 @@ from mlx_redrafter.bench.outlook import Outlook, Trial
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
+from mlx_redrafter.checkpoints.recognition import is_word, recognise
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.proposers import redrafter
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 from mlx_redrafter.training.resources import format_bytes, read_total_memory
 
@@ -69,9 +71,9 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
         UnsupportedTargetError: It cannot be decoded exactly.
     """
     subject = _find_model(model)
-    if drafter is None or is_word(drafter, LOOKUP):
+    if drafter is None or is_word(drafter, "lookup"):
         return subject
-    if is_word(drafter, MTP):
+    if is_word(drafter, "mtp"):
         return replace(subject, drafter=drafter)
     return replace(subject, drafter=drafter, refusal=_refuse(drafter, subject.shape))
 
@@ -99,7 +101,7 @@ def _find_model(model: str | None) -> Subject:
 def _refuse(drafter: str, shape: ModelShape) -> str | None:
     try:
         kind, config = recognise(drafter)
-        if kind == "recurrent drafter":
+        if kind is redrafter:
             check_sizes(DrafterConfig.from_dict(config), shape.hidden_size, shape.vocab_size)
     except RedrafterError as error:
         return str(error)
@@ -129,7 +131,7 @@ def advise(
 
 def _drafters(subject: Subject) -> list[str]:
     sentences = [
-        f"{LOOKUP} (the default): what followed the newest words where they stood before. It needs "
+        "lookup (the default): what followed the newest words where they stood before. It needs "
         "nothing, and gains where a text repeats its prompt or itself.",
         "The bundled drafter, which was made for this model."
         if subject.is_bundled
@@ -192,7 +194,7 @@ def _recommendation(subject: Subject, outlook: Outlook, trial: Trial | None) -> 
             "Leave the sizes of drafts to the program, which chooses them at every step.",
         ]
     sentences = [
-        f"Use {LOOKUP}, which decodes plainly where nothing repeats: {use} --drafter {LOOKUP} "
+        f"Use lookup, which decodes plainly where nothing repeats: {use} --drafter lookup "
         '--prompt "..."'
     ]
     if trial is not None:

@@ -29,9 +29,8 @@ from mlx_redrafter.bench.turns import (
 )
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
-from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.proposers.speculate_ahead import Hits, Predrafted
+from mlx_redrafter.proposers.speculate_ahead import Hits, SpeculateAhead
 from mlx_redrafter.target.target import Target
 
 # A way of decoding whose drafts are made ahead.
@@ -91,8 +90,8 @@ def compare(
     hits: dict[str, Hits] = {}
     for plan in (*plans, None) if predraft else ():
         name = PREDRAFTED.format(AUTO if plan is None else arm_name(plan))
-        assert not isinstance(setting.drafter, Predrafted)
-        ahead = Predrafted(setting.drafter, predraft)
+        assert not isinstance(setting.drafter, SpeculateAhead)
+        ahead = SpeculateAhead(setting.drafter, predraft)
         arms[name], hits[name] = drafted_arm(replace(setting, drafter=ahead), plan), ahead.hits
     prepare = partial(time_shapes, setting, max(len(prompt.ids) for prompt in prompts), recording)
     decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
@@ -119,7 +118,7 @@ def time_shapes(setting: Setting, longest: int, recording: Recording) -> None:
     Plans are timed once per model and machine; the time is not part of any answer's.
     """
     target = Target(setting.model)
-    network = None if isinstance(setting.drafter, Lookup) else as_proposer(setting.drafter)
+    network = None if isinstance(setting.drafter, Lookup) else setting.drafter
     seconds = sum(
         timed(partial(time_steps, target, network, context))
         for context in contexts(target, longest)

@@ -13,9 +13,8 @@ from typing import Any
 
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint_files import shared_name, write_atomically
-from mlx_redrafter.checkpoints.loading import LoadedDrafter
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, explain
-from mlx_redrafter.proposers.kinds import as_proposer
 
 FORMAT = 1
 # A list of numbers as `json` indents it; on one line it takes a fifth of the space.
@@ -86,7 +85,7 @@ def checkpoint_name(path_or_repo: str | None) -> str:
     return shared_name(path_or_repo)
 
 
-def pair_names(model: str | None, drafter: str | None, loaded: LoadedDrafter) -> dict[str, Any]:
+def pair_names(model: str | None, drafter: str | None, loaded: Proposer) -> dict[str, Any]:
     """Names of a pair in a result, and the bits of its drafter's weights if they are quantised.
 
     `load` quantises recurrent drafters where that is faster, so a name alone does not say.
@@ -98,8 +97,8 @@ def pair_names(model: str | None, drafter: str | None, loaded: LoadedDrafter) ->
     }
 
 
-def _drafter_bits(drafter: LoadedDrafter) -> int | None:
-    parts = (part for network in as_proposer(drafter).modules for part in network.modules())
+def _drafter_bits(drafter: Proposer) -> int | None:
+    parts = (part for network in drafter.networks for part in network.modules())
     return next((part.bits for part in parts if hasattr(part, "bits")), None)
 
 

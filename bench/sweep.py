@@ -39,7 +39,6 @@ from mlx_redrafter.bench.turns import (
 )
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.kinds import as_proposer
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Apple's columns in Apple's order, then those of options that Apple did not vary.
@@ -187,7 +186,7 @@ def sweep(
     """
     blocks = list(_blocks(setting, grid, shapes_per_block))
     total = len(blocks) * repeats * len(prompts)
-    casts = [_Cast(one) for one in (setting.model, *as_proposer(setting.drafter).modules)]
+    casts = [_Cast(one) for one in (setting.model, *setting.drafter.networks)]
     done = 0
     for block in blocks:
         turns = make_turns(prompts, repeats, block.group, block.number)

@@ -97,9 +97,9 @@ def widen(
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is not None and drafter_out is not None:
         kind, _ = recognise(drafter)
-        if kind == "recurrent drafter":
+        if kind.NAME == "recurrent drafter":
             config = widen_drafter(drafter, drafter_out, shape.hidden_size, drafter_exit_dim, seed)
             typer.echo(f"{drafter_out}: {config}")
         else:
-            widen_head(kind, drafter, drafter_out, shape.hidden_size)
-            typer.echo(f"{drafter_out}: {kind}")
+            widen_head(kind.NAME, drafter, drafter_out, shape.hidden_size)
+            typer.echo(f"{drafter_out}: {kind.NAME}")

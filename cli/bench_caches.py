@@ -41,7 +41,7 @@ def caches(
     from mlx_redrafter.bench.plots import machine_name, plot_caches
     from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
     from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-    from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY
+    from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 
     configs = MODELS
     if model is not None:

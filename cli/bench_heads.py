@@ -23,7 +23,7 @@ from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.heads import Head, Heads
-    from mlx_redrafter.checkpoints.loading import LoadedDrafter
+    from mlx_redrafter.decoding.protocols import Proposer
 
 
 @takes_records
@@ -109,7 +109,7 @@ def _load(model: str | None, drafters: Sequence[str]) -> tuple[Any, Any, list[He
 
     target, tokenizer, first = Pair(model, drafters[0]).load()
     # The others come with a target of their own each, which is not kept; none is None.
-    others = (cast("LoadedDrafter", load(model, drafter)[2]) for drafter in drafters[1:])
+    others = (cast("Proposer", load(model, drafter)[2]) for drafter in drafters[1:])
     loaded = [first, *others]
     heads = [
         Head(name, drafter, *_training(Path(path)))

@@ -121,9 +121,8 @@ def compare(
     from mlx_redrafter.bench.result_file import pair_names
     from mlx_redrafter.bench.runs import Setting
     from mlx_redrafter.bench.turns import arm_name
-    from mlx_redrafter.proposers.kinds import as_proposer
 
-    plans = [shape.fitted(plan, as_proposer(drafter).max_length) for plan in plans]
+    plans = [shape.fitted(plan, drafter.max_length) for plan in plans]
     encoded = prompts.encode(tokenizer)
     configuration = {
         **pair_names(pair.model, pair.drafter_name, drafter),

@@ -150,7 +150,7 @@ def _print_statistics(result: Result, drafts: bool) -> None:
             f"decoding: 1); at least 1, 2, ... drafts kept in {', '.join(rates) or 'none'}"
         )
     if hits is not None:
-        lines.append(f"Predrafted: {hits.foreseen} of {hits.passes} outcomes were drafted for")
+        lines.append(f"SpeculateAhead: {hits.foreseen} of {hits.passes} outcomes were drafted for")
     typer.echo("\n".join(lines), err=True)
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_redrafter.checkpoints.loading import LoadedDrafter
+    from mlx_redrafter.decoding.protocols import Proposer
 
-    Loaded = tuple[nn.Module, TokenizerWrapper, LoadedDrafter]
+    Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
 
 Model = Annotated[
     str | None,
@@ -147,9 +147,9 @@ class WritingPair(AdaptedPair):
         for token in self.extra_eos_token or ():
             _add_stop_token(tokenizer, token)
         if self.predraft:
-            from mlx_redrafter.proposers.speculate_ahead import Predrafted
+            from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
-            return model, tokenizer, Predrafted(drafter, self.predraft)
+            return model, tokenizer, SpeculateAhead(drafter, self.predraft)
         return model, tokenizer, drafter
 
 

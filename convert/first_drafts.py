@@ -23,8 +23,7 @@ from mlx_redrafter.convert.selftest import (
 )
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
-from mlx_redrafter.proposers.kinds import as_proposer
-from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def decode_texts(
     """
     model, tokenizer, _ = load(name)
     target = Target(model)
-    as_proposer(network).check_fit(target, tokenizer)
+    network.check_fit(target, tokenizer)
     logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
     layers = network.captured_layers(target)
     return target, [_decode(target, encode_question(tokenizer, one), layers) for one in PROMPTS]

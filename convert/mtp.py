@@ -25,26 +25,21 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers.draft_network import quantization_of
+from mlx_redrafter.proposers.checkpoint import check_finite, save_drafter
 from mlx_redrafter.proposers.eagle.published import is_eagle
 from mlx_redrafter.proposers.medusa.layouts import is_medusa
-from mlx_redrafter.proposers.mtp.checkpoint import (
-    CONFIG_AND_INDEX,
-    find_module,
-    load_mtp,
-    open_module,
-    published_name,
-    save_mtp,
-)
+from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
     is_mtp,
     model_type_of,
     one_layer_model,
     prefix_of,
+    published_name,
 )
 from mlx_redrafter.proposers.mtp.network import Mtp, MtpConfig
-from mlx_redrafter.proposers.redrafter.checkpoint import check_finite, quantize_drafter
+from mlx_redrafter.proposers.mtp.tensors import INDEX, find_module, open_module
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
@@ -55,7 +50,7 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    folder = find_checkpoint(path_or_repo, CONFIG_AND_INDEX)
+    folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
     if not has_family(values) or is_eagle(values, ()) or is_medusa(values, {}):
         return None
@@ -93,7 +88,7 @@ def convert_mtp(source: Source, destination: Path, options: ConversionOptions) -
     """Convert an MTP module; see `conversion.convert_drafter`."""
     if options.rnn_activation is not None or options.vocabulary is not None:
         raise ConfigError("an MTP module has no recurrence, and its head is the model's own")
-    module, values = load_mtp(source.folder), source.config
+    module = load_mtp(source.folder)
     if quantization_of(module) is not None:
         raise CheckpointError(
             "expected an MTP module that is not quantised; convert the published one"
@@ -112,7 +107,7 @@ def convert_mtp(source: Source, destination: Path, options: ConversionOptions) -
     warning = None if measured is None else measured.warning()
     return write_conversion(
         destination,
-        partial(save_mtp, module, values),
+        partial(save_drafter, module),
         module.config,
         options,
         provenance,
@@ -121,7 +116,7 @@ def convert_mtp(source: Source, destination: Path, options: ConversionOptions) -
 
 
 def _has_index(source: Source) -> bool:
-    return (source.folder / CONFIG_AND_INDEX[1]).exists()
+    return (source.folder / INDEX).exists()
 
 
 def _target_of(source: Source) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
-from mlx_redrafter.proposers.redrafter.checkpoint import UNUSED_TENSORS
+from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS
 
 NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
 

@@ -21,17 +21,11 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.fit import (
-    TOP_TOKENS,
-    Calibration,
-    ObservedSequence,
-    Prediction,
-    calibrate,
-    predict,
-)
+from mlx_redrafter.proposers.fit import TOP_TOKENS, Calibration, ObservedSequence, Prediction
 from mlx_redrafter.proposers.medusa import fit_heads as heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import Activation
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k

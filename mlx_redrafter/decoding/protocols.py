@@ -23,8 +23,8 @@ class Proposer(Protocol):
     """Proposes tokens for any number of texts: weights and tables, which threads may share."""
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Networks, none for a lookup; step times are kept by their tensors."""
+    def networks(self) -> tuple[nn.Module, ...]:
+        """Its networks, none for a lookup; step times are stored by their tensors."""
         ...
 
     @property

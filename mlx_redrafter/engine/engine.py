@@ -45,17 +45,14 @@ from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.joint import JointPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
-from mlx_redrafter.proposers.kinds import as_proposer
-from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.proposers.lookup_first import LookupFirst
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.target.target import Target
 
 # A cache may go from one engine to another.
 _claims = CacheLocks()
 
-AnyDrafter = Drafter | KvNetwork | Proposer | Literal["lookup"] | None
+AnyDrafter = Proposer | Literal["lookup"] | None
 
 
 class Engine:
@@ -209,7 +206,7 @@ class Engine:
     def new_prompt_cache(self) -> list[Any]:
         """A ``prompt_cache`` for texts that continue: layers of the target and of what drafts."""
         proposer = self.proposer
-        networks = proposer.modules if proposer is not None and proposer.num_layers else ()
+        networks = proposer.networks if proposer is not None and proposer.num_layers else ()
         return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
 
     def close(self) -> None:
@@ -349,13 +346,12 @@ def _find_proposer(drafter: AnyDrafter, memory: LearnedState) -> Proposer | None
         return None
     if isinstance(drafter, str) and drafter == "lookup":
         return memory.lookup
-    proposer = as_proposer(drafter)
-    if not isinstance(proposer, Proposer):
+    if not isinstance(drafter, Proposer):
         raise ConfigError(
             "drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, got "
             f"{reprlib.repr(drafter)}"
         )
-    return proposer
+    return drafter
 
 
 def _as_list(name: str, values: Any) -> list[Any]:

@@ -1,16 +1,18 @@
-"""Sizes of layers of mlx-lm in heads that have some, as their configs name them."""
+"""Sizes of mlx-lm's layers in networks that use them, as their configs name them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from mlx_redrafter.checks import check_int, is_number
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
 
-# Bound on what a config file may claim, far above any model.
+# Largest number of captured layers that a config file may claim, far above any model.
 MAX_CAPTURED = 64
+# Sizes that every config of such layers has.
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -26,6 +28,9 @@ LAYER_ARGS = (
     "rope_scaling",
     "max_position_embeddings",
 )
+
+C = TypeVar("C")
+N = TypeVar("N")
 
 
 def check_layer(config: Any) -> None:
@@ -57,18 +62,41 @@ def check_layer(config: Any) -> None:
     )
 
 
-def check_captured_layers(layers: tuple[int, ...], lowest: int = 0) -> None:
-    """Raise `ConfigError` unless these can be layers of a target, numbered from ``lowest``."""
-    if not 1 <= len(layers) <= MAX_CAPTURED:
-        raise ConfigError(f"expected 1 to {MAX_CAPTURED} captured layers, got {len(layers)}")
+def check_captured_layers(layers: object, lowest: int = 0) -> tuple[int, ...]:
+    """Check that these can be layers of a target, numbered from ``lowest``, and return them.
+
+    Raises:
+        ConfigError: They are no list, too many, or out of range.
+    """
+    if not isinstance(layers, (list, tuple)) or not 1 <= len(layers) <= MAX_CAPTURED:
+        raise ConfigError(
+            f"captured_layers must be a list of 1 to {MAX_CAPTURED} layers, got "
+            f"{reprlib.repr(layers)}"
+        )
     for layer in layers:
         check_int("each of captured_layers", layer, lowest, MAX_DIMENSION)
+    return tuple(layers)
 
 
 def layer_arguments(config: Any) -> dict[str, Any]:
-    """Arguments of mlx-lm's layers for the sizes in a config."""
+    """Return the arguments of mlx-lm's layers for the sizes in a config."""
     return {
         **{name: getattr(config, name) for name in LAYER_ARGS},
         "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
         "tie_word_embeddings": False,
     }
+
+
+def build(network: Callable[[C], N], config: C) -> N:
+    """Make a network with layers of mlx-lm, whose random weights are not computed.
+
+    Raises:
+        CheckpointError: mlx-lm cannot make the layers, as it does not know their rope_scaling.
+    """
+    try:
+        return network(config)
+    except Exception as error:  # mlx-lm has no exception of its own
+        raise CheckpointError(
+            f"mlx-lm cannot make the drafter's layers: {first_line(error)}; check rope_scaling in "
+            "config.json"
+        ) from error

@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.quantization import quantization_of
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.target_size import TargetSize
@@ -63,7 +64,7 @@ def load_earlier_drafter(path_or_repo: str, target: Target, vocab_size: int) -> 
         RedrafterError: The drafter cannot be loaded, or does not fit the target.
     """
     drafter = load_drafter(path_or_repo)
-    if drafter.quantization is not None:
+    if quantization_of(drafter) is not None:
         raise ConfigError(
             f"expected floating-point weights to train, found the drafter {path_or_repo}, which is "
             "quantised; start from the drafter it was made from"

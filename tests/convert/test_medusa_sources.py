@@ -15,7 +15,7 @@ from mlx_redrafter.convert.conversion import (
 )
 from mlx_redrafter.convert.inspection import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
+from mlx_redrafter.proposers.medusa import load as load_medusa
 from tests.convert import handmade
 
 Values = dict[str, np.ndarray]

@@ -13,11 +13,9 @@ import pytest
 
 from mlx_redrafter import Engine, load
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
-from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.helpers import mimo
@@ -51,7 +49,7 @@ def write_eagle(folder: Path, version: int) -> Path:
     layers = {"captured_layers": (0, 1, 1)} if version == 3 else {}
     mx.random.seed(version)
     config = EagleConfig(version, num_attention_heads=4, num_key_value_heads=2, **sizes, **layers)
-    save_eagle(Eagle(config), folder)
+    save_drafter(Eagle(config), folder)
     return folder
 
 
@@ -60,7 +58,7 @@ def write_specformer(folder: Path) -> Path:
     sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
     mx.random.seed(5)
     config = SpecFormerConfig(**sizes, **heads, captured_layers=(0, 1, 1, -1), num_slots=5)
-    save_specformer(SpecFormer(config), folder)
+    save_drafter(SpecFormer(config), folder)
     return folder
 
 

@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT
-from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork, KvNetwork
-from mlx_redrafter.proposers.mtp.checkpoint import save_mtp
+from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.loss import Batch
 from mlx_redrafter.training.students.chain import ChainStudent
@@ -122,7 +122,7 @@ class EagleStudent(AutoregressiveStudent):
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """See `Student.save`."""
-        save_eagle(self.network, folder, extra)
+        save_drafter(self.network, folder, extra)
 
 
 class MtpStudent(AutoregressiveStudent):
@@ -150,7 +150,7 @@ class MtpStudent(AutoregressiveStudent):
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """See `Student.save`."""
-        save_mtp(self.network, self.values, folder, extra)
+        save_drafter(self.network, folder, extra)
 
 
 class Rows:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.training.loss import Batch
 from mlx_redrafter.training.students.context import KvStudent, Rows, level_masks
@@ -34,7 +34,7 @@ class SpecFormerStudent(KvStudent):
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """See `Student.save`."""
-        save_specformer(self.network, folder, extra)
+        save_drafter(self.network, folder, extra)
 
     def levels(self, network: SpecFormer, batch: Batch) -> Iterator[mx.array]:
         """See `ChainStudent.levels`; the positions are those of one stretch."""

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter import Drafter, generate, load_drafter, save_drafter
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
