@@ -131,8 +131,7 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
 def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if options.rnn_activation is not None:
         raise ConfigError("rnn_activation is for recurrent drafters, but these are Medusa heads")
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    found = read_heads(source.config, shapes)
+    found = read_heads(source.config, source.shapes)
     check_dtypes(found.sources, source.tensors)
     config = found.config
     if options.tree == "static" and options.target is None and config.rank_accuracies is None:

@@ -1,6 +1,6 @@
-"""Conversion of EAGLE heads, and the test that tells whether one was trained for a target.
+"""Conversion of EAGLE heads, and a test of whether one was trained for a target.
 
-Files differ on which rotary embedding they say, so both are tried: the head's and the target's.
+Some files name the wrong rotary embedding, so the test tries both: the head's and the target's.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class EagleTest(FirstDrafts):
     """Results of the test.
 
     Attributes:
-        other_rope: Acceptance with the target's rotary embedding; None where it is the head's.
-        other_is_better: Whether that is clearly more, by two standard errors of the difference.
+        other_rope: Acceptance with the target's rotary embedding; None if the head has the same.
+        other_is_better: Whether it is higher by more than two standard errors of the difference.
     """
 
     other_rope: float | None = None
     other_is_better: bool = False
 
     def warning(self) -> str | None:
-        """The likely mistake, or None if the head seems to fit."""
+        """Name the likely mistake; None if the head seems to fit."""
         if not self.other_is_better:
             return super().warning()
         return (
@@ -69,12 +69,12 @@ class EagleTest(FirstDrafts):
 
 
 def is_eagle_source(source: Source) -> bool:
-    """Whether a checkpoint is an EAGLE head, published or of this package."""
+    """Return whether a checkpoint is an EAGLE head, published or of this package."""
     return is_eagle(source.config, source.tensors)
 
 
 def describe_eagle(source: Source, eagle: Eagle) -> str:
-    """The kind of a head, and the model that it says it is for."""
+    """Describe the kind of a head, and the model that its config names."""
     if source.config.get("model_type") == MODEL_TYPE:
         layout = "written by this converter"
     elif "speculators_model_type" in source.config:
@@ -86,7 +86,7 @@ def describe_eagle(source: Source, eagle: Eagle) -> str:
 
 
 def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
-    """A head of the right sizes, without its weights, and where these are.
+    """Make a head of the right sizes without its weights, and map their names.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
@@ -158,7 +158,7 @@ def _test(eagle: Eagle, name: str | Path) -> EagleTest:
 
 
 def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
-    """The same weights with another rotary embedding; None where it is the same."""
+    """Copy a head with another rotary embedding; return None if it is the same."""
     config = replace(eagle.config, **rope)
     if config == eagle.config:
         return None

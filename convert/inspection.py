@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
-# Where published heads say which model they are for.
+# Key of the model that a published head is for.
 TARGET_KEY = "base_model_name_or_path"
 
 
@@ -59,8 +59,7 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     try:
         if has_medusa(source):
             noun = "Medusa heads"
-            shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-            named = read_heads(source.config, shapes)
+            named = read_heads(source.config, source.shapes)
             config = named.config
         else:
             noun = "a recurrent drafter"

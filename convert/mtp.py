@@ -25,9 +25,8 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.escaping import quote
+from mlx_redrafter.proposers import eagle, medusa
 from mlx_redrafter.proposers.checkpoint import check_finite, save_drafter
-from mlx_redrafter.proposers.eagle.published import is_eagle
-from mlx_redrafter.proposers.medusa.layouts import is_medusa
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
@@ -43,28 +42,28 @@ from mlx_redrafter.proposers.quantization import quantization_of, quantize_draft
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
-    """The MTP module in a checkpoint, None where its config is not that of a model with one.
+    """Open the MTP module in a checkpoint; None if its config is not that of a model with one.
 
-    Of a repository no other files are fetched than those with the module.
+    From a repository it fetches the files of the module alone.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
     folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
-    if not has_family(values) or is_eagle(values, ()) or is_medusa(values, {}):
+    if not has_family(values) or eagle.recognise(values, {}) or medusa.recognise(values, {}):
         return None
     folder, paths = find_module(path_or_repo)
     tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}
     source = Source(shared_name(path_or_repo), folder, values, tuple(paths), tensors)
-    # A model that lacks its module is refused as such, without fetching the rest of it.
+    # A model that lacks its module is recognised here, before the rest of it is fetched.
     is_model = _has_index(source) or any("embed_tokens." in name for name in tensors)
     has_module = any(name.startswith(prefix_of(values)) for name in tensors)
     return source if is_model or has_module else None
 
 
 def describe_mtp(source: Source) -> str:
-    """The kind of a module, and the model that it is for."""
+    """Describe the kind of a module, and the model that it is for."""
     kind = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
     kind += ", written by this converter" if PROVENANCE_KEY in source.config else ""
     target = _target_of(source)
@@ -72,7 +71,9 @@ def describe_mtp(source: Source) -> str:
 
 
 def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
-    """The config of a module, and the checkpoint without the rest of the model; reads no values.
+    """Return a module's config, and the checkpoint without the model's other tensors.
+
+    It reads no values.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, or of other shapes than the config
@@ -120,7 +121,7 @@ def _has_index(source: Source) -> bool:
 
 
 def _target_of(source: Source) -> str | None:
-    """The model that a module is for: the one in whose files it is, or that of a conversion."""
+    """Name the model that a module is for: the owner of its files, or the one of a conversion."""
     provenance = source.config.get(PROVENANCE_KEY)
     if isinstance(provenance, Mapping):
         target = provenance.get("target")

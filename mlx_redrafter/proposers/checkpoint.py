@@ -26,7 +26,7 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.escaping import join_shortened
+from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_as_stored
@@ -136,22 +136,37 @@ def check_shapes(
         CheckpointError: Tensors are missing, unexpected or of other shapes; the message names the
             first dozen.
     """
+    if problems := describe_misfits(network, stored, names or {}):
+        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
+
+
+def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:
+    """Name the first dozen stored tensors that are missing, unexpected or of other shapes.
+
+    Args:
+        network: The network.
+        stored: Shapes of the stored tensors, by the network's names.
+        names: Names in the checkpoint by the network's, if they differ.
+
+    Returns:
+        Their names and shapes in words, empty if all tensors fit.
+    """
     expected = {name: tensor.shape for name, tensor in named_parameters(network).items()}
-    called = {name: (names or {}).get(name, name) for name in expected.keys() | stored.keys()}
-    problems = [f"{called[name]} is missing" for name in expected.keys() - stored.keys()]
-    problems += [
-        f"{called[name]} is not part of a drafter" for name in stored.keys() - expected.keys()
+    called = {name: names.get(name, name) for name in expected.keys() | stored.keys()}
+    problems = [
+        f"{called[name]} is missing, expected shape {list(expected[name])}"
+        for name in sorted(expected.keys() - stored.keys())
     ]
     problems += [
-        f"{called[name]} has shape {list(stored[name])}, expected {list(expected[name])}"
-        for name in expected.keys() & stored.keys()
+        f"{quote(called[name])} of shape {list(stored[name])} is unexpected"
+        for name in sorted(stored.keys() - expected.keys())
+    ]
+    problems += [
+        f"{quote(called[name])} has shape {list(stored[name])}, expected {list(expected[name])}"
+        for name in sorted(expected.keys() & stored.keys())
         if tuple(stored[name]) != tuple(expected[name])
     ]
-    if problems:
-        raise CheckpointError(
-            f"the weights in {folder} do not fit its config.json: "
-            f"{join_shortened(sorted(problems), '; ')}"
-        )
+    return join_shortened(problems, "; ")
 
 
 def check_floating(

@@ -162,7 +162,7 @@ BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], st
         changed("input_proj.weight", mx.ones((32, 32))),
         {},
         CheckpointError,
-        r"input_proj\.weight has shape \[32, 32\], expected \[32, 64\]",
+        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
     ),
     "too large": (
         changed("final_layernorm.weight", mx.full((32,), 1e6)),

@@ -49,9 +49,9 @@ BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
     "shape": (
         with_("2.0.linear.weight", (8, 9)),
         CONFIG,
-        r"2\.0\.linear\.weight has shape \[8, 9\], expected \[8, 8\]",
+        r"2\.0\.linear\.weight' has shape \[8, 9\], expected \[8, 8\]",
     ),
-    "rows": (with_("1.1.weight", (71, 8)), CONFIG, r"1\.1\.weight has shape \[71, 8\], expected"),
+    "rows": (with_("1.1.weight", (71, 8)), CONFIG, r"1\.1\.weight' has shape \[71, 8\], expected"),
     "unexpected": (with_("norm.weight", (8,)), CONFIG, "not part of Medusa heads: 'norm.weight'"),
     "twice": (with_("medusa_head.0.1.weight", (70, 8)), CONFIG, "both stand for heads.0.1.weight"),
     "whole model": (

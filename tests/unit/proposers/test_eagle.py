@@ -161,10 +161,10 @@ def _change(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[64, 192\]"),
+        ({"hidden_size": 64}, r"fc.weight' has shape \[32, 96\], expected \[64, 192\]"),
         ({"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight is missing"),
         ({"norm_before_fc": True}, "input_norm.weight is missing"),
-        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight has shape \[48, 32\], expected"),
+        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight' has shape \[48, 32\], expected"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"intermediate_size": "48"}, "intermediate_size must be an integer"),
@@ -232,3 +232,27 @@ def test_other_formats_are_refused_by_name(
 def test_configs_are_read_back() -> None:
     config = EagleConfig(3, 32, 48, 4, 2, 64, captured_layers=(0, 1))
     assert EagleConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("fc.weight", "", "states of one layer only, without the tensor fc.weight"),
+        ("q_proj.weight", "kv_a_proj_with_mqa.weight", "layers with latent attention"),
+    ],
+)
+def test_heads_of_other_forms_are_recognised_and_named(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    write_head(tmp_path, LAYOUTS["EAGLE-3"])
+    changed = {
+        name.replace(old, new): tensor
+        for name, tensor in read_tensors(tmp_path).items()
+        if new or name != old
+    }
+    mx.eval(changed)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
+    kind, _ = recognise(tmp_path)
+    assert kind.NAME == "EAGLE head"
+    with pytest.raises(CheckpointError, match=f"this EAGLE head has {message}.*not supported"):
+        load_eagle(tmp_path)

@@ -281,7 +281,7 @@ BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]]
         changed("input_proj.weight", mx.ones((32, 32))),
         CONFIG,
         CheckpointError,
-        r"input_proj\.weight has shape \[32, 32\], expected \[32, 64\]",
+        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
     ),
     "unexpected": (changed("x.weight", mx.ones(2)), CONFIG, CheckpointError, r"x\.weight is not"),
     "not finite": (

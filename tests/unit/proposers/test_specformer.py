@@ -174,7 +174,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ({"captured_layers": 3}, "captured_layers must be a list"),
         ({"captured_layers": [-2, 0]}, "each of captured_layers must be"),
         ({"hidden_size": 33}, "hidden_size must be a multiple"),
-        ({"captured_layers": [0, 1]}, "down_samp.weight has shape"),
+        ({"captured_layers": [0, 1]}, "down_samp.weight' has shape"),
         ({"rope_scaling": {"type": "nonsense"}}, "check rope_scaling"),
         ({"model_type": "redrafter_medusa"}, "expected a drafter with model_type"),
     ],
