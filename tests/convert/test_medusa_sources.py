@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
 def test_what_does_not_fit_is_named(tmp_path: Path, case: str) -> None:
     values, config, message = BAD[case]
     source = write(tmp_path / "source", values, config)
-    assert recognise(source)[0] == "Medusa heads"
+    assert recognise(source)[0].NAME == "Medusa heads"
     with pytest.raises(CheckpointError, match=message):
         load_medusa(source)
     with pytest.raises(CheckpointError, match=message):

@@ -79,7 +79,7 @@ def test_converted_heads_give_the_targets_text(
         assert again.config == conversion.config
     model, tokenizer, heads = load(stories.folder, drafter=tmp_path / "out")
     assert isinstance(heads, Medusa)
-    assert heads.network.config.tree == ("static" if name == "static" else "dynamic")
+    assert heads.config.tree == ("static" if name == "static" else "dynamic")
     plain = generate(model, tokenizer, PROMPT, max_tokens=60)
     for shape in ({}, {"beam_width": 1, "beam_length": 3}, {"beam_length": 3, "tree_nodes": 9}):
         *_, last = stream_generate(model, tokenizer, PROMPT, drafter=heads, max_tokens=60, **shape)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.layer_sizes import check_captured_layers, check_layer
-from mlx_redrafter.proposers.stored_config import StoredConfig
+from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
 
 MODEL_TYPE = "redrafter_eagle"
 # Largest number of decoder layers that a config file may claim, far above any head.
@@ -29,7 +27,7 @@ LAYER_TYPES = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
-class EagleConfig(StoredConfig):
+class EagleConfig(LayerSizes):
     """The shape of an EAGLE head.
 
     EAGLE-2 has the weights of EAGLE-1, and a tree that depends on the drafts, as all trees here.
@@ -37,22 +35,12 @@ class EagleConfig(StoredConfig):
     Attributes:
         version: 1 reads the target's hidden state after its final norm, 3 the inputs of several of
             its layers.
-        hidden_size: Hidden size of the head and of the target, H.
-        intermediate_size: Width of the MLP.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key heads.
-        vocab_size: Size of the target's vocabulary.
-        draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
-        head_dim: Size of a head; None for H divided by the query heads.
+        draft_vocab_size: Rows of the head if it proposes only part of the vocabulary, else None.
         num_hidden_layers: Decoder layers.
-        layer_type: "llama", or "qwen3", whose queries and keys are normalised.
-        rms_norm_eps: Epsilon of the norms.
-        rope_theta: Base of the rotary embedding.
-        rope_scaling: Its scaling, as mlx-lm reads it; None for none.
-        max_position_embeddings: Positions that the head was made for.
+        layer_type: "llama", or "qwen3", which normalises queries and keys.
         attention_bias: Whether the projections of the attention have biases.
-        mlp_bias: Whether those of the MLP do.
-        fc_bias: Whether the layer that joins the inputs does.
+        mlp_bias: Whether the projections of the MLP have biases.
+        fc_bias: Whether the layer ``fc``, which joins the inputs, has a bias.
         captured_layers: EAGLE-3: layers of the target whose inputs it reads; None for layers 2,
             L // 2 and L - 3 of its L.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
@@ -63,19 +51,9 @@ class EagleConfig(StoredConfig):
 
     model_type: ClassVar[str] = MODEL_TYPE
     version: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
     draft_vocab_size: int | None = None
-    head_dim: int | None = None
     num_hidden_layers: int = 1
     layer_type: str = "llama"
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
@@ -90,7 +68,7 @@ class EagleConfig(StoredConfig):
             raise ConfigError(f"EAGLE version must be 1 or 3, got {self.version!r}")
         if self.layer_type not in LAYER_TYPES:
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
-        check_layer(self)
+        super().__post_init__()
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if self.draft_vocab_size is not None:
             check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)

@@ -230,7 +230,15 @@ def test_other_formats_are_refused_by_name(
 
 
 def test_configs_are_read_back() -> None:
-    config = EagleConfig(3, 32, 48, 4, 2, 64, captured_layers=(0, 1))
+    config = EagleConfig(
+        version=3,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        captured_layers=(0, 1),
+    )
     assert EagleConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
