@@ -80,7 +80,7 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
             f"{drafter} has the signs of several kinds of drafters: "
             f"{', '.join(kind.NAME for kind in kinds)}; give a folder with one of them"
         )
-    # The loader of the recurrent drafter says what its config lacks.
+    # The recurrent drafter's loader reports what its config lacks.
     kind = kinds[0] if kinds else redrafter
     if kind is draft_model:
         check_config(config)

@@ -1,7 +1,7 @@
 """Checkpoints of drafters: one way to read, check and write them, for networks of every kind.
 
 A folder has ``config.json`` (with ``"quantization": {"group_size", "bits"}`` if the weights are
-quantised) beside ``model.safetensors``, as in mlx-lm.
+quantised) next to ``model.safetensors``, as in mlx-lm.
 """
 
 from __future__ import annotations

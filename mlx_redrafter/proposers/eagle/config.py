@@ -1,8 +1,8 @@
-"""The shape of an EAGLE head, as stored in the ``config.json`` beside its weights."""
+"""The shape of an EAGLE head, as stored in the ``config.json`` next to its weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
@@ -12,16 +12,6 @@ from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layer
 MODEL_TYPE = "redrafter_eagle"
 # Largest number of decoder layers that a config file may claim, far above any head.
 MAX_LAYERS = 16
-# Fields that are true or false.
-FLAGS = (
-    "attention_bias",
-    "mlp_bias",
-    "fc_bias",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-)
 # Decoder layers of mlx-lm that heads have.
 LAYER_TYPES = ("llama", "qwen3")
 
@@ -72,9 +62,10 @@ class EagleConfig(LayerSizes):
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if self.draft_vocab_size is not None:
             check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be true or false, got {value!r}")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         if self.captured_layers is not None:

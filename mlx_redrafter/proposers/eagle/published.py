@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
+from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
 # Tensors that are not read: the target's own, and a mask that only training needs.
 LEFT_OUT = (
@@ -31,14 +33,8 @@ OFFSETS = "d2t"
 FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
 # Keys that the config here has under the same name.
 SAME_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-    "head_dim",
+    *(field.name for field in fields(LayerSizes)),
     "num_hidden_layers",
-    "rms_norm_eps",
-    "max_position_embeddings",
     "attention_bias",
     "mlp_bias",
 )

@@ -1,4 +1,4 @@
-"""The shape of Medusa heads, as stored in the ``config.json`` beside their weights."""
+"""The shape of Medusa heads, as stored in the ``config.json`` next to their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a recurrent drafter, as stored in the ``config.json`` beside its weights."""
+"""The shape of a recurrent drafter, as stored in the ``config.json`` next to its weights."""
 
 from __future__ import annotations
 
