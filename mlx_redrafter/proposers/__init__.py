@@ -1,7 +1,7 @@
 """Proposers of draft tokens: a folder or a file for each kind, with the names of `Kind`.
 
-A new kind is a folder and an entry in `KINDS`. Kinds import the files next to the folders, and never
-another kind. `speculate_ahead` is no kind: it wraps proposers of two kinds.
+A new kind is a folder and an entry in `KINDS`. Kinds import the files next to the folders, and
+never another kind. `speculate_ahead` is no kind: it wraps proposers of two kinds.
 """
 
 from __future__ import annotations
