@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from mlx_redrafter.bench.chips import BYTES, Chip
-from mlx_redrafter.kernels.metal_source import MOST_ROWS, tile
+from mlx_redrafter.kernels.metal_source import MAX_ROWS, tile
 from mlx_redrafter.kernels.small_t import ROWS
 
 CONVERSION = 4
@@ -37,7 +37,7 @@ def verify_ratio(chip: Chip, bits: int, tokens: float) -> float | None:
     rows = math.ceil(tokens)
     if rows not in ROWS:
         return None
-    launches = -(-rows // MOST_ROWS)
+    launches = -(-rows // MAX_ROWS)
     return REALITY * launches * _floor(chip, bits, -(-rows // launches))
 
 

@@ -15,7 +15,7 @@ from mlx_redrafter.bench.chips import BYTES
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.target.architectures import REFUSED
-from mlx_redrafter.target.inspection import MLX_LM_MODELS, check_config, find_parts
+from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
 from mlx_redrafter.training.target_size import TargetSize
 
 # Parameters in billions, hidden size and vocabulary of published models, by family and size.

@@ -9,7 +9,6 @@ import typer
 from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
 from mlx_redrafter.cli.model_options import AnyDrafter
-from mlx_redrafter.cli.text_options import Debug
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ def advise(
     ] = None,
     drafter: AnyDrafter = None,
     tokens: Annotated[str, typer.Option(help="Tokens to train on, such as 1M.")] = "1M",
-    debug: Debug = False,
 ) -> None:
     """Say what drafting would give for a model here or on another chip, and what to do."""
     count = parse_count(tokens)

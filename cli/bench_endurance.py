@@ -10,17 +10,16 @@ from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, TextPrompt
 from mlx_redrafter.cli.bench_output import draw, progress, show, warn
-from mlx_redrafter.cli.result_records import takes_records
-from mlx_redrafter.cli.text_options import Sizes
+from mlx_redrafter.cli.text_options import DraftSizeOptions
+from mlx_redrafter.draft_plan import find_plan
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.endurance import Window
 
 
-@takes_records
 def endurance(
     pair: RecurrentPair,
-    sizes: Sizes,
+    sizes: DraftSizeOptions,
     prompt: TextPrompt = PROMPT,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 20000,
     window: Annotated[int, typer.Option(help="Tokens per window.")] = 1000,
@@ -30,7 +29,7 @@ def endurance(
 
     The exit code is 1 if either grows by more than the K/V rows and attention to them explain.
     """
-    plan = sizes.plan()
+    plan = find_plan(**vars(sizes), select="top_n")
     target, tokenizer, loaded = pair.load()
     from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
     from mlx_redrafter.bench.endurance import endure, judge

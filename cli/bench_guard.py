@@ -12,7 +12,6 @@ from rich.table import Table
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import RecurrentPair, Resume, TextTokens
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate, Seed, Temp
 from mlx_redrafter.generation_options import SamplingParams
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.timing import Estimate
 
 
-@takes_records
 def guard(
     pair: RecurrentPair,
     case: Annotated[

@@ -14,7 +14,6 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
 from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import MODEL, Seed
 from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.cli.train_options import Schedule, Texts
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.decoding.protocols import Proposer
 
 
-@takes_records
 def heads(
     prompts: Prompts,
     drafters: Annotated[

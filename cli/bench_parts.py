@@ -14,7 +14,6 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import PROMPT, Out, RecurrentPair, Shape, TextPrompt
 from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
 from mlx_redrafter.cli.model_options import NamedModel
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import Temp
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.profile import Profile, VerifyCost
 
 
-@takes_records
 def overhead(
     pair: RecurrentPair,
     shape: Shape,
@@ -99,7 +97,6 @@ class GivenPair(RecurrentPair):
         return target, None, drafter
 
 
-@takes_records
 def memory(
     pair: GivenPair,
     shape: Shape,
@@ -141,7 +138,6 @@ def memory(
         raise typer.Exit(1)
 
 
-@takes_records
 def profile(
     pair: RecurrentPair,
     shape: Shape,

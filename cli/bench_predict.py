@@ -13,7 +13,6 @@ from rich.table import Table
 
 from mlx_redrafter.cli.bench_options import Out
 from mlx_redrafter.cli.bench_output import parse_count, show
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ class Weights:
     drafter_bits: Annotated[int, typer.Option(help="Bits of the drafter's weights.")] = 16
 
 
-@takes_records
 def predict(
     *,
     chip: Annotated[str | None, typer.Option(help="Name of the chip, such as 'M2 Ultra'.")] = None,

@@ -12,12 +12,10 @@ from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, ShortRounds
 from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.bench_speed import speed_table
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import Seed, Temp
 from mlx_redrafter.generation_options import SamplingParams
 
 
-@takes_records
 def regret(
     prompts: Prompts,
     pair: Pair,
@@ -65,7 +63,6 @@ def regret(
     refuse_texts(num_different(found.rows))
 
 
-@takes_records
 def simulate(
     scenarios: Annotated[int, typer.Option(help="Number of scenarios.")] = 300,
     first: Annotated[int, typer.Option(help="Number of the first; every one is another.")] = 0,

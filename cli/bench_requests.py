@@ -12,12 +12,10 @@ from mlx_redrafter.cli.bench_options import Out, Repeats, Resume, TextTokens
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
 from mlx_redrafter.cli.bench_speed import speed_table
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.result_records import takes_records
 
 REQUEST_PROMPT = [1, 2, 3]
 
 
-@takes_records
 def request(
     pair: Pair,
     rounds: Annotated[int, typer.Option(help="Rounds that count.")] = 50,
@@ -51,7 +49,6 @@ def request(
         )
 
 
-@takes_records
 def copy(
     pair: Pair,
     max_tokens: TextTokens = 400,

@@ -9,7 +9,6 @@ import typer
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_output import progress
 from mlx_redrafter.cli.model_options import WritingPair
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import MaxTokens, Seed
 from mlx_redrafter.errors import DataError
 
@@ -24,7 +23,6 @@ PROMPTS = (
 )
 
 
-@takes_records
 def serving(
     pair: WritingPair,
     *,
@@ -43,11 +41,11 @@ def serving(
     for name, value in (("requests", requests), ("clients", clients), ("max_tokens", max_tokens)):
         check_int(name, value, 1)
     check_int("seed", seed, 0, 2**32 - 1)
-    model, tokenizer, drafter = pair.load()
+    model, tokenizer, drafter = pair.load_writer()
     from mlx_redrafter.bench.serving import make_cases, run_clients
     from mlx_redrafter.engine.engine import Engine
 
-    engine = Engine(model, tokenizer, None if pair.no_draft else drafter)
+    engine = Engine(model, tokenizer, drafter)
     cases = make_cases(engine, PROMPTS, max_tokens)
     # A first round fills the caches, so that the second shows whether memory grows.
     with progress("Requests") as on_progress:

@@ -23,7 +23,6 @@ from mlx_redrafter.cli.bench_output import (
     warn,
 )
 from mlx_redrafter.cli.model_options import Pair, Predraft
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import Seed, Temp, library_option
 from mlx_redrafter.draft_plan import MAX_OUTCOMES
 from mlx_redrafter.generation_options import SamplingParams
@@ -93,7 +92,6 @@ class GridOptions:
         )
 
 
-@takes_records
 def compare(
     prompts: Prompts,
     pair: Pair,
@@ -152,7 +150,6 @@ def compare(
     refuse_texts(num_different(found.rows))
 
 
-@takes_records
 def sweep(
     prompts: Prompts,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for JSON, CSV and PNG.")],

@@ -12,7 +12,6 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import Out, Prompts, TextTokens
 from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.result_records import takes_records
 from mlx_redrafter.cli.text_options import Seed, Temp
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import SamplingParams
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.throughput import Throughput
 
 
-@takes_records
 def throughput(
     prompts: Prompts,
     pair: Pair,

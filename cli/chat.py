@@ -9,65 +9,63 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.model_options import WritingPair
-from mlx_redrafter.cli.prompting import ChatTemplateConfig, SystemPrompt, parse_template_options
-from mlx_redrafter.cli.result_records import takes_records
-from mlx_redrafter.cli.text_options import (
-    Debug,
-    Drafting,
-    MaxTokens,
-    TextOptions,
-    generation_options,
+from mlx_redrafter.cli.model_options import NamedModel, WritingPair
+from mlx_redrafter.cli.prompt_options import (
+    ChatTemplateConfig,
+    SystemPrompt,
+    parse_template_options,
 )
+from mlx_redrafter.cli.text_options import AnswerOptions, generation_options
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.engine.conversation import Conversation
 
-COMMANDS = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True)
-class AnswerOptions(TextOptions):
-    """Options of answers, which may be long."""
+class ChatPair(WritingPair):
+    """A pair whose model answers; the bundled one only continues prose."""
 
-    max_tokens: MaxTokens = 2048
+    model: NamedModel = None
 
 
-@takes_records
 def chat(
-    pair: WritingPair,
+    pair: ChatPair,
     *,
     system_prompt: SystemPrompt = None,
     chat_template_config: ChatTemplateConfig = None,
     text: AnswerOptions,
-    drafting: Drafting,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print tokens/step and speed after every answer.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
-    """Talk to a model in the terminal; it reads only what is new.
+    """Talk to a model in the terminal.
 
-    A line that is /reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer.
+    Each line is a message. The model reads only what is new, and keeps the rest in its cache.
+    /reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer.
     """
-    options = generation_options(text, drafting)  # checked before anything is loaded
+    options = generation_options(text)  # checked before anything is loaded
     template_options = parse_template_options(chat_template_config)
     if pair.model is None:
-        raise ConfigError("no model given, and the bundled one only continues prose; say --model")
-    model, tokenizer, drafter = pair.load()
+        raise ConfigError(
+            "chat needs a model that answers, found no --model, and the bundled one only continues "
+            "prose; give --model FOLDER or --model ORG/NAME"
+        )
+    model, tokenizer, drafter = pair.load_writer()
 
     from mlx_redrafter.engine.conversation import Conversation
     from mlx_redrafter.engine.engine import Engine
 
-    engine = Engine(model, tokenizer, None if pair.no_draft else drafter)
+    engine = Engine(model, tokenizer, drafter)
 
     def begin() -> Conversation:
         return Conversation(engine, system_prompt, template_options)
 
     conversation = begin()
     if sys.stdin.isatty():
-        with suppress(ImportError):  # edits lines and remembers them, where Python has it
+        with suppress(ImportError):  # adds line editing and a history, if Python has it
             import readline  # noqa: F401
         typer.echo(COMMANDS, err=True)
     while (message := _read_message()) is not None:
@@ -80,7 +78,7 @@ def chat(
 
 
 def _read_message() -> str | None:
-    """The next line without blanks around it, None at the end."""
+    """Read the next line and strip it; return None at the end of the input."""
     try:
         return input(">> " if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -90,7 +88,7 @@ def _read_message() -> str | None:
 def _answer(
     conversation: Conversation, message: str, options: dict[str, Any], verbose: bool
 ) -> None:
-    """Print the answer to a message as it is made."""
+    """Print the answer to a message token by token."""
     from mlx_redrafter.cli.progress import prefill_progress
 
     last = None

@@ -1,4 +1,4 @@
-"""``redrafter-mlx check``: equality of drafted text and the target's own."""
+"""``redrafter-mlx check``: comparison of drafted text with plain decoding."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import typer
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.check_kernels import check_available, check_kernels
 from mlx_redrafter.cli.model_options import AdaptedPair
-from mlx_redrafter.cli.prompting import Prompting
-from mlx_redrafter.cli.result_records import takes_records
+from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
+    CACHE,
     PROMPT,
-    Debug,
-    Drafting,
+    DraftOptions,
     IgnoreChatTemplate,
     MaxTokens,
-    QuantizedKvStart,
     Seed,
-    TextOptions,
+    WholeTextOptions,
     generation_options,
+    library_option,
 )
 
 PROMPTS = (
@@ -35,15 +34,16 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class CheckedText(TextOptions):
-    """A shorter text, the same one every time, in which what may be quantised is."""
+class CheckedTextOptions(WholeTextOptions):
+    """Options of a short text with a fixed seed, quantised from its first token on."""
 
     max_tokens: MaxTokens = 128
     seed: Seed = 0
-    quantized_kv_start: QuantizedKvStart = 0
+    quantized_kv_start: Annotated[
+        int, library_option("quantized_kv_start", rich_help_panel=CACHE)
+    ] = 0
 
 
-@takes_records
 def check(
     pair: AdaptedPair,
     *,
@@ -52,30 +52,29 @@ def check(
         typer.Option(
             "--prompt",
             "-p",
-            help="Prompt to compare; may be repeated. Three by default.",
+            help="Prompt to compare with; may be repeated. By default three of this program.",
             show_default=False,
             rich_help_panel=PROMPT,
         ),
     ] = None,
-    text: CheckedText,
-    drafting: Drafting,
+    text: CheckedTextOptions,
+    drafting: DraftOptions,
     ignore_chat_template: IgnoreChatTemplate = False,
     kernels: Annotated[
         bool,
         typer.Option(
             "--kernels",
-            help="Compare and time this package's kernels for Apple GPUs instead, on the target's "
-            "weights and in the shape of its attention.",
+            help="Instead of text, compare this package's GPU kernels with MLX's and time both, on "
+            "the target's weights (Apple GPUs only).",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Decode with and without the drafter, and compare token by token.
 
-    The exit code is 1 if any text differs. Small gaps between the two best tokens are ties that
-    float16 kernels for one and for several tokens may break differently. With --kv-bits the same
-    rounding may change a code, which counts for more: gaps may be larger, in any dtype.
+    The exit code is 1 if any text differs. A small gap between the two best tokens is a tie:
+    kernels for one token and for several round differently in float16. With --kv-bits the same
+    rounding may change a quantised value, so that gaps may be larger, in any dtype.
     """
     if kernels:
         check_available()
@@ -90,7 +89,7 @@ def check(
 
     results = []
     for one in prompt or PROMPTS:
-        ids = Prompting(one, ignore_chat_template).encode(tokenizer)
+        ids = PromptOptions(one, ignore_chat_template).encode(tokenizer)
         with progress_bar("Tokens") as bar:
             task = bar.add_task("tokens", total=2 * options.max_tokens)
             advance = partial(bar.advance, task)

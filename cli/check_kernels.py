@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,7 @@ from mlx_redrafter.version import __version__
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlx_redrafter.kernels.attention_trials import AttentionTrial
-    from mlx_redrafter.kernels.product_trials import Trial
+    from mlx_redrafter.kernels.trial import KernelTrial
 
 # Rows T of the table, nodes in case of attention; `--json` has all.
 SHOWN = (2, 3, 4, 5, 6, 8, 9, 12, 16)
@@ -41,14 +39,9 @@ def check_kernels(model: nn.Module, as_json: bool) -> None:
     Raises:
         typer.Exit: A kernel is not equal, or cannot be compiled or run; the exit code is 1.
     """
-    from mlx_redrafter.kernels.attention_trials import try_attentions
-    from mlx_redrafter.kernels.layers import layers_by_shape
-    from mlx_redrafter.kernels.product_trials import try_kernel
+    from mlx_redrafter.kernels.selection import try_kernels
 
-    trials: list[Trial | AttentionTrial] = [
-        *(try_kernel(shape, layers) for shape, layers in layers_by_shape(model).items()),
-        *try_attentions(model),
-    ]
+    trials = try_kernels(model)
     if as_json:
         typer.echo(json.dumps({"machine": _machine(), "shapes": list(map(_as_dict, trials))}))
     else:
@@ -73,11 +66,18 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _as_dict(trial: Trial | AttentionTrial) -> dict[str, Any]:
-    return {**asdict(trial), "rows": trial.rows, "failure": trial.failure}
+def _as_dict(trial: KernelTrial[Any]) -> dict[str, Any]:
+    return {
+        "shape": vars(trial.shape),
+        "num_layers": trial.num_layers,
+        "outcome": trial.failure or trial.outcome,
+        "times": {rows: vars(times) for rows, times in trial.times.items()},
+        "rows": trial.rows,
+        "failure": trial.failure,
+    }
 
 
-def _describe(trial: Trial | AttentionTrial) -> str:
+def _describe(trial: KernelTrial[Any]) -> str:
     """A line for the shape, and one for the time of every number of rows."""
     lines = [f"{trial.shape}; layers: {trial.num_layers}"]
     if trial.failure:

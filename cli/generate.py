@@ -6,66 +6,114 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from mlx_redrafter.cli.grammar_options import Held
-from mlx_redrafter.cli.model_options import WritingPair
-from mlx_redrafter.cli.prompting import Prompting
-from mlx_redrafter.cli.result_records import takes_records
-from mlx_redrafter.cli.text_options import Debug, Drafting, TextOptions, generation_options
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.model_options import Predraft, WritingPair
+from mlx_redrafter.cli.prompt_options import PromptOptions
+from mlx_redrafter.cli.text_options import (
+    MODEL,
+    DraftOptions,
+    WholeTextOptions,
+    generation_options,
+)
+from mlx_redrafter.draft_plan import MAX_OUTCOMES
+from mlx_redrafter.errors import ConfigError, explain
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
     from mlx_redrafter.decoding.stats import ShapeStats
     from mlx_redrafter.engine.responses import GenerationResponse
     from mlx_redrafter.generation_options import GenerationOptions
     from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.proposers.speculate_ahead import Hits
 
+GRAMMAR = "Grammar"
+# Largest file of a grammar, in bytes; `Grammar` accepts fewer characters than that.
+MAX_GRAMMAR_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
-class Output:
-    """What is printed, and how."""
+class GeneratingPair(WritingPair):
+    """A pair that may draft ahead, and more tokens that end the text."""
 
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Also print the seed, and steps by their drafts."),
-    ] = False
-    debug: Debug = False
+    predraft: Predraft = 0
+    extra_eos_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also end the text at this token, given as text or id; may be repeated.",
+            show_default=False,
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_int("predraft", self.predraft, 0, MAX_OUTCOMES)
+        if self.predraft and not self.drafts:
+            raise ConfigError("--predraft needs a drafter, found --drafter none; leave one out")
+
+    def load_writer(self) -> tuple[nn.Module, TokenizerWrapper, Any]:
+        """Load the pair, and add the further stop tokens to the tokenizer."""
+        model, tokenizer, drafter = super().load_writer()
+        for token in self.extra_eos_token or ():
+            _add_stop_token(tokenizer, token)
+        if self.predraft and drafter is not None:
+            from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
+
+            return model, tokenizer, SpeculateAhead(drafter, self.predraft)
+        return model, tokenizer, drafter
 
 
-@takes_records
-def generate(
-    prompting: Prompting,
-    pair: WritingPair,
-    text: TextOptions,
-    held: Held,
-    drafting: Drafting,
-    output: Output,
-) -> None:
-    """Generate text: exactly what the target alone would write, in fewer forward passes."""
-    options = generation_options(text, drafting)  # checked before anything is loaded
-    grammar = held.read()
-    plan = options.plan
-    if output.verbose:
-        given = "the fastest shape at every step"
-        if plan is not None:
-            given = ", ".join(f"{name}={value}" for name, value in plan.options.items())
-        typer.echo(f"Seed: {options.seed}. Drafting: {'off' if pair.no_draft else given}", err=True)
-    result = _generate(pair, prompting, options, grammar, stream=not output.as_json)
-    if output.as_json:
-        shape = vars(drafting) if plan is None else plan.options
-        settings = dict.fromkeys(shape) if pair.no_draft else shape
-        typer.echo(json.dumps({**_to_json(result), **settings, "seed": options.seed}))
-    else:
-        typer.echo()
-        _print_statistics(result, drafts=not pair.no_draft)
-    if output.verbose and result.last.stats.shapes:
-        _print_shapes(result.last.stats.shapes)
+@dataclass(frozen=True)
+class GrammarOptions:
+    """The grammar of the text, in one of three forms."""
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a JSON schema: the text will be JSON that fits it.",
+            show_default=False,
+            rich_help_panel=GRAMMAR,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            help="Regular expression: the whole text will match it.",
+            show_default=False,
+            rich_help_panel=GRAMMAR,
+        ),
+    ] = None
+    lark: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a grammar in Lark's notation: the text will follow it.",
+            show_default=False,
+            rich_help_panel=GRAMMAR,
+        ),
+    ] = None
+
+    def read(self) -> Grammar | None:
+        """Read the grammar; return None if none is given.
+
+        Raises:
+            ConfigError: Several are given, or the one given is not valid.
+        """
+        from mlx_redrafter.grammar import Grammar
+
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"{names} cannot be combined; give one")
+        for name, value in given.items():
+            text = _read_grammar(value) if isinstance(value, Path) else value
+            return getattr(Grammar, name)(text)  # its class methods have these names
+        return None
 
 
 class Result(NamedTuple):
@@ -73,9 +121,9 @@ class Result(NamedTuple):
 
     Attributes:
         text: The text.
-        tokens: Token ids, the stop token's included.
+        tokens: Token ids, including the stop token.
         last: Last response.
-        hits: Counts of drafts made ahead; None where none were.
+        hits: Counts of speculative speculative decoding; None if it is off.
     """
 
     text: str
@@ -84,9 +132,44 @@ class Result(NamedTuple):
     hits: Hits | None
 
 
+def generate(
+    prompt: PromptOptions,
+    pair: GeneratingPair,
+    text: WholeTextOptions,
+    grammar: GrammarOptions,
+    drafting: DraftOptions,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also print the seed and a table of draft sizes.")
+    ] = False,
+) -> None:
+    """Generate text: exactly what the target alone would write, in fewer forward passes."""
+    options = generation_options(text, drafting)  # checked before anything is loaded
+    rules = grammar.read()
+    shape = vars(drafting) if options.plan is None else options.plan.options
+    if verbose:
+        given = "off"
+        if pair.drafts and options.plan is None:
+            given = "the fastest shape at every step"
+        elif pair.drafts:
+            given = ", ".join(f"{name}={value}" for name, value in shape.items())
+        typer.echo(f"Seed: {options.seed}. Drafting: {given}", err=True)
+    result = _generate(pair, prompt, options, rules, stream=not as_json)
+    if as_json:
+        settings = shape if pair.drafts else dict.fromkeys(shape)
+        typer.echo(json.dumps({**_to_json(result), **settings, "seed": options.seed}))
+    else:
+        typer.echo()
+        _print_statistics(result, pair.drafts)
+    if verbose and result.last.stats.shapes:
+        _print_shapes(result.last.stats.shapes)
+
+
 def _generate(
-    pair: WritingPair,
-    prompting: Prompting,
+    pair: GeneratingPair,
+    prompt: PromptOptions,
     options: GenerationOptions,
     grammar: Grammar | None,
     stream: bool,
@@ -94,16 +177,16 @@ def _generate(
     from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.engine.generation import stream_generate
 
-    model, tokenizer, drafter = pair.load()
-    cache = prompting.load_cache(pair.model)
-    ids = prompting.encode(tokenizer)
+    model, tokenizer, drafter = pair.load_writer()
+    cache = prompt.load_cache(pair.model)
+    ids = prompt.encode(tokenizer)
     text, tokens = "", []
     with prefill_progress() as on_progress:
         for response in stream_generate(
             model,
             tokenizer,
             ids,
-            drafter=None if pair.no_draft else drafter,
+            drafter=drafter,
             prompt_cache=cache,
             grammar=grammar,
             prompt_progress_callback=on_progress,
@@ -115,6 +198,34 @@ def _generate(
                 sys.stdout.write(response.text)
                 sys.stdout.flush()
     return Result(text, tokens, response, getattr(drafter, "hits", None))
+
+
+def _add_stop_token(tokenizer: TokenizerWrapper, token: str) -> None:
+    # A tokenizer may return its unknown token for a name that it does not know.
+    vocabulary = tokenizer.get_vocab()
+    is_id = token.isdecimal() and int(token) in vocabulary.values()
+    if not is_id and token not in vocabulary:
+        raise ConfigError(f"--extra-eos-token must be a token of the model or an id, got {token!r}")
+    tokenizer.add_eos_token(token)
+
+
+def _read_grammar(path: Path) -> str:
+    """Read a file; a device such as /dev/zero would have no end."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"expected a file with a grammar, found something else: {path}")
+        with path.open("rb") as file:
+            content = file.read(MAX_GRAMMAR_BYTES + 1)
+        if len(content) > MAX_GRAMMAR_BYTES:
+            raise ConfigError(
+                f"expected a grammar of at most {MAX_GRAMMAR_BYTES} bytes, found a larger file: "
+                f"{path}; give a smaller grammar"
+            )
+        return content.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be UTF-8 text: {error}") from error
 
 
 def _to_json(result: Result) -> dict[str, Any]:
@@ -147,15 +258,15 @@ def _print_statistics(result: Result, drafts: bool) -> None:
         rates = [f"{rate:.0%}" for rate in last.stats.acceptance_rate_by_depth]
         lines.append(
             f"Speculative: {last.tokens_per_step:.2f} tokens/step over {last.steps} steps (plain "
-            f"decoding: 1); at least 1, 2, ... drafts kept in {', '.join(rates) or 'none'}"
+            f"decoding: 1); acceptance rate by position: {', '.join(rates) or 'none'}"
         )
     if hits is not None:
-        lines.append(f"SpeculateAhead: {hits.foreseen} of {hits.passes} outcomes were drafted for")
+        lines.append(f"Drafted ahead: {hits.foreseen} of {hits.passes} results were foreseen")
     typer.echo("\n".join(lines), err=True)
 
 
 def _print_shapes(shapes: Sequence[ShapeStats]) -> None:
-    """Number, duration and yield of the steps of every kind."""
+    """Print the number, duration and yield of the steps of every draft size."""
     lines = ["Drafted             steps  ms/step  tokens/step"]
     for one in shapes:
         name, plan = "nothing", one.plan

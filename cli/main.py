@@ -1,4 +1,4 @@
-"""The application: its commands, and how errors reach the user.
+"""The application ``redrafter-mlx``: its commands, and the form of its errors.
 
 Text and JSON go to stdout; statistics, progress and errors go to stderr. An error is one line and
 exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
@@ -29,7 +29,7 @@ from mlx_redrafter.version import __version__
 
 app = Application(
     name="redrafter-mlx",
-    help="Lossless speculative decoding with Recurrent Drafter for MLX language models.",
+    help="Faster text from MLX language models by speculative decoding, with unchanged output.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -43,8 +43,8 @@ app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 
 
-class _Notes(logging.Handler):
-    """Handler that writes the package's log to the current stderr."""
+class _StderrHandler(logging.Handler):
+    """A handler that writes the package's log to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
@@ -52,41 +52,41 @@ class _Notes(logging.Handler):
 
 
 def run() -> None:
-    """Entry point of ``redrafter-mlx``."""
+    """Run ``redrafter-mlx`` with the arguments of the process, and exit."""
+    # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command and return its exit code."""
+    is_debugged = "--debug" in arguments[:1]
     logger = logging.getLogger("mlx_redrafter")
     logger.setLevel(logging.INFO)
-    logger.handlers = [_Notes()]
+    logger.handlers = [_StderrHandler()]
     try:
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)
     except (RedrafterError, typer.TyperException, typer.Abort) as error:
-        if "--debug" in arguments:
+        if is_debugged:
             raise
         return _report(error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of stdout, such as `head`, has gone
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has ended
         _silence_stdout()
         return 1
     except OSError as error:
-        if "--debug" in arguments:
+        if is_debugged:
             raise
-        if error.filename is None:  # stdout itself, which would be flushed once more at the end
+        if error.filename is None:  # stdout failed, and Python flushes it again at exit
             _silence_stdout()
         return _report(error)
     return result if isinstance(result, int) else 0
 
 
 def _silence_stdout() -> None:
-    with suppress(io.UnsupportedOperation):  # stdout is no file, as under a test
+    with suppress(io.UnsupportedOperation):  # stdout is not a file, as in a test
         stdout = sys.stdout.fileno()
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
 
@@ -98,13 +98,13 @@ def _report(error: Exception) -> int:
         message, code = _describe(error), 1
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
-    if message:  # none after the help that a call without arguments gets
+    if message:  # empty after the help that a call without arguments prints
         typer.echo(f"error: {' '.join(message.split())}", err=True)
     return code
 
 
 def _describe(error: OSError) -> str:
-    """What is the matter with which file, and what to do."""
+    """Format an error of a file as one line: the file, the cause and the remedy."""
     path = error.filename2 or error.filename or "output"
     return explain(error) if error.strerror is None else f"{path}: {explain(error)}"
 
@@ -112,6 +112,9 @@ def _describe(error: OSError) -> str:
 @app.callback(invoke_without_command=True)
 def _version(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    debug: bool = typer.Option(
+        False, "--debug", help="Show the traceback of an error: redrafter-mlx --debug COMMAND."
+    ),
 ) -> None:
     if version:
         typer.echo(__version__)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(label: str) -> Progress:
-    """A bar with the time left, on stderr; none if that is not a terminal."""
+    """Create a progress bar with the time left, on stderr; hidden if that is not a terminal."""
     return Progress(
         TextColumn(label),
         BarColumn(),
@@ -25,7 +25,7 @@ def progress_bar(label: str) -> Progress:
 
 @contextmanager
 def prefill_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that shows the prompt tokens processed; None if stderr is not a terminal."""
+    """Yield a callback that shows the prompt tokens processed, or None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -11,16 +11,18 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.chat import AnswerOptions
 from mlx_redrafter.cli.model_options import WritingPair
-from mlx_redrafter.cli.result_records import takes_records
-from mlx_redrafter.cli.text_options import Debug, Drafting, library_option
+from mlx_redrafter.cli.text_options import (
+    AnswerOptions,
+    DraftSizeOptions,
+    library_option,
+)
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 
 SERVER, LIMITS = "Server", "Limits"
-# Time that texts have to end when the server is told to.
+# Seconds that running requests have to end after SIGTERM.
 GRACE_SECONDS = 30
 
 
@@ -31,7 +33,7 @@ def _limit_option(name: str) -> Any:
 
 @dataclass(frozen=True)
 class ServedOptions(AnswerOptions):
-    """Options of texts where a request says nothing, and how their prompts are read."""
+    """Options of a text for requests that leave them out, and the chunk size of prompts."""
 
     prefill_step_size: Annotated[int, library_option("prefill_step_size")] = (
         GenerationOptions.prefill_step_size
@@ -39,89 +41,99 @@ class ServedOptions(AnswerOptions):
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where the server listens, and to whom.
+class AddressOptions:
+    """Address of the server, and who may use it.
 
     Attributes:
-        allow_origin: Origins of web pages that may use it.
+        allow_origin: Origins of web pages that may use the server.
     """
 
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=SERVER)] = (
         "127.0.0.1"
     )
-    port: Annotated[int, typer.Option(help="Port; 0 for a free one.", rich_help_panel=SERVER)] = (
-        8080
-    )
+    port: Annotated[
+        int, typer.Option(help="Port to listen at; 0 picks a free one.", rich_help_panel=SERVER)
+    ] = 8080
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key that requests must have.",
+            help="Key that every request must send. Without a key, anyone who reaches the address "
+            "may use the server.",
             envvar="REDRAFTER_API_KEY",
             show_envvar=True,
+            show_default=False,
             rich_help_panel=SERVER,
         ),
     ] = None
     model_name: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model in requests; by default that of --model.",
+            help="Name of the model in requests. By default the repository, or the folder's name.",
+            show_default=False,
             rich_help_panel=SERVER,
         ),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin whose web pages may use the server, or * for all; none by default.",
+            help="Web origin whose pages may use the server, such as http://localhost:3000, or * "
+            "for all; may be repeated. By default only the server's own page.",
+            show_default=False,
             rich_help_panel=SERVER,
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        check_int("port", self.port, 0, 65535)
+        if self.api_key == "":
+            raise ConfigError(
+                "api_key must be at least one character long, got ''; leave it out to serve "
+                "without a key"
+            )
+
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """`Limits` on the command line."""
+    """The fields of `Limits` that an operator chooses."""
 
     max_running: Annotated[int, _limit_option("max_running")] = Limits.max_running
     max_waiting: Annotated[int, _limit_option("max_waiting")] = Limits.max_waiting
     max_context: Annotated[int, _limit_option("max_context")] = Limits.max_context
-    max_body_bytes: Annotated[int, _limit_option("max_body_bytes")] = Limits.max_body_bytes
     prompt_cache_size: Annotated[int, _limit_option("prompt_cache_size")] = Limits.prompt_cache_size
     prompt_cache_bytes: Annotated[int, _limit_option("prompt_cache_bytes")] = (
         Limits.prompt_cache_bytes
     )
-    patience: Annotated[float, _limit_option("patience")] = Limits.patience
 
 
-@takes_records
 def serve(
     pair: WritingPair,
-    address: Address,
+    address: AddressOptions,
     text: ServedOptions,
-    drafting: Drafting,
+    drafting: DraftSizeOptions,
     limits: LimitOptions,
-    debug: Debug = False,
 ) -> None:
-    """Serve texts to OpenAI's clients, and a chat in the browser.
+    """Serve the model to OpenAI clients, with a chat page for the browser.
 
-    The options of texts are for requests that do not say otherwise.
+    The sampling options and --max-tokens are defaults: a request may set its own.
     """
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
     checked = Limits(**vars(limits))
     if defaults.quantisation is not None:
-        # A kept cache may be quantised where the next text of its own would not be yet.
+        # A kept cache may be quantised at a length at which the next text would not quantise yet.
         checked = replace(checked, prompt_cache_size=0)
-    check_int("port", address.port, 0, 65535)
-    _check_installed()
+    for name in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"serve needs {name}: pip install 'mlx-redrafter[server]'")
     from mlx_redrafter.server.listening import listen, make_server
 
     listener = listen(address.host, address.port)
-    model, tokenizer, drafter = pair.load()
+    model, tokenizer, drafter = pair.load_writer()
 
     from mlx_redrafter.engine.engine import Engine
     from mlx_redrafter.server.worker import Worker
 
-    engine = Engine(model, tokenizer, None if pair.no_draft else drafter)
-    engine.generate([0], max_tokens=1)  # steps are timed before a client waits for it
+    engine = Engine(model, tokenizer, drafter)
+    engine.generate([0], max_tokens=1)  # steps are timed before the first client waits
     name = address.model_name or _name(pair.model)
     server = make_server(
         Worker(engine, checked),
@@ -132,7 +144,7 @@ def serve(
         origins=address.allow_origin or (),
         grace=GRACE_SECONDS,
     )
-    # uvicorn raises the signal once more when it has ended in good order.
+    # uvicorn raises the signal again after an orderly end.
     signal.signal(signal.SIGTERM, lambda *_: None)
     host = f"[{address.host}]" if ":" in address.host else address.host
     typer.echo(f"serving {name} at http://{host}:{listener.getsockname()[1]}", err=True)
@@ -140,14 +152,8 @@ def serve(
 
 
 def _name(model: str | None) -> str:
-    """The name of a repository as it is, of a folder its last part."""
+    """Name a model: the repository as given, or the last part of a folder's path."""
     if model is None:
         return "bundled"
     folder = Path(model)
     return folder.resolve().name if folder.is_dir() else model
-
-
-def _check_installed() -> None:
-    for name in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"serve needs {name}: pip install 'mlx-redrafter[server]'")

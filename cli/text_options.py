@@ -1,4 +1,4 @@
-"""Options that several commands share; `GenerationOptions` describes those of a text."""
+"""Options of a text that several commands share; `GenerationOptions` describes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from mlx_redrafter.draft_plan import DraftPlan, find_plan
 from mlx_redrafter.generation_options import GenerationOptions, SamplingParams
 
 MODEL, DRAFT, SAMPLE, PROMPT, CACHE = "Model", "Drafting", "Sampling", "Prompt", "K/V cache"
@@ -18,16 +17,15 @@ DESCRIPTIONS: dict[str, str] = {
     for name, hint in get_type_hints(GenerationOptions, include_extras=True).items()
 }
 
-
-# What the options of a text cannot say each for itself.
+# Added to the help of the first of three options, which work together.
 AUTO = (
-    " With auto for this and the next two, every step verifies the drafts whose probabilities are "
-    "worth the time, or nothing is drafted."
+    " If this and the next two options are auto, every step chooses the number of drafts that is "
+    "fastest on this machine, which may be none."
 )
 
 
 def parse_size(value: str) -> int | str:
-    """A number, or ``auto``."""
+    """Parse a number, or ``auto``."""
     if value == "auto":
         return value
     try:
@@ -37,7 +35,7 @@ def parse_size(value: str) -> int | str:
 
 
 def library_option(name: str, *flags: str, more: str = "", **settings: Any) -> Any:
-    """A typer option for a field of `GenerationOptions`, described as there.
+    """Make a typer option for a field of `GenerationOptions`, described as in that class.
 
     Args:
         name: Name of the field.
@@ -50,7 +48,7 @@ def library_option(name: str, *flags: str, more: str = "", **settings: Any) -> A
 
 
 def _size_option(name: str, more: str = "") -> Any:
-    # typer has no type for a number or "auto".
+    # Typer has no type for a number or "auto".
     settings = {"parser": parse_size, "metavar": "<int>|auto", "rich_help_panel": DRAFT}
     return library_option(name, more=more, **settings)
 
@@ -58,17 +56,19 @@ def _size_option(name: str, more: str = "") -> Any:
 MaxTokens = Annotated[int, library_option("max_tokens", "-m")]
 Temp = Annotated[float, library_option("temp", rich_help_panel=SAMPLE)]
 Seed = Annotated[int, library_option("seed", rich_help_panel=SAMPLE)]
-QuantizedKvStart = Annotated[int, library_option("quantized_kv_start", rich_help_panel=CACHE)]
 IgnoreChatTemplate = Annotated[
     bool,
-    typer.Option("--ignore-chat-template", help="Use the prompt as it is.", rich_help_panel=PROMPT),
+    typer.Option(
+        "--ignore-chat-template",
+        help="Use the prompt without the chat template.",
+        rich_help_panel=PROMPT,
+    ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Length of a text, choice of its tokens, and how its keys and values are kept."""
+    """Length of a text, sampling, and quantization of the K/V cache."""
 
     max_tokens: MaxTokens = GenerationOptions.max_tokens
     temp: Temp = SamplingParams.temp
@@ -81,31 +81,38 @@ class TextOptions:
     kv_bits: Annotated[
         int | None, library_option("kv_bits", show_default=False, rich_help_panel=CACHE)
     ] = GenerationOptions.kv_bits
-    kv_group_size: Annotated[int, library_option("kv_group_size", rich_help_panel=CACHE)] = (
-        GenerationOptions.kv_group_size
-    )
-    quantized_kv_start: QuantizedKvStart = GenerationOptions.quantized_kv_start
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WholeTextOptions(TextOptions):
+    """All options of a text."""
+
+    kv_group_size: Annotated[int, library_option("kv_group_size", rich_help_panel=CACHE)] = (
+        GenerationOptions.kv_group_size
+    )
+    quantized_kv_start: Annotated[
+        int, library_option("quantized_kv_start", rich_help_panel=CACHE)
+    ] = GenerationOptions.quantized_kv_start
+
+
+@dataclass(frozen=True)
+class AnswerOptions(TextOptions):
+    """Options of answers in a chat, which may be long."""
+
+    max_tokens: MaxTokens = 2048
+
+
+@dataclass(frozen=True)
+class DraftSizeOptions:
     """Sizes of drafts, each a number or "auto"."""
 
     beam_width: Annotated[Any, _size_option("beam_width", AUTO)] = GenerationOptions.beam_width
     beam_length: Annotated[Any, _size_option("beam_length")] = GenerationOptions.beam_length
     tree_nodes: Annotated[Any, _size_option("tree_nodes")] = GenerationOptions.tree_nodes
 
-    def plan(self) -> DraftPlan | None:
-        """The plan of all steps, None if every step has its own.
-
-        Raises:
-            ConfigError: A value is out of range, or they contradict each other.
-        """
-        return find_plan(**vars(self), select="top_n")
-
 
 @dataclass(frozen=True)
-class Drafting(Sizes):
+class DraftOptions(DraftSizeOptions):
     """All options of drafts."""
 
     select: Annotated[str, library_option("select", rich_help_panel=DRAFT)] = (
@@ -113,16 +120,13 @@ class Drafting(Sizes):
     )
 
 
-def generation_options(text: TextOptions, drafting: Drafting) -> GenerationOptions:
-    """The options of a text as the library takes them, with a fresh seed if none is given.
+def generation_options(*groups: TextOptions | DraftSizeOptions) -> GenerationOptions:
+    """Convert option groups to the library's options, with a fresh seed if none is given.
 
     Raises:
         ConfigError: A value is out of range, or they contradict each other.
     """
-    values = {**vars(text), **vars(drafting), "seed": fresh_seed(text.seed)}
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    if values["seed"] is None:
+        values["seed"] = secrets.randbits(32)
     return GenerationOptions(**values)
-
-
-def fresh_seed(seed: int | None) -> int:
-    """The seed given, or a new one."""
-    return secrets.randbits(32) if seed is None else seed

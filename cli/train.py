@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mlx_redrafter.cli.result_records import pack, takes_records
 from mlx_redrafter.cli.train_options import Network, Run, Schedule, Target, Texts
 from mlx_redrafter.cli.train_progress import console_reporter
+from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 RUN_FILE = "run.json"
 
 
-@takes_records
 def train(
     context: typer.Context,
     run: Run,

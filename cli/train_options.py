@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
-from mlx_redrafter.cli.text_options import Debug
 
 TEXT, NETWORK, TRAINING = "Text", "Drafter", "Training"
 
@@ -27,7 +26,6 @@ class Run:
         bool,
         typer.Option("--dry-run", help="Say what the run takes: time, disk and memory. No more."),
     ] = False
-    debug: Debug = False
 
 
 @dataclass(frozen=True)

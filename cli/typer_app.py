@@ -1,19 +1,36 @@
-"""What all groups of commands share: help without a type beside options that take no value."""
+"""Typer applications whose commands accept option groups.
+
+An option group is a dataclass whose fields are options. A command that has one as a parameter has
+an option for each of its fields:
+
+    @dataclass(frozen=True)
+    class Pair:
+        model: Annotated[str | None, typer.Option(help="Target.")] = None
+        drafter: Annotated[str | None, typer.Option(help="Drafter.")] = None
+
+    @app.command()
+    def check(pair: Pair, verbose: bool = False) -> None: ...
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+OptionGroup = TypeVar("OptionGroup")
 
-class _Plain:
-    """A command or group whose flags show no type in its help."""
+
+class _PlainFlags:
+    """A mixin that shows no type next to flags in the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The options and arguments, ``--help`` among them."""
+        """List the options and arguments, ``--help`` among them."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for one in params:
             if isinstance(one, TyperOption) and one.is_flag:
@@ -21,20 +38,66 @@ class _Plain:
         return params
 
 
-class Command(_Plain, TyperCommand):
+class Command(_PlainFlags, TyperCommand):
     """A command."""
 
 
-class Group(_Plain, TyperGroup):
-    """A group of commands."""
+class CommandGroup(_PlainFlags, TyperGroup):
+    """A command that has commands of its own."""
 
 
 class Application(typer.Typer):
-    """A group of commands, each of which is a `Command`."""
+    """A typer application whose commands accept option groups."""
 
-    def __init__(self, cls: type[Group] = Group, **settings: Any):
+    def __init__(self, cls: type[CommandGroup] = CommandGroup, **settings: Any):
         super().__init__(cls=cls, **settings)
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
-        """See `typer.Typer.command`."""
-        return super().command(*args, **{"cls": Command, **settings})
+        """Register a command, as `typer.Typer.command` does."""
+        register = super().command(*args, **{"cls": Command, **settings})
+
+        def decorate(function: Callable[..., None]) -> Callable[..., None]:
+            register(_expand_groups(function))
+            return function
+
+        return decorate
+
+
+def pack(group: type[OptionGroup], values: Mapping[str, Any]) -> OptionGroup:
+    """Make an option group of the values that have the names of its fields."""
+    return group(**{field.name: values[field.name] for field in fields(group)})  # type: ignore[arg-type]
+
+
+def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each option group among a command's parameters by its fields."""
+    hints = get_type_hints(command, include_extras=True)
+    options: list[Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for name, parameter in signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            options += _options_of(hints[name])
+        else:
+            options.append(_option(name, parameter.default, hints[name]))
+
+    @wraps(command)
+    def with_groups(**values: Any) -> None:
+        packed = {name: pack(group, values) for name, group in groups.items()}
+        grouped = {field.name for group in groups.values() for field in fields(group)}
+        command(**packed, **{name: values[name] for name in values if name not in grouped})
+
+    # Typer reads these two.
+    with_groups.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {option.name: option.annotation for option in options}
+    return with_groups
+
+
+def _options_of(group: type[Any]) -> Iterator[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        default = Parameter.empty if field.default is MISSING else field.default
+        yield _option(field.name, default, hints[field.name])
+
+
+def _option(name: str, default: object, hint: object) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)

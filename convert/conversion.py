@@ -15,10 +15,15 @@ from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptio
 from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
 from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.output import describe_provenance, write_conversion
+from mlx_redrafter.convert.output import ConvertedDrafter, write_conversion
 from mlx_redrafter.convert.publication import check_destination
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
-from mlx_redrafter.convert.selftest import SelfTest, self_test, self_test_heads
+from mlx_redrafter.convert.selftest import (
+    SelfTest,
+    self_test,
+    self_test_heads,
+    swap_activation,
+)
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
@@ -34,7 +39,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import Target
 
-# Largest number of padding rows of a head, which are padded to multiples of 64 or 128 rows.
+# Maximum number of padding rows of a head; heads are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
 
 
@@ -73,11 +78,24 @@ def convert_drafter(
     source = module or open_source(path_or_repo)
     check_destination(destination, source.folder)
     if options.tree is not None and not has_medusa(source):
-        raise ConfigError("a tree is chosen for Medusa heads, but these are none")
+        raise ConfigError("--tree is for Medusa heads, found another drafter; leave it out")
+    is_other = module is not None or is_eagle_source(source)
+    if is_other and (options.rnn_activation is not None or options.vocabulary is not None):
+        raise ConfigError(
+            "--rnn-activation and --vocab-slice are not for EAGLE heads and MTP modules; leave "
+            "them out"
+        )
     if module is not None:
-        return convert_mtp(module, destination, options)
-    if is_eagle_source(source):
-        return convert_eagle(source, destination, options)
+        converted = convert_mtp(module, options)
+    elif is_other:
+        converted = convert_eagle(source, options)
+    else:
+        converted = _convert_named(source, options)
+    return write_conversion(destination, source, options, converted)
+
+
+def _convert_named(source: Source, options: ConversionOptions) -> ConvertedDrafter:
+    """Convert a recurrent drafter or Medusa heads, whose tensors are found by their names."""
     pending = _read(source, options)
     measured = None
     if options.target is None:
@@ -92,14 +110,12 @@ def convert_drafter(
         measured = _test(pending, drafter, model, tokenizer)
     if isinstance(drafter, Medusa) and options.tree is not None:
         pending.config = drafter.config = replace(drafter.config, tree=options.tree)
-    test = None if measured is None else measured.to_dict()
-    provenance = describe_provenance(source, options, pending.name_set, test, pending.notes)
-    return write_conversion(
-        destination,
+    return ConvertedDrafter(
         partial(save_drafter, drafter),
         pending.config,
-        options,
-        provenance,
+        pending.name_set,
+        measured,
+        pending.notes,
         pending.warnings,
     )
 
@@ -114,7 +130,8 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
         return _read_heads(source, options)
     if source.config.get("captured_layers") is not None:
         raise CheckpointError(
-            "a drafter that reads several layers of its model is not converted; use it as it is"
+            "expected a drafter that reads the last layer of its model, found one that reads "
+            "several; use it as it is"
         )
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
@@ -122,20 +139,24 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     pending = _PendingDrafter(source.name, config, weights, named.name_set, list(named.notes))
     if source.config.get("speculators_model_type") == "recurrent_drafting":
         pending.warnings.append(
-            "drafters of the speculators fork are trained for one step without recurrence, on "
-            "other labels than Apple's; expect few drafts to be accepted"
+            "drafters of the speculators fork are trained for one step without recurrence and on "
+            "other labels than Apple's; expect the target to accept few drafts"
         )
     return pending
 
 
 def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if options.rnn_activation is not None:
-        raise ConfigError("rnn_activation is for recurrent drafters, but these are Medusa heads")
+        raise ConfigError(
+            "--rnn-activation is for recurrent drafters, found Medusa heads; leave it out"
+        )
     found = read_heads(source.config, source.shapes)
     check_dtypes(found.sources, source.tensors)
     config = found.config
     if options.tree == "static" and options.target is None and config.rank_accuracies is None:
-        raise ConfigError("a static tree needs a target, to measure the accuracies of ranks")
+        raise ConfigError(
+            "a static tree needs --target, to measure how often each rank is accepted"
+        )
     weights = read_weights(found.sources, source.tensors, options.dtype)
     return _PendingDrafter(source.name, config, weights, found.name_set, list(found.notes))
 
@@ -153,7 +174,7 @@ def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter | Me
 
 
 def _fit_vocabulary(pending: _PendingDrafter, target: Target) -> None:
-    """Drop the padding rows of the head, which lie beyond the target's vocabulary."""
+    """Drop the padding rows of the head, which follow the target's vocabulary."""
     config = pending.config
     extra = config.vocab_size - target.vocab_size
     if not 0 < extra <= MAX_PADDING_ROWS or config.draft_vocab_size is not None:
@@ -161,7 +182,9 @@ def _fit_vocabulary(pending: _PendingDrafter, target: Target) -> None:
     for head in config.head_names:
         pending.weights[head] = pending.weights[head][: target.vocab_size]
     pending.config = replace(config, vocab_size=target.vocab_size)
-    pending.notes.append(f"{extra} padding rows of the head, beyond the target's tokens, dropped")
+    pending.notes.append(
+        f"{extra} padding rows of the head, which stand for no token of the target, dropped"
+    )
 
 
 def _slice_vocabulary(
@@ -183,17 +206,17 @@ def _test(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
 ) -> SelfTest:
-    """Measure what the target accepts, and apply the calibration."""
+    """Measure how many drafts the target accepts, and apply the calibration."""
     if isinstance(drafter, Drafter):
         measured = self_test(drafter, model, tokenizer)
-        warning = measured.warning(drafter.config.rnn_activation)
-        drafter.config = measured.calibration.applied(drafter.config)
+        other = swap_activation(drafter.config.rnn_activation)
+        remedy = f"the other recurrence; convert again with --rnn-activation {other}"
+        config: DrafterConfig | MedusaConfig = drafter.config
     else:
         measured, accuracies = self_test_heads(drafter, model, tokenizer)
-        warning = measured.warning()
+        remedy = ""
         config = replace(drafter.config, rank_accuracies=accuracies)
-        drafter.config = measured.calibration.applied(config)
-    if warning is not None:
-        pending.warnings.append(warning)
-    pending.config = drafter.config
+    assert measured.calibration is not None
+    pending.config = drafter.config = measured.calibration.applied(config)
+    pending.warnings += measured.warnings(remedy)
     return measured

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what comes out."""
+"""Options of a conversion, and its result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from mlx_redrafter.proposers.mtp.network import MtpConfig
 from mlx_redrafter.proposers.quantization import check_quantization
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 
+Config = DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantisation as in mlx-lm.
+    """Quantization as in mlx-lm.
 
     Attributes:
         bits: Bits per weight.
-        group_size: Number of weights that share a scale and a bias.
+        group_size: Number of weights with a common scale and bias.
     """
 
     bits: int = 4
@@ -53,13 +55,13 @@ class ConversionOptions:
 
     Attributes:
         dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
-        quantization: Quantisation of the weights, None for no quantisation.
+        quantization: Quantization of the weights; None for none.
         target: Folder or repository of the model that the drafter was trained for; None skips the
             self-test.
-        rnn_activation: Activation of the recurrence, None to infer it from the checkpoint.
+        rnn_activation: Activation of the recurrence; None to infer it from the checkpoint.
         vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
-        tree: Kind of the trees of Medusa heads, of which "static" needs ``target``; None for that
-            of the checkpoint, or "dynamic".
+        tree: Kind of tree of Medusa heads; "static" needs ``target``. None for the kind in the
+            checkpoint, or else "dynamic".
     """
 
     dtype: str = "float16"
@@ -73,7 +75,10 @@ class ConversionOptions:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
-            raise ConfigError("a vocabulary slice needs a target, for the tokenizer, and texts")
+            raise ConfigError(
+                "a reduced vocabulary needs a target, whose tokenizer counts tokens, and texts; "
+                "give --target and --vocab-text"
+            )
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,6 @@ class Conversion:
         warnings: Warnings about the drafter, for the user.
     """
 
-    config: DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
+    config: Config
     provenance: dict[str, Any]
     warnings: tuple[str, ...]

@@ -1,13 +1,13 @@
-"""Conversion of EAGLE heads, and a test of whether one was trained for a target.
+"""Conversion of EAGLE heads.
 
-Some files name the wrong rotary embedding, so the test tries both: the head's and the target's.
+The config of a head may name another rotary embedding than the one it was trained with, so the
+self-test tries two: the head's own and the target's.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
-from mlx_redrafter.convert.first_drafts import FirstDrafts, compare, decode_texts
+from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.names import NamedTensors
-from mlx_redrafter.convert.output import describe_provenance, write_conversion
+from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter
+from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import read_weights
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import (
     CONFIG_ONLY,
@@ -45,31 +45,15 @@ from mlx_redrafter.proposers.quantization import quantize_drafter
 FLOATS, INTEGERS = ("float32", "float16", "bfloat16"), ("int32", "int64")
 
 
-@dataclass(frozen=True)
-class EagleTest(FirstDrafts):
-    """Results of the test.
-
-    Attributes:
-        other_rope: Acceptance with the target's rotary embedding; None if the head has the same.
-        other_is_better: Whether it is higher by more than two standard errors of the difference.
-    """
-
-    other_rope: float | None = None
-    other_is_better: bool = False
-
-    def warning(self) -> str | None:
-        """Name the likely mistake; None if the head seems to fit."""
-        if not self.other_is_better:
-            return super().warning()
-        return (
-            f"only {self.acceptance:.0%} of the first drafts match the target, but "
-            f"{self.other_rope:.0%} do with the target's rotary embedding; give config.json its "
-            "rope_theta and rope_scaling and convert again"
-        )
+# Advice for a head that drafts better with the target's rotary embedding.
+ROPE_REMEDY = (
+    "the target's rotary embedding; give config.json its rope_theta and rope_scaling and convert "
+    "again"
+)
 
 
 def is_eagle_source(source: Source) -> bool:
-    """Return whether a checkpoint is an EAGLE head, published or of this package."""
+    """Whether a checkpoint is an EAGLE head, published or of this package."""
     return is_eagle(source.config, source.tensors)
 
 
@@ -86,7 +70,7 @@ def describe_eagle(source: Source, eagle: Eagle) -> str:
 
 
 def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
-    """Make a head of the right sizes without its weights, and map their names.
+    """Create a head of the right sizes without weights, and map the names of its weights.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
@@ -111,12 +95,10 @@ def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
     return eagle, NamedTensors("eagle", names, tuple(notes))
 
 
-def convert_eagle(source: Source, destination: Path, options: ConversionOptions) -> Conversion:
+def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     """Convert an EAGLE head; see `conversion.convert_drafter`."""
-    if options.rnn_activation is not None or options.vocabulary is not None:
-        raise ConfigError("an EAGLE head has no recurrence, and its vocabulary is not reduced here")
     if "quantization" in source.config:
-        raise CheckpointError("expected a head that is not quantised; convert the published one")
+        raise CheckpointError(QUANTISED)
     eagle, named = open_eagle(source)
     weights = read_weights(named.sources, source.tensors, options.dtype)
     resolve_offsets(weights, named.sources)
@@ -127,38 +109,26 @@ def convert_eagle(source: Source, destination: Path, options: ConversionOptions)
     mx.eval(eagle.parameters())
     eagle.eval()
     measured = None if options.target is None else _test(eagle, options.target)
-    test = None if measured is None else asdict(measured)
-    provenance = describe_provenance(source, options, named.name_set, test, named.notes)
-    warning = None if measured is None else measured.warning()
-    return write_conversion(
-        destination,
+    return ConvertedDrafter(
         partial(save_drafter, eagle),
         eagle.config,
-        options,
-        provenance,
-        () if warning is None else (warning,),
+        named.name_set,
+        measured,
+        named.notes,
+        () if measured is None else measured.warnings(ROPE_REMEDY),
     )
 
 
-def _test(eagle: Eagle, name: str | Path) -> EagleTest:
+def _test(eagle: Eagle, name: str | Path) -> SelfTest:
     target, texts = decode_texts(eagle, name)
     found = compare(eagle, target, texts)
     values = read_config(find_checkpoint(name, CONFIG_ONLY))
     other = with_rope(eagle, rope_of(values.get("text_config", values)))
-    if other is None:
-        return EagleTest(len(found), sum(found) / len(found))
-    others = compare(other, target, texts)
-    differences = [new - old for old, new in zip(found, others, strict=True)]
-    return EagleTest(
-        positions=len(found),
-        acceptance=sum(found) / len(found),
-        other_rope=sum(others) / len(others),
-        other_is_better=sum(differences) > 2 * math.sqrt(sum(map(abs, differences))),
-    )
+    return SelfTest.of(found, None if other is None else compare(other, target, texts))
 
 
 def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
-    """Copy a head with another rotary embedding; return None if it is the same."""
+    """Copy a head with another rotary embedding; return None if it has that one already."""
     config = replace(eagle.config, **rope)
     if config == eagle.config:
         return None

@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.version import __version__
 
-# The choices and the calibration of a drafter here, which no tensor tells.
+# Keys of config.json for values that no tensor shape determines, and that Apple's code ignores.
 KEPT_KEYS = ("draft_top_k", "score_scale", "noise_share")
 
 

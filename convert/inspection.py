@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_redrafter.convert.conversion_card import Config
+from mlx_redrafter.convert.conversion_options import Config
 from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
 from mlx_redrafter.convert.mtp import check_mtp, describe_mtp, find_mtp
 from mlx_redrafter.convert.names import NamedTensors, map_names
@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
-# Key of the model that a published head is for.
+# Key in config.json by which published heads name their model.
 TARGET_KEY = "base_model_name_or_path"
 
 
@@ -30,7 +30,7 @@ class Inspection:
     Attributes:
         source: Files and tensors of the checkpoint.
         kind: Kind of the checkpoint, in words.
-        config: Config of the converted drafter, None if the checkpoint cannot be converted.
+        config: Config of the converted drafter; None if the checkpoint cannot be converted.
         notes: Tensors that a conversion would leave out, or the reason why there can be no
             conversion.
     """

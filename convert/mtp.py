@@ -1,9 +1,9 @@
-"""Conversion of MTP modules: out of a model's own files, or of a folder with nothing else in it."""
+"""Conversion of MTP modules, from a model's own files or from a folder of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +16,14 @@ from mlx_redrafter.checkpoint_files import (
     read_config,
     shared_name,
 )
-from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
-from mlx_redrafter.convert.first_drafts import FirstDrafts, compare, decode_texts
-from mlx_redrafter.convert.output import describe_provenance, write_conversion
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
+from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import DTYPES
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import eagle, medusa
 from mlx_redrafter.proposers.checkpoint import check_finite, save_drafter
@@ -42,9 +42,9 @@ from mlx_redrafter.proposers.quantization import quantization_of, quantize_draft
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
-    """Open the MTP module in a checkpoint; None if its config is not that of a model with one.
+    """Find the MTP module in a checkpoint; return None if the config is of another model.
 
-    From a repository it fetches the files of the module alone.
+    From a repository, only the files with the module are downloaded.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -56,7 +56,7 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     folder, paths = find_module(path_or_repo)
     tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}
     source = Source(shared_name(path_or_repo), folder, values, tuple(paths), tensors)
-    # A model that lacks its module is recognised here, before the rest of it is fetched.
+    # A model that lacks its module is refused as such, without fetching the rest of it.
     is_model = _has_index(source) or any("embed_tokens." in name for name in tensors)
     has_module = any(name.startswith(prefix_of(values)) for name in tensors)
     return source if is_model or has_module else None
@@ -71,9 +71,7 @@ def describe_mtp(source: Source) -> str:
 
 
 def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
-    """Return a module's config, and the checkpoint without the model's other tensors.
-
-    It reads no values.
+    """Return a module's config, and the checkpoint without the rest of the model.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, or of other shapes than the config
@@ -85,34 +83,25 @@ def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
     return module.config, replace(source, tensors=tensors)
 
 
-def convert_mtp(source: Source, destination: Path, options: ConversionOptions) -> Conversion:
+def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     """Convert an MTP module; see `conversion.convert_drafter`."""
-    if options.rnn_activation is not None or options.vocabulary is not None:
-        raise ConfigError("an MTP module has no recurrence, and its head is the model's own")
     module = load_mtp(source.folder)
     if quantization_of(module) is not None:
-        raise CheckpointError(
-            "expected an MTP module that is not quantised; convert the published one"
-        )
+        raise CheckpointError(QUANTISED)
     _cast(module, source, options.dtype)
     if options.quantization is not None:
         quantize_drafter(module, options.quantization.bits, options.quantization.group_size)
         mx.eval(module.parameters())
     measured = None
     if options.target is not None:
-        matches = compare(module, *decode_texts(module, options.target))
-        measured = FirstDrafts(len(matches), sum(matches) / len(matches))
-    test = None if measured is None else asdict(measured)
-    provenance = describe_provenance(source, options, "MTP", test)
-    provenance["target"] = provenance["target"] or _target_of(source)
-    warning = None if measured is None else measured.warning()
-    return write_conversion(
-        destination,
+        measured = SelfTest.of(compare(module, *decode_texts(module, options.target)))
+    return ConvertedDrafter(
         partial(save_drafter, module),
         module.config,
-        options,
-        provenance,
-        () if warning is None else (warning,),
+        "MTP",
+        measured,
+        warnings=() if measured is None else measured.warnings(),
+        target=_target_of(source),
     )
 
 
@@ -121,7 +110,7 @@ def _has_index(source: Source) -> bool:
 
 
 def _target_of(source: Source) -> str | None:
-    """Name the model that a module is for: the owner of its files, or the one of a conversion."""
+    """Return the name of a module's model: that of its files, or that in a conversion."""
     provenance = source.config.get(PROVENANCE_KEY)
     if isinstance(provenance, Mapping):
         target = provenance.get("target")

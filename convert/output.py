@@ -1,60 +1,163 @@
-"""What every conversion writes: the weights, where they come from, and a card."""
+"""Output of a conversion: the weights, their provenance, and a model card in the hub's format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint_files import shared_name
-from mlx_redrafter.convert.conversion_card import Config, render_conversion_card
-from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
+from mlx_redrafter.convert.conversion_options import Config, Conversion, ConversionOptions
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
+from mlx_redrafter.convert.selftest import SelfTest
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.mtp.network import MtpConfig
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.version import __version__
+
+_TEMPLATE = """---
+library_name: mlx
+tags:
+- mlx
+- redrafter
+- speculative-decoding
+{base_model}---
+
+# {title}
+
+{kind} {purpose}, converted from `{source}` for \
+mlx_redrafter {version}. It makes the target's text appear faster; the text stays the target's.
+
+    redrafter-mlx generate --model {target} --drafter PATH-OF-THIS-FOLDER --prompt "..."
+
+| | |
+|---|---|
+{rows}
+
+{notes}
+The licence is that of `{source}`; read it there before you pass these weights on.
+"""
+
+_KINDS: Mapping[type, str] = {
+    DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
+    EagleConfig: "An [EAGLE](https://arxiv.org/abs/2503.01840) head",
+    MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",
+    MtpConfig: "An MTP module",
+}
+
+
+# Error message for a source that is quantised.
+QUANTISED = (
+    "expected a drafter that is not quantised, found one that is; convert the published drafter"
+)
+
+
+@dataclass(frozen=True)
+class ConvertedDrafter:
+    """A drafter that is ready to be written.
+
+    Attributes:
+        save: Writes the drafter to a folder, with further keys for its ``config.json``.
+        config: The drafter's config.
+        name_set: Naming convention of the source.
+        measured: Results of the self-test; None if it was skipped.
+        notes: Notes on the conversion, for the user.
+        warnings: Warnings about the drafter, for the user.
+        target: Name of the target, if the source gives one.
+    """
+
+    save: Callable[[Path, Mapping[str, Any]], None]
+    config: Config
+    name_set: str
+    measured: SelfTest | None
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    target: str | None = None
 
 
 def write_conversion(
-    destination: Path,
-    save: Callable[[Path, Mapping[str, Any]], None],
-    config: Config,
-    options: ConversionOptions,
-    provenance: dict[str, Any],
-    warnings: Sequence[str],
+    destination: Path, source: Source, options: ConversionOptions, drafter: ConvertedDrafter
 ) -> Conversion:
-    """Write a converted drafter to a folder, which appears whole or not at all.
-
-    Args:
-        destination: The folder.
-        save: Writes the drafter to a folder, with further keys for its ``config.json``.
-        config: The drafter's config.
-        options: Options of the conversion.
-        provenance: Origin of the weights; see `describe_provenance`.
-        warnings: Warnings about the drafter, for the user.
-    """
-    with publish(destination) as folder:
-        save(folder, {PROVENANCE_KEY: provenance})
-        stored_as = str(options.quantization or options.dtype)
-        name = destination.resolve().name
-        card = render_conversion_card(name, config, stored_as, provenance)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    return Conversion(config, provenance, tuple(warnings))
-
-
-def describe_provenance(
-    source: Source,
-    options: ConversionOptions,
-    name_set: str,
-    self_test: Mapping[str, Any] | None,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Origin of converted weights, for ``config.json``."""
-    return {
+    """Write a converted drafter to a folder, which appears whole or not at all."""
+    provenance = {
         "source": source.name,
         "sha256": source.sha256(),
         "converter": f"mlx_redrafter {__version__}",
-        "name_set": name_set,
-        "target": None if options.target is None else shared_name(options.target),
-        "self_test": self_test,
-        "notes": list(notes),
+        "name_set": drafter.name_set,
+        "target": drafter.target if options.target is None else shared_name(options.target),
+        "self_test": None if drafter.measured is None else drafter.measured.to_dict(),
+        "notes": list(drafter.notes),
     }
+    with publish(destination) as folder:
+        drafter.save(folder, {PROVENANCE_KEY: provenance})
+        stored_as = str(options.quantization or options.dtype)
+        card = render_card(destination.resolve().name, drafter.config, stored_as, provenance)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    return Conversion(drafter.config, provenance, tuple(drafter.warnings))
+
+
+def render_card(
+    title: str,
+    config: Config,
+    quantization: str,
+    provenance: Mapping[str, Any],
+) -> str:
+    """Render the card as Markdown.
+
+    Args:
+        title: Name of the folder or the repository.
+        config: The drafter's config.
+        quantization: Format of the weights, such as "float16" or "4 bits, groups of 64".
+        provenance: Provenance, as in ``config.json``.
+    """
+    target = provenance["target"]
+    rows = {
+        "hidden size of the target": config.hidden_size,
+        "vocabulary": _describe_vocabulary(config),
+        **_describe_network(config),
+        "weights": quantization,
+    }
+    self_test = provenance["self_test"]
+    if self_test is not None:
+        rows["first drafts accepted"] = (
+            f"{self_test['acceptance']:.1%} of {self_test['positions']} (greedy)"
+        )
+    return _TEMPLATE.format(
+        base_model=f"base_model: {target}\n" if target and target.count("/") == 1 else "",
+        title=title,
+        kind=_KINDS[type(config)],
+        purpose=f"for `{target}`" if target else "for the model it was trained with",
+        source=provenance["source"],
+        version=provenance["converter"].split()[-1],
+        target=target or "MODEL",
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        notes="".join(f"- {note}\n" for note in provenance["notes"]),
+    )
+
+
+def _describe_network(config: Config) -> dict[str, str]:
+    if isinstance(config, MedusaConfig):
+        return {
+            "heads, and residual blocks of each": f"{config.num_heads}, {config.num_layers}",
+            "tree": config.tree,
+        }
+    if isinstance(config, EagleConfig):
+        return {
+            "kind": config.name,
+            "width of the MLP, heads": f"{config.intermediate_size}, {config.num_attention_heads}",
+        }
+    if isinstance(config, MtpConfig):
+        return {"type of the target": config.model_type}
+    return {
+        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
+        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
+    }
+
+
+def _describe_vocabulary(config: Config) -> str:
+    if config.draft_vocab_size is None:
+        return str(config.vocab_size)
+    return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

@@ -1,11 +1,11 @@
 """A reader for the pickles of ``torch.save`` that can build tensors and plain containers only.
 
-`pickletools` decodes the arguments of opcodes and `_Machine` interprets them; unknown opcodes are
-rejected before they are decoded. No name in a file is ever looked up or imported: the few names
-that ``torch.save`` needs are recognised as text, all others are rejected. Each opcode does a
-bounded amount of work on existing objects, so time and memory grow only with the length of the
-pickle, which is at most `MAX_PICKLE_BYTES`, and not with any size claimed in the pickle. Containers
-are never hashed, compared or printed: shared and nested containers can be exponentially large.
+`pickletools` decodes the arguments of opcodes and `_Machine` interprets them; it rejects unknown
+opcodes before decoding them. It never looks up or imports a name in a file: it recognises the few
+names that ``torch.save`` needs as text and rejects all others. Each opcode does a bounded amount of
+work on existing objects, so time and memory grow only with the length of the pickle. That is at
+most `MAX_PICKLE_BYTES`, whatever sizes the pickle claims. Containers are never hashed, compared or
+printed: shared and nested containers can be exponentially large.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mlx_redrafter.convert.stored import MAX_AXES, count_spanned
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import describe_error, quote
 
-# Largest pickle; a drafter's takes about 2 kB and a 70B model's about 100 kB, without the values.
+# Maximum size of a pickle in bytes; a drafter's has about 2 kB, a 70B model's about 100 kB.
 MAX_PICKLE_BYTES = 2**20
-# Largest number of elements, offset or stride of a tensor.
+# Maximum number of elements, offset or stride of a tensor.
 MAX_ELEMENTS = 2**48
 
 # Dtype of each storage class of torch.

@@ -1,4 +1,4 @@
-"""Output folders, written atomically."""
+"""Publication of a result: a folder that appears whole or not at all, and its upload."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub import HfApi
+
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.escaping import describe_error
 
+# Name of the model card in an output.
 CARD_FILE = "README.md"
-# Key in config.json with the provenance of the weights, which marks a folder as an output.
+# Key in config.json for the provenance of the weights; it marks a folder as an output.
 PROVENANCE_KEY = "conversion"
 _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
 
@@ -66,6 +70,27 @@ def publish(destination: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
+def upload_folder(folder: Path, repo: str) -> str:
+    """Upload a folder with the user's stored credentials, and create the repository if necessary.
+
+    Returns:
+        The repository's URL.
+
+    Raises:
+        CheckpointError: The hub cannot be reached or rejects the folder, which is kept.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder)
+    except Exception as error:  # the hub's libraries raise exceptions of many kinds
+        raise CheckpointError(
+            f"{folder} is complete but could not be uploaded to {repo!r}: {describe_error(error)}; "
+            "check the name, the network and `hf auth login`, then `hf upload`"
+        ) from error
+    return str(address)
+
+
 def _move(staging: Path, destination: Path) -> None:
     if not destination.exists():
         os.rename(staging, destination)
@@ -81,7 +106,7 @@ def _move(staging: Path, destination: Path) -> None:
 
 
 def _make_beside(destination: Path) -> Path:
-    # A whole name and more may be too long.
+    # The name of the destination with a suffix may be too long for the file system.
     prefix = f".{destination.name[:32]}."
     return Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))
 

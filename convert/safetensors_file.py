@@ -12,7 +12,8 @@ from mlx_redrafter.convert.stored import MAX_AXES, StoredTensor, contiguous_stri
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import describe_error, quote
 
-# Largest header; a 70B model's takes 200 kB, and the library's 100 MB would take gigabytes parsed.
+# Maximum size of a header in bytes; a 70B model's has 200 kB. Parsed, the 100 MB that the library
+# allows would need gigabytes.
 MAX_HEADER_BYTES = 2**22
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 

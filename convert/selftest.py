@@ -1,7 +1,7 @@
-"""The self-test: tells whether a drafter was trained for a target.
+"""The self-test, which measures whether a drafter was trained for a target.
 
-The target decodes a few prompts greedily. At each token of the texts the drafter gets the inputs of
-a step with this token as the root, and its first draft is compared with the target's next token.
+The target decodes a few prompts greedily. After each token of the texts, the drafter's first draft
+is compared with the target's next token. A second variant of the drafter may be measured as well.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
+from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Calibration, ObservedSequence, Prediction
 from mlx_redrafter.proposers.medusa import fit_heads as heads
@@ -32,10 +35,13 @@ from mlx_redrafter.trees.topk import top_k
 
 logger = logging.getLogger(__name__)
 
+DECODING = "decoding %d texts, to measure how many drafts the target accepts"
+
 # Acceptance below which the user is warned; fitting drafters reach about 0.5, chance about 0.001.
-LEAST_ACCEPTANCE = 0.2
+MIN_ACCEPTANCE = 0.2
 # Number of tokens to predict after each prompt.
 TOKENS_PER_PROMPT = 64
+# Maximum number of prompt tokens per forward pass.
 PREFILL_STEP_SIZE = 2048
 PROMPTS = (
     "Once upon a time, there was a little girl who lived near the sea.",
@@ -51,46 +57,66 @@ N = TypeVar("N", bound=DraftNetwork)
 class SelfTest:
     """Results of the self-test.
 
-    Acceptance is the share of positions whose first draft is the target's token.
+    Acceptance is the share of positions whose first draft is the target's token, 0 to 1.
 
     Attributes:
         positions: Number of predicted tokens.
-        acceptance: Acceptance of the converted drafter, 0 to 1.
-        calibration: Calibration of the drafter on the texts of the test.
-        other_activation: Acceptance with the other recurrence, 0 to 1, None for drafters without
-            an RNN.
-        other_is_better: Whether the other recurrence gives clearly more correct drafts, by two
-            standard errors of the difference.
+        acceptance: Acceptance of the converted drafter.
+        calibration: Calibration of the drafter on the texts of the test; None for networks that
+            are not calibrated.
+        other_acceptance: Acceptance of the second variant; None if there is none.
+        other_is_better: Whether the second variant has clearly more correct drafts.
     """
 
     positions: int
     acceptance: float
-    calibration: Calibration
-    other_activation: float | None = None
+    calibration: Calibration | None = None
+    other_acceptance: float | None = None
     other_is_better: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """The results as they stand in a ``config.json``."""
-        return {**asdict(self), "calibration": self.calibration.to_dict()}
+    @classmethod
+    def of(cls, matches: Sequence[int], others: Sequence[int] | None = None) -> SelfTest:
+        """Compute the results from the matches of a network, and from those of a variant."""
+        found = cls(len(matches), _mean(matches))
+        if others is None:
+            return found
+        better = _is_clearly_better(others, matches)
+        return replace(found, other_acceptance=_mean(others), other_is_better=better)
 
-    def warning(self, activation: Activation = "silu") -> str | None:
-        """Describe the likely mistake, or return None if the drafter seems to fit.
+    def to_dict(self) -> dict[str, Any]:
+        """Return the results for ``config.json``."""
+        scalars = None if self.calibration is None else self.calibration.to_dict()
+        return {**asdict(self), "calibration": scalars}
+
+    def warnings(self, remedy: str = "") -> tuple[str, ...]:
+        """Describe the likely mistake; return nothing if the drafter seems to fit.
 
         Args:
-            activation: Activation of a recurrent drafter.
+            remedy: Name of the second variant, and how to convert to it.
         """
         share = f"only {self.acceptance:.0%} of the first drafts match the target"
         if self.other_is_better:
+            return (f"{share}, but {self.other_acceptance:.0%} do with {remedy}",)
+        if self.acceptance < MIN_ACCEPTANCE:
             return (
-                f"{share}, but {self.other_activation:.0%} do with the other recurrence; convert "
-                f"again with --rnn-activation {swap_activation(activation)}"
+                f"{share}; the drafter was probably trained for another model, on other hidden "
+                "states of this one, or hardly at all. Decoding stays exact, but is not faster",
             )
-        if self.acceptance < LEAST_ACCEPTANCE:
-            return (
-                f"{share}; the drafter was probably trained for another model, on hidden states "
-                "before the final norm, or hardly at all. Decoding stays exact, but is not faster"
-            )
-        return None
+        return ()
+
+
+class DecodedText(NamedTuple):
+    """A text of the target, with the states that a network reads.
+
+    Attributes:
+        tokens: Token ids.
+        states: States of the target after all tokens except the last, shape (n - 1, S).
+        num_prompt: Number of tokens of the prompt.
+    """
+
+    tokens: list[int]
+    states: mx.array
+    num_prompt: int
 
 
 def swap_activation(activation: Activation) -> Activation:
@@ -101,42 +127,59 @@ def swap_activation(activation: Activation) -> Activation:
 def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -> SelfTest:
     """Measure the acceptance of first drafts on `PROMPTS`, and calibrate the drafter.
 
-    Waits for the device at every token. A quantised drafter is dequantised once: on a CPU that is
-    many times faster than to do it for every prediction.
+    The second variant has the other recurrence. The test waits for the device at every token. It
+    dequantises a quantised drafter once: on a CPU that is many times faster than for each draft.
     """
     drafter = _dequantised(drafter)
     target = Target(model)
     texts = _decode_all(target, tokenizer)
     firsts, seconds = _find_matches(drafter, target, texts)
-    calibration = calibrate(drafter, target.embed, texts)
+    found = replace(SelfTest.of(firsts), calibration=calibrate(drafter, target.embed, texts))
     if not drafter.config.rnn:
-        return SelfTest(len(firsts), _mean(firsts), calibration)
+        return found
     other = copy.copy(drafter)
     activation = swap_activation(drafter.config.rnn_activation)
     other.config = replace(drafter.config, rnn_activation=activation)
     other_firsts, other_seconds = _find_matches(other, target, texts)
-    before, after = firsts + seconds, other_firsts + other_seconds
-    differences = [new - old for old, new in zip(before, after, strict=True)]
-    return SelfTest(
-        positions=len(firsts),
-        acceptance=_mean(firsts),
-        calibration=calibration,
-        other_activation=_mean(other_firsts),
-        other_is_better=sum(differences) > 2 * math.sqrt(sum(map(abs, differences))),
-    )
+    better = _is_clearly_better(other_firsts + other_seconds, firsts + seconds)
+    return replace(found, other_acceptance=_mean(other_firsts), other_is_better=better)
 
 
 def self_test_heads(
     network: Medusa, model: nn.Module, tokenizer: TokenizerWrapper
 ) -> tuple[SelfTest, tuple[tuple[float, ...], ...]]:
-    """`self_test` of Medusa heads, and `rank_accuracies` in the same texts."""
+    """Run `self_test` on Medusa heads, and measure `rank_accuracies` on the same texts."""
     network = _dequantised(network)
     texts = _decode_all(Target(model), tokenizer)
     firsts = [
         match for text in texts for match in _compare(network, heads.predict(network, text)[0])
     ]
-    measured = SelfTest(len(firsts), _mean(firsts), heads.calibrate(network, texts))
+    measured = replace(SelfTest.of(firsts), calibration=heads.calibrate(network, texts))
     return measured, heads.rank_accuracies(network, texts)
+
+
+def decode_texts(
+    network: AutoregressiveNetwork, name: str | Path
+) -> tuple[Target, list[DecodedText]]:
+    """Load a target and let it continue `PROMPTS`, for networks that read its states.
+
+    Raises:
+        CheckpointError: The target cannot be loaded, or the network does not fit it.
+    """
+    model, tokenizer, _ = load(name)
+    target = Target(model)
+    network.check_fit(target, tokenizer)
+    logger.info(DECODING, len(PROMPTS))
+    layers = network.captured_layers(target)
+    prompts = [encode_question(tokenizer, prompt) for prompt in PROMPTS]
+    return target, [_decode_states(target, prompt, layers) for prompt in prompts]
+
+
+def compare(
+    network: AutoregressiveNetwork, target: Target, texts: Iterable[DecodedText]
+) -> list[int]:
+    """Compare first drafts with the target's next tokens: 1 if equal, else 0, per token."""
+    return [match for text in texts for match in _compare_text(network, target, text)]
 
 
 def _dequantised(network: N) -> N:
@@ -146,7 +189,7 @@ def _dequantised(network: N) -> N:
 
 
 def _decode_all(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
-    logger.info("decoding %d texts, to see which drafts the target accepts", len(PROMPTS))
+    logger.info(DECODING, len(PROMPTS))
     return [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
 
 
@@ -192,6 +235,39 @@ def _find_matches(
 def _compare(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
     rows = mx.argmax(prediction.logits, axis=-1)
     return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
+
+
+def _decode_states(target: Target, prompt: list[int], layers: Sequence[int]) -> DecodedText:
+    """Continue a prompt greedily, and keep the states of the captured layers."""
+    tokens, cache = list(prompt), target.new_cache()
+    states: list[mx.array] = []
+    ids = mx.array(prompt, dtype=mx.int32)
+    outputs = target.prefill(
+        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
+    )
+    while True:
+        assert outputs.states is not None
+        states.append(outputs.states)
+        token = mx.argmax(outputs.logits, axis=-1).astype(mx.int32)
+        tokens += to_ints(token)
+        if len(tokens) > len(prompt) + TOKENS_PER_PROMPT:
+            return DecodedText(tokens, mx.concatenate(states), len(prompt))
+        outputs = target.advance(token, cache, layers)
+
+
+def _compare_text(network: AutoregressiveNetwork, target: Target, text: DecodedText) -> list[int]:
+    tokens, states, num_prompt = text
+    pairs = network.fuse(states[:-1]), target.embed(mx.array(tokens[1:-1]))
+    outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
+    rows = mx.argmax(network.logits(outputs, target), axis=-1)
+    ids = rows if network.row_ids is None else network.row_ids[rows]
+    return to_ints(ids == mx.array(tokens[num_prompt + 1 :]))
+
+
+def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
+    """Compare two series of matches, by two standard errors of their difference."""
+    differences = [one - other for one, other in zip(new, old, strict=True)]
+    return sum(differences) > 2 * math.sqrt(sum(map(abs, differences)))
 
 
 def _mean(values: Sequence[int]) -> float:

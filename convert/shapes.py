@@ -15,7 +15,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# This package's config key by TensorRT-LLM's, where plain "hidden_size" is the target's own.
+# This package's config key by TensorRT-LLM's, whose plain "hidden_size" is the target's.
 _TENSORRT_KEYS = {
     "redrafter_num_layers": "num_draft_layers",
     "redrafter_hidden_size": "hidden_size",
@@ -43,7 +43,7 @@ def infer_drafter_config(
     values: Mapping[str, Any],
     rnn_activation: Activation | None = None,
 ) -> DrafterConfig:
-    """Infer a drafter's config: values of ``config.json``, and from the shapes if not given.
+    """Infer a drafter's config from ``config.json``, and from the shapes if a value is missing.
 
     Args:
         named: The drafter's tensors.

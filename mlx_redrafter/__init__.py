@@ -5,8 +5,7 @@ from mlx_redrafter import load, generate, stream_generate
 model, tokenizer, drafter = load()  # the bundled pair, or a model and a drafter by name
 print(generate(model, tokenizer, "Once upon a time", drafter=drafter))
 
-Rooms by floor. A module imports from its own room and from the floors below it, never in a circle.
-The single files of floor 1 are one room, the ground.
+Rooms by floor: a module imports from its own room and from the floors below it, never in a circle.
 
     10  cli
     9  bench
@@ -17,6 +16,9 @@ The single files of floor 1 are one room, the ground.
     4  decoding  kernels
     3  target
     2  trees
+
+Floor 1 consists of single files, which count as one room, the ground.
+
     1  backend  checkpoint_files  checks  device_read  draft_plan  errors  escaping
     1  generation_options  grammar  measured  version
 """
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
     from mlx_redrafter.proposers.redrafter.network import Drafter
     from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
-# Where each public name lives. Imported on first use: mlx-lm alone takes seconds to import, which
-# `redrafter-mlx --help` should not have to wait for.
+# Modules of the public names, imported on first use: mlx-lm takes seconds to import, which would
+# delay `redrafter-mlx --help`.
 _HOMES = {
     "Conversation": "engine.conversation",
     "DraftModel": "proposers.draft_model",

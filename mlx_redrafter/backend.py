@@ -1,8 +1,7 @@
-"""MLX's back end: that there is one, and on Linux that its CPU back end has a fast BLAS.
+"""Load MLX, on Linux with OpenBLAS if it is installed (Debian: libopenblas0-pthread).
 
-MLX's CPU wheel ships a reference BLAS, tens of times slower than OpenBLAS. A library that is loaded
-globally before ``mlx.core`` takes its place (Debian: libopenblas0-pthread). Nothing happens on
-other systems or where the library is not installed.
+MLX's CPU wheel ships a reference BLAS, tens of times slower than OpenBLAS. A library that the
+process loads globally before ``mlx.core`` replaces it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import ctypes
 import sys
 
+# Error if MLX cannot be imported.
 NO_BACKEND = (
     "MLX has no back end in this environment: install mlx-redrafter[cpu] (Apple silicon and Linux) "
     "or mlx-redrafter[cuda13] (Linux with an NVIDIA GPU)"
@@ -18,7 +18,7 @@ NO_BACKEND = (
 
 
 def prepare() -> None:
-    """Import ``mlx.core`` with the best BLAS there is.
+    """Import ``mlx.core`` with the fastest installed BLAS.
 
     Raises:
         ImportError: MLX has no back end.

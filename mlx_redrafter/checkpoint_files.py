@@ -1,7 +1,7 @@
-"""Checkpoint folders: finding them, reading their config and headers, writing them atomically.
+"""Find checkpoint folders, read their config and headers, and write them atomically.
 
 A checkpoint is a folder with ``config.json`` and ``*.safetensors``, local or on the Hugging Face
-Hub. Nothing here runs code from a file, and nothing allocates what a header merely claims.
+Hub. Nothing here runs code from a file, waits for a pipe, or allocates what a header merely claims.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
 
+# Name of the config in a checkpoint.
 CONFIG_FILE = "config.json"
+# Name of the weights that `write_checkpoint` writes.
 WEIGHTS_FILE = "model.safetensors"
-# Weight files of a folder; where there are none of a kind, those of the next.
+# Patterns of weight files; the first pattern that matches a file of the folder counts.
 WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
-# The index of a sharded 400B model takes about a tenth of it.
+# Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 
 
 def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None) -> Path:
-    """Folder of a checkpoint, downloaded from the hub unless it exists locally.
+    """Find the folder of a checkpoint, and download it from the hub unless it exists locally.
 
     Args:
         path_or_repo: A local folder, or a repository id such as ``org/name``.
-        patterns: Files to fetch from the hub, as shell patterns; all of them by default.
+        patterns: Shell patterns of the files to download; all files by default.
 
     Raises:
-        CheckpointError: There is neither such a folder nor such a repository, or no network.
-        ConfigError: It is no name.
+        CheckpointError: There is neither such a folder nor such a repository, there is no network,
+            or the folder holds a pipe, a socket or a device, whose reader could wait for ever.
+        ConfigError: ``path_or_repo`` is neither a string nor a path.
     """
     if not isinstance(path_or_repo, (str, Path)):
         raise ConfigError(
@@ -48,13 +51,15 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         )
     path = Path(path_or_repo).expanduser()
     try:
-        os.scandir(path).close()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                check_regular(Path(entry))
         return path
     except NotADirectoryError as error:
         raise CheckpointError(f"expected a checkpoint folder, found a file: {path}") from error
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:  # no right to read it, or no name at all
+    except (OSError, ValueError) as error:  # no permission, or an impossible name
         reason = explain(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
@@ -64,7 +69,7 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         )
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # its libraries have exceptions of their own, and change
+    except Exception as error:  # the hub's libraries raise exceptions of many kinds
         raise CheckpointError(
             f"{name!r} is neither a local folder nor a repository that can be reached on the "
             f"Hugging Face Hub ({first_line(error)}); check the name and the network, or give a "
@@ -72,14 +77,23 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         ) from error
 
 
+def check_regular(path: Path) -> None:
+    """Raise `CheckpointError` if a path leads to a pipe, a socket or a device."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(
+            f"expected a regular file, found a pipe, a socket or a device: {path}; remove it, or "
+            "choose another folder"
+        )
+
+
 def shared_name(path_or_repo: str | Path) -> str:
-    """A name to publish: a repository id as it is, a folder by its last part, without its path."""
+    """Return a name to publish: a repository id, or the last part of a folder's path."""
     path = Path(path_or_repo).expanduser()
     return path.resolve().name if path.is_dir() else str(path_or_repo)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in ``folder/config.json``.
+    """Read the object in ``folder/config.json``.
 
     Raises:
         CheckpointError: The file is missing, unreadable, or not a JSON object.
@@ -97,12 +111,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-        CheckpointError: The file is unreadable, absurdly long, or not a JSON object.
+        CheckpointError: The file is unreadable, longer than `MAX_JSON_BYTES`, not a regular file,
+            or not a JSON object.
     """
     try:
+        check_regular(path)
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ValueError(
                 f"expected at most {MAX_JSON_BYTES} bytes, found {path.stat().st_size}"
@@ -118,15 +134,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in ``folder/model*.safetensors``, or in files, from headers alone.
+    """Read the shapes of all tensors in a folder, or in files, from their headers alone.
 
     Raises:
-        CheckpointError: There is no such file, or one is truncated or no safetensors file.
+        CheckpointError: A file is missing, truncated, or not a safetensors file.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder) if files is None else files:
         try:
-            path.open("rb").close()  # says what is wrong; the library has one word for everything
+            check_regular(path)
+            path.open("rb").close()  # its error says more than the library's
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
         try:
@@ -142,10 +159,10 @@ def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tupl
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """All tensors in ``folder/model*.safetensors``; the headers are checked first.
+    """Read all tensors of a folder, after a check of their headers.
 
     Raises:
-        CheckpointError: As `read_shapes`, or a dtype is unknown to MLX.
+        CheckpointError: `read_shapes` raises it, or MLX does not know a dtype.
     """
     read_shapes(folder)
     tensors: dict[str, mx.array] = {}
@@ -158,10 +175,10 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint folder, in order of their names.
+    """List the weight files of a checkpoint folder, in order of their names.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The folder has no weight files.
     """
     for pattern in WEIGHTS_PATTERNS:
         if paths := sorted(folder.glob(pattern)):
@@ -182,8 +199,8 @@ def write_checkpoint(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``; each file appears whole or not at all.
 
-    The config comes last, so that a folder with a config has its weights. ``framework`` is what
-    the header says the tensors are for. Waits for the device.
+    The config comes last, so that a folder with a config has its weights. The header names
+    ``framework`` as the format of the tensors. Blocks until MLX has computed them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(
@@ -195,17 +212,17 @@ def write_checkpoint(
 
 
 def named_parameters(module: nn.Module) -> dict[str, mx.array]:
-    """All arrays of a module by their dotted names."""
+    """Return all arrays of a module by their dotted names."""
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a temporary path beside ``path``, then move the result into place.
+    """Call ``write`` with a temporary path next to ``path``, then move the result into place.
 
-    The temporary name keeps the suffix, which some writers insist on.
+    The temporary name keeps the suffix, because some writers require it.
 
     Raises:
-        OSError: It cannot be written; the error names ``path``.
+        OSError: The file cannot be written; the error names ``path``.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
@@ -222,12 +239,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of files made on the way to ``path`` name it, MLX's among them."""
+    """Let errors about temporary files, MLX's too, name ``path`` instead."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # it says all in words
+        if error.errno is None:  # a library's error, with a message of its own
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-    except RuntimeError as error:  # all that MLX says
+    except RuntimeError as error:  # MLX's only kind of error
         raise OSError(errno.EIO, first_line(error), str(path)) from error

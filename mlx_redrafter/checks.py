@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give."""
+"""Checks of numbers from callers."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def check_max_tokens(value: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float, and no bool."""
+    """Whether a value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

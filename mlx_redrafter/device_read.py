@@ -1,4 +1,7 @@
-"""The one place where the host waits for values of the device."""
+"""Read values of MLX arrays on the host, which blocks until MLX has computed them.
+
+No other module of the decoding step reads arrays.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import mlx.core as mx
 
 
 def to_ints(values: mx.array) -> list[int]:
-    """Read an integer or bool array of shape (n,); waits until the device has computed it."""
+    """Read an integer or bool array of shape (n,)."""
     return cast("list[int]", values.tolist())
 
 
 def to_floats(values: mx.array) -> list[float]:
-    """Read a floating-point array of shape (n,); waits until the device has computed it."""
+    """Read a floating-point array of shape (n,)."""
     return cast("list[float]", values.tolist())

@@ -1,4 +1,4 @@
-"""Draft plans: how wide, how long and how many nodes the drafts of one step are."""
+"""Draft plans: beam width, beam length and number of nodes for the drafts of one step."""
 
 from __future__ import annotations
 
@@ -8,36 +8,28 @@ from typing import Any, Literal
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
 
+# Maximum number of beams of a search.
 MAX_BEAM_WIDTH = 64
-
-
+# Maximum number of tokens of a beam, root included.
 MAX_BEAM_LENGTH = 16
-
-
-MAX_OUTCOMES = 64  # of a forward pass, that drafts are made ahead for
-
-
-# Nodes scored per level for each that is expanded, unless the search has but one beam.
+# Maximum number of outcomes of a forward pass for which speculative speculative decoding drafts.
+MAX_OUTCOMES = 64
+# Number of nodes that a search of several beams scores per level, for each node that it expands.
 SCORED_PER_BEAM = 4
-
-
-# Nodes of the tree where only the width or the length of the search is given.
+# Number of nodes of the tree if only the width or the length of the search is given.
 DEFAULT_NODES = 9
 
-
 Selection = Literal["top_n", "beam"]
-
-
 Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """How drafts are searched for: W beams of L tokens.
+    """The shape of a search for drafts: W beams of L tokens.
 
     Attributes:
-        width: Beams kept at every level, W.
-        length: Tokens of a beam, root included (Apple's ``beam_length``), L.
+        width: Number of beams per level, W.
+        length: Number of tokens of a beam, root included (Apple's ``beam_length``), L.
         select: "top_n" for the tree of the most probable drafts, "beam" for the paper's beams with
             shared prefixes merged.
     """
@@ -55,20 +47,21 @@ class DraftShape:
 
     @property
     def levels(self) -> int:
-        """Levels of drafts below the root, L - 1."""
+        """Number of levels below the root, L - 1."""
         return self.length - 1
 
     @property
     def level_nodes(self) -> int:
-        """Most nodes that the search scores per level; W of them are expanded.
+        """Maximum number of nodes that the search scores per level.
 
-        The others cost nothing, as their probabilities are there, and may be verified.
+        The search expands W of them. The others cost nothing, because their probabilities come with
+        those of the W, and the target may verify them too.
         """
         return 1 if self.width == 1 else SCORED_PER_BEAM * self.width
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes of a tree of this shape, root included."""
+        """Maximum number of nodes of a tree of this shape, root included."""
         if self.select == "beam":
             return 1 + self.width * self.levels
         return 1 + self.levels * self.level_nodes
@@ -76,12 +69,12 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What one step proposes.
+    """The size of one step's drafts.
 
     Attributes:
-        shape: Shape of the search; no node of the tree is at depth L or below.
-        num_nodes: Most nodes of the tree, root included, N.
-        from_text: Whether the drafts are looked up in the text instead of computed by a network.
+        shape: Shape of the search, which bounds the depth of the tree to L - 1.
+        num_nodes: Maximum number of nodes of the tree, root included, N.
+        from_text: Whether the drafts come from prompt lookup instead of a network.
     """
 
     shape: DraftShape
@@ -96,17 +89,17 @@ class DraftPlan:
         num_nodes: int | None = None,
         select: Selection = DraftShape.select,
     ) -> DraftPlan:
-        """The plan of these four options; without ``num_nodes`` a tree of at most 9 nodes.
+        """Make a plan from options; by default a tree has at most `DEFAULT_NODES` nodes.
 
         Raises:
             ConfigError: A value is out of range, or ``num_nodes`` is given for merged beams, whose
-                number of nodes depends on the text.
+                number of nodes depends on their tokens.
         """
         shape = DraftShape(width, length, select)
         if select == "beam":
             if num_nodes is not None:
                 raise ConfigError(
-                    "tree_nodes cannot be chosen with select='beam', whose merged beams decide it; "
+                    "tree_nodes cannot be chosen with select='beam', which depends on the beams; "
                     "leave it out or use select='top_n'"
                 )
             return cls(shape, shape.max_nodes)
@@ -117,7 +110,7 @@ class DraftPlan:
         return cls(shape, num_nodes)
 
     def within(self, max_length: int | None) -> DraftPlan:
-        """The same plan with beams of at most that many tokens; None is no bound."""
+        """Limit the plan to beams of ``max_length`` tokens; None is no limit."""
         if max_length is None or self.shape.length <= max_length:
             return self
         shape = replace(self.shape, length=max_length)
@@ -125,7 +118,7 @@ class DraftPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that make this plan; ``tree_nodes`` is None for merged beams."""
+        """Options that make this plan; ``tree_nodes`` is None for merged beams."""
         shape = self.shape
         return {
             "beam_width": shape.width,
@@ -138,7 +131,7 @@ class DraftPlan:
 def find_plan(
     beam_width: int | Auto, beam_length: int | Auto, tree_nodes: int | Auto, select: Selection
 ) -> DraftPlan | None:
-    """The plan of every step, None when every step may have its own.
+    """Make the fixed plan of all steps, or return None if every step may have its own.
 
     Raises:
         ConfigError: An option is out of range.

@@ -1,40 +1,30 @@
 """The exceptions of this package.
 
-    RedrafterError
-    ├── ConfigError (also a ValueError)      an option or a config value is out of range
-    ├── CheckpointError                      a model or drafter file cannot be used
-    ├── UnsupportedTargetError               the target or its cache cannot be decoded exactly
-    ├── NonFiniteError                       NaN or infinity where numbers were expected
-    ├── DataError                            a text or prompt file cannot be used for training
-    └── ResourceError                        not enough disk or memory for what was asked
-
-Every message says what was expected, what was found and what to do about it.
+Every message gives what was expected, what was found, and what to do.
 """
 
 import errno
 
-# What to do about a file or a disk, by error number.
+_MAKE_ROOM = "make room on the disk, or choose another one"
+_CHANGE_PERMISSIONS = "choose a path that you may use, or change its permissions"
+# Advice about a file or a disk, by error number.
 _ADVICE = {
-    errno.ENOSPC: "make room on the disk, or choose another one",
-    errno.EDQUOT: "make room on the disk, or choose another one",
-    errno.EIO: "make room on the disk, or choose another one",
-    errno.EFBIG: "make room on the disk, or choose another one",
-    errno.EACCES: "choose a path that you may use, or change its permissions",
-    errno.EPERM: "choose a path that you may use, or change its permissions",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG), _MAKE_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _CHANGE_PERMISSIONS),
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 
 
 def explain(error: OSError) -> str:
-    """What is wrong with a file or a disk, and what to do about it."""
-    if error.strerror is None:  # raised by a library, with a text of its own
+    """Describe an error of a file or a disk, and give the remedy."""
+    if error.strerror is None:  # from a library, with a text of its own
         return str(error) or type(error).__name__
     advice = _ADVICE.get(error.errno or 0, "choose another path" if error.filename else "")
     return "; ".join(filter(None, [error.strerror, advice]))
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an exception's text, or its type where there is none."""
+    """Return the first line of an exception's text, or its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -43,7 +33,7 @@ class RedrafterError(Exception):
 
 
 class ConfigError(RedrafterError, ValueError):
-    """An option or a configuration value is impossible or contradicts another one."""
+    """An option or a config value is impossible or contradicts another one."""
 
 
 class CheckpointError(RedrafterError):
@@ -51,7 +41,7 @@ class CheckpointError(RedrafterError):
 
 
 class UnsupportedTargetError(RedrafterError):
-    """The target's architecture, positions or cache have no exact tree decoding here."""
+    """The target or one of its caches would not be decoded exactly."""
 
 
 class NonFiniteError(RedrafterError):
@@ -63,4 +53,4 @@ class DataError(RedrafterError):
 
 
 class ResourceError(RedrafterError):
-    """The disk or the memory is too small for what was asked."""
+    """The disk or the memory is too small."""

@@ -1,20 +1,22 @@
-"""Safe wording of names and errors from untrusted files in messages: quoted, escaped and short."""
+"""Quote, escape and shorten names and errors from untrusted files, for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+# Maximum number of characters of a name.
 MAX_NAME = 80
+# Maximum number of items of a list.
 MAX_LISTED = 12
 
 
 def quote(name: str) -> str:
-    """Put ``name`` in quotes, with control characters escaped, shortened if long."""
+    """Put ``name`` in quotes, escape it, and shorten it if it is long."""
     return ascii(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...")
 
 
 def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
-    """Join the parts, with the first dozen spelt out and the others counted."""
+    """Join the first `MAX_LISTED` parts, and count the others."""
     parts = list(parts)
     shown = separator.join(parts[:MAX_LISTED])
     hidden = len(parts) - MAX_LISTED
@@ -22,7 +24,7 @@ def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Give the first line of an error's text, which may quote the file, escaped and shortened."""
+    """Return the first line of an error's text, which may quote a file, escaped and shortened."""
     lines = str(error).splitlines()
     text = lines[0] if lines else type(error).__name__
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: 2 * MAX_NAME + 1])

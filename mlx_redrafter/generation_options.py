@@ -1,4 +1,4 @@
-"""Options of one request, validated: sampling, K/V cache quantization, lengths, drafts."""
+"""Validated options of one request: sampling, KV cache quantization, lengths and drafts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from mlx_redrafter.checks import check_int, check_max_tokens, is_number
 from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
 from mlx_redrafter.errors import ConfigError
 
-# What MLX quantises to, and the length of a text from which on mlx-lm quantises by default.
-KV_BITS, KV_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
-
-
+# Bits per element to which MLX can quantise.
+KV_BITS = (1, 2, 3, 4, 5, 6, 8)
+# Elements per group with which MLX can quantise.
+KV_GROUP_SIZES = (32, 64, 128)
+# Number of tokens from which on mlx-lm quantises by default.
 QUANTIZED_KV_START = 5000
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target's tokens are chosen, with mlx-lm's meaning of every option.
+    """Sampling options of the target, with mlx-lm's meaning.
 
     Attributes:
-        temp: Temperature; 0 takes the most probable token.
-        top_p: Nucleus mass, off at 0 and at 1.
-        top_k: Number of most probable tokens kept, off at 0.
-        min_p: Least probability relative to the most probable token, off at 0.
-        seed: Key of the noise, 0 to 2**32 - 1. The text depends on nothing else.
+        temp: Temperature; 0 selects the most probable token.
+        top_p: Probability mass from which to sample; 0 and 1 turn it off.
+        top_k: Number of most probable tokens from which to sample; 0 turns it off.
+        min_p: Minimum probability, relative to the most probable token; 0 turns it off.
+        seed: Seed of the random numbers, 0 to 2**32 - 1.
     """
 
     temp: float = 0.0
@@ -49,12 +50,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How the rows of K/V caches are quantised, with mlx-lm's meaning of every option.
+    """Options of KV cache quantization, with mlx-lm's meaning.
 
     Attributes:
-        bits: Bits of a number.
-        group_size: Numbers that share a scale.
-        start: Length of a text from which on all its rows are quantised.
+        bits: Bits per element.
+        group_size: Elements per group.
+        start: Number of tokens from which on the whole cache is quantised.
     """
 
     bits: int
@@ -67,53 +68,57 @@ class Quantisation:
         check_int("quantized_kv_start", self.start, 0)
 
     def of_text(self, length: int) -> Quantisation | None:
-        """How rows are quantised in a text that begins with ``length`` tokens, None if not."""
+        """Return the options for a sequence of ``length`` tokens, or None if it is too short."""
         return replace(self, start=0) if length >= self.start else None
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The options of one text that are numbers and words; the same for every way in.
+    """The options of one text that are numbers and words, for Python, the CLI and the server.
 
-    The description of a field is the help text of its option on the command line.
+    The description of a field is also the help text of its option on the command line.
 
-    The text is a function of the prompt, the sampling options and the seed, whatever is drafted.
-    With ``select="top_n"`` and "auto" for ``beam_width``, ``beam_length`` and ``tree_nodes``, every
-    step has a plan of its own; if one of them is a number, the others are 4, 5 and 9. Without a
-    seed the noise is fresh. Without
-    ``couple`` drafts are worth less at a temperature; it is there to measure how much.
+    The text depends on the prompt, the sampling options and the seed, but not on the draft options.
+    With ``select="top_n"`` and "auto" for ``beam_width``, ``beam_length`` and ``tree_nodes``, the
+    policy chooses a plan for every step. If one of the three is a number, the default of the others
+    is 4, 5 and 9. Without a seed, every text has new random numbers. Without ``couple``, fewer
+    drafts are accepted at temperatures above 0; the option exists to measure how many.
     """
 
-    max_tokens: Annotated[int, "Most tokens to generate, -1 for no limit."] = 256
-    temp: Annotated[float | None, "Temperature; 0 is greedy."] = None
-    top_p: Annotated[float | None, "Nucleus mass, 0: off."] = None
-    top_k: Annotated[int | None, "Most probable tokens kept, 0: off."] = None
-    min_p: Annotated[
-        float | None, "Least probability relative to the most probable token, 0: off."
+    max_tokens: Annotated[int, "Maximum number of tokens to generate; -1 for no limit."] = 256
+    temp: Annotated[float | None, "Temperature; 0 is greedy decoding."] = None
+    top_p: Annotated[float | None, "Sample from this probability mass only; 0 turns it off."] = None
+    top_k: Annotated[
+        int | None, "Sample from this many most probable tokens only; 0 turns it off."
     ] = None
-    seed: Annotated[int | None, "Key of the noise, 0 to 2**32 - 1."] = None
-    beam_width: Annotated[int | Auto, "Beams kept per level, 1 to 64."] = "auto"
+    min_p: Annotated[
+        float | None, "Minimum probability, relative to the most probable token; 0 turns it off."
+    ] = None
+    seed: Annotated[int | None, "Seed of the random numbers, 0 to 2**32 - 1."] = None
+    beam_width: Annotated[int | Auto, "Number of beams of the draft search, 1 to 64."] = "auto"
     beam_length: Annotated[int | Auto, "Tokens per beam, root included, 2 to 16."] = "auto"
-    tree_nodes: Annotated[int | Auto, "Tokens per verify, root included."] = "auto"
+    tree_nodes: Annotated[int | Auto, "Tokens to verify per step, root included."] = "auto"
     select: Annotated[
         Selection, "top_n: the most probable drafts; beam: the paper's merged beams."
     ] = "top_n"
-    couple: Annotated[bool, "Drafts ranked with the noise of the target, above temperature 0."] = (
-        True
-    )
-    prefill_step_size: Annotated[int, "Most prompt tokens per forward pass."] = 2048
+    couple: Annotated[
+        bool, "Rank drafts with the target's random numbers, at temperatures above 0."
+    ] = True
+    prefill_step_size: Annotated[
+        int, "Maximum number of prompt tokens per forward pass; fewer need less memory."
+    ] = 2048
     kv_bits: Annotated[
-        int | None, "Bits of quantised keys and values: 1 to 6 or 8; not quantised without."
+        int | None, "Quantise the KV cache to this many bits: 1 to 6 or 8; off by default."
     ] = None
     kv_group_size: Annotated[
-        int, "Numbers of quantised keys and values that share a scale: 32, 64 or 128."
+        int, "Elements per group of the quantised KV cache: 32, 64 or 128."
     ] = Quantisation.group_size
     quantized_kv_start: Annotated[
-        int, "Length of the text from which on all its keys and values are quantised."
+        int, "Number of tokens from which on the KV cache is quantised."
     ] = Quantisation.start
 
     def __post_init__(self) -> None:
-        _ = self.plan, self.sampling(0), self.quantisation  # all check what they are made of
+        _ = self.plan, self.sampling(0), self.quantisation  # each of them checks its options
         check_max_tokens(self.max_tokens)
         check_int("prefill_step_size", self.prefill_step_size, 1)
         if not isinstance(self.couple, bool):
@@ -121,25 +126,25 @@ class GenerationOptions:
 
     @property
     def plan(self) -> DraftPlan | None:
-        """The plan of every step, None when every step may have its own."""
+        """Fixed plan of all steps; None if every step may have its own."""
         return find_plan(self.beam_width, self.beam_length, self.tree_nodes, self.select)
 
     @property
     def given_sampling(self) -> dict[str, Any]:
-        """The sampling options that are given."""
+        """Sampling options that are not None."""
         names = ("temp", "top_p", "top_k", "min_p", "seed")
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """How the rows of K/V caches are quantised, None where they are not."""
-        bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # the others are checked, too
+        """KV cache quantization, or None."""
+        bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # to check the other options
         found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
         return None if self.kv_bits is None else found
 
     def sampling(self, fresh_seed: int) -> SamplingParams:
-        """How tokens are chosen, with ``fresh_seed`` where no seed is given."""
+        """Return the sampling options, with ``fresh_seed`` if no seed is given."""
         return SamplingParams(**{"seed": fresh_seed, **self.given_sampling})
 
 

@@ -1,4 +1,4 @@
-"""Grammars that texts are held to, by llguidance (the extra ``grammar``)."""
+"""Structured output: grammars for generated text, compiled by llguidance (extra ``grammar``)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-MOST_CHARACTERS = 1 << 17
-# llguidance follows a rule into the next one on the stack, which ends after some thousands.
-MOST_RULES = 500
-# Without a bound a model may write blanks for ever, all of them good JSON.
+# Maximum length of a grammar, in characters.
+MAX_CHARACTERS = 1 << 17
+# Maximum number of rules, lines or references: llguidance recurses from one to the next, and its
+# stack ends after some thousands.
+MAX_RULES = 500
+# Pattern of blanks in JSON. A bound keeps a model from writing blanks for ever.
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 
-# Vocabularies by tokenizer: to read one takes as long as many tokens.
+# Vocabularies by tokenizer, because reading one costs as much time as many tokens.
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[Any, LLTokenizer]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must be, checked.
+    """A validated grammar that constrains a text.
 
-    Make one with `json_schema`, `json_object`, `regex` or `lark`. They raise `ConfigError` for
-    what is no such grammar, no text can satisfy, or is too large, and where llguidance is missing.
+    Make one with `json_schema`, `json_object`, `regex` or `lark`. They raise `ConfigError` if the
+    grammar is malformed, too large, or satisfied by no text, and if llguidance is missing.
 
     Attributes:
-        source: The grammar as llguidance has it.
+        source: The grammar in llguidance's format.
     """
 
     source: str = field(repr=False)
@@ -45,50 +47,55 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """JSON that fits a JSON schema.
+        """Require JSON that fits a JSON schema.
 
         Args:
             schema: The schema, or its text.
         """
         try:
-            # Written anew, so that a name is spelt in one way only.
+            # One spelling for every name, so that references can be counted.
             values = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(values)
+            text = json.dumps(values, allow_nan=False)
             if not isinstance(values, Mapping):
                 raise TypeError(f"expected an object, got {text[:40]}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
         _check_size(text, text.count('"$ref"'), "references")
         options = {"whitespace_pattern": WHITESPACE}
-        return cls(_guidance().LLMatcher.grammar_from_json_schema(text, overrides=options))
+        return cls(_convert("grammar_from_json_schema", text, overrides=options))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Require a JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """What a regular expression matches as a whole, without look-around and back-references."""
+        """Require a text that a regular expression matches as a whole.
+
+        llguidance knows neither look-around nor back-references.
+        """
+        _check_text(pattern)
         _check_size(pattern, 0, "rules")
-        return cls(_guidance().LLMatcher.grammar_from_regex(pattern))
+        return cls(_convert("grammar_from_regex", pattern))
 
     @classmethod
     def lark(cls, rules: str) -> Grammar:
-        """What a context-free grammar in the form of Lark derives from ``start``."""
+        """Require a text that a context-free grammar in Lark's format derives from ``start``."""
+        _check_text(rules)
         _check_size(rules, len(rules.splitlines()), "lines")
-        return cls(_guidance().LLMatcher.grammar_from_lark(rules))
+        return cls(_convert("grammar_from_lark", rules))
 
     def matcher(self, tokenizer: TokenizerWrapper, vocab_size: int) -> LLMatcher:
-        """What follows a text token by token.
+        """Create the state machine that follows a text token by token.
 
         Args:
             tokenizer: Tokenizer of the model.
             vocab_size: Number of tokens that the model chooses from, V.
 
         Raises:
-            ConfigError: The tokenizer has no vocabulary that llguidance can read, or no token
-                that ends a text; or the grammar is too complex for it.
+            ConfigError: llguidance cannot read the tokenizer's vocabulary, the tokenizer has no
+                end-of-sequence token, or the grammar is too complex.
         """
         vocabulary = _vocabulary(tokenizer, vocab_size)
         matcher = _guidance().LLMatcher(vocabulary, self.source, log_level=0, limits=_limits())
@@ -132,21 +139,37 @@ def _guidance() -> Any:
 
 
 def _limits() -> LLParserLimits:
-    """llguidance's own limits of time and memory, without the grammar in its messages."""
+    """Return llguidance's own limits of time and memory, with messages that omit the grammar."""
     return _guidance().LLParserLimits(verbose_errors=False)
+
+
+def _convert(name: str, text: str, **options: Any) -> str:
+    """Convert a grammar to llguidance's format."""
+    convert = getattr(_guidance().LLMatcher, name)
+    try:
+        source: str = convert(text, **options)
+    except ValueError as error:  # too deep, a number out of range, half of a surrogate pair
+        raise _refusal(str(error)) from error
+    return source
 
 
 def _check(message: str) -> None:
     if message:
-        raise ConfigError(f"grammar cannot be used: {describe_error(ValueError(message))}")
+        raise _refusal(message)
+
+
+def _refusal(message: str) -> ConfigError:
+    reason = describe_error(ValueError(message))
+    return ConfigError(f"grammar cannot be used: {reason}; correct or simplify it")
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"grammar must be a string, got {type(text).__name__}")
 
 
 def _check_size(text: str, num_rules: int, kind: str) -> None:
-    if not isinstance(text, str):
-        raise ConfigError(f"grammar must be a text, got {type(text).__name__}")
-    if len(text) > MOST_CHARACTERS:
-        raise ConfigError(
-            f"grammar must have at most {MOST_CHARACTERS} characters, got {len(text)}"
-        )
-    if num_rules > MOST_RULES:
-        raise ConfigError(f"grammar must have at most {MOST_RULES} {kind}, got {num_rules}")
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"grammar must have at most {MAX_CHARACTERS} characters, got {len(text)}")
+    if num_rules > MAX_RULES:
+        raise ConfigError(f"grammar must have at most {MAX_RULES} {kind}, got {num_rules}")

@@ -1,3 +1,3 @@
-"""The one place that holds the version; nothing else may be imported to read it."""
+"""The version of this package, in a module without imports."""
 
 __version__ = "0.1.0"

@@ -1,11 +1,13 @@
-"""The server's paths: what is read, checked and handed to the worker."""
+"""The server's paths: they read and check requests, and pass them to the worker."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import reprlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 
 from starlette.applications import Starlette
@@ -17,41 +19,32 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_redrafter.generation_options import GenerationOptions
-from mlx_redrafter.server.delivery import (
-    CLIENT_CLOSED_REQUEST,
-    EventStream,
-    Mail,
-    deliver_whole,
-    respond,
-)
 from mlx_redrafter.server.fields import parse_json
-from mlx_redrafter.server.fitting import fit
-from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.replies import Reply
-from mlx_redrafter.server.requests import TextRequest, parse_chat, parse_completion
+from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply, respond
+from mlx_redrafter.server.requests import TextRequest, fit, parse_chat, parse_completion
 from mlx_redrafter.server.worker import Worker
 
 Parser = Callable[[object, GenerationOptions], TextRequest]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# The page has all that it needs in it, and talks to nobody else.
+# Content security policy of the page: it contains all its code, and connects to this server only.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
-class Front:
-    """What answers requests.
+class Endpoints:
+    """The functions that answer requests.
 
     Args:
         worker: Worker that writes the texts.
         name: Name of the model.
-        defaults: Options of texts where a request says nothing.
+        defaults: Options of texts for requests that leave them out.
         limits: Limits of requests.
-        key: Key that requests must have; None for none.
+        key: Key that requests must send; None for none.
     """
 
     def __init__(
@@ -70,28 +63,30 @@ class Front:
         self._encoding = asyncio.Lock()
 
     def application(self, origins: Sequence[str] = ()) -> Starlette:
-        """The ASGI application, which starts and stops the worker.
+        """Create the ASGI application, which starts and stops the worker.
 
         Args:
-            origins: Origins whose pages may use the server, beside its own.
+            origins: Origins whose pages may use the server, next to its own.
         """
         cors = Middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
         locked = self._locked
+        chat = locked(partial(self._write, parse_chat))
+        completion = locked(partial(self._write, parse_completion))
         return Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/metrics", locked(self._metrics)),
                 Route("/v1/models", locked(self._models)),
-                Route("/v1/chat/completions", locked(self._chat), methods=["POST"]),
-                Route("/v1/completions", locked(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/v1/completions", completion, methods=["POST"]),
             ],
             middleware=[cors] if origins else [],
             exception_handlers={
-                HTTPException: _refuse_path,
-                ClientDisconnect: _let_go,
+                HTTPException: _answer_wrong_path,
+                ClientDisconnect: _end_disconnected,
                 Exception: _fail,
             },
             lifespan=self._run_worker,
@@ -104,7 +99,7 @@ class Front:
         await asyncio.to_thread(self._worker.stop)
 
     def _locked(self, endpoint: Endpoint) -> Endpoint:
-        """An endpoint for those who have the key, whose answers are counted."""
+        """Make an endpoint ask for the key, and count its responses."""
         expected = f"Bearer {self._key}".encode()
 
         async def answer(request: Request) -> Response:
@@ -112,7 +107,7 @@ class Front:
             try:
                 if self._key is not None and not hmac.compare_digest(given, expected):
                     raise Refusal(
-                        "the key is missing or wrong; send Authorization: Bearer KEY",
+                        "the key is missing or wrong; send the header Authorization: Bearer KEY",
                         status=401,
                         code="invalid_api_key",
                     )
@@ -143,48 +138,43 @@ class Front:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "mlx_redrafter"}
         return respond({"object": "list", "data": [{**model, "has_chat": has_chat}]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._write(request, parse_chat)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._write(request, parse_completion)
-
-    async def _write(self, request: Request, parse: Parser) -> Response:
+    async def _write(self, parse: Parser, request: Request) -> Response:
         body = parse_json(await self._read(request))
-        async with self._encoding:  # one at a time, beside which others are answered
-            asked = await asyncio.to_thread(parse, body, self._defaults)
-        if asked.model not in (None, self._name):
+        async with self._encoding:  # one request at a time, in a thread next to the event loop
+            parsed = await asyncio.to_thread(parse, body, self._defaults)
+        if parsed.model not in (None, self._name):
             raise Refusal(
-                f"the model here is {self._name!r}; leave model out, or give that",
+                f"model must be {self._name!r}, got {reprlib.repr(parsed.model)}; or leave it out",
                 "model",
                 status=404,
                 code="model_not_found",
             )
         engine = self._worker.engine
         async with self._encoding:
-            asked, prompts = await asyncio.to_thread(fit, asked, engine, self._limits.max_context)
-        mail = Mail()
-        job = Job(asked, prompts, mail.put)
-        self._worker.submit(job)
-        reply = Reply(job, self._name)
-        if asked.is_streamed:
-            return EventStream(job, mail, reply)
-        return await deliver_whole(request, job, mail, reply)
+            fitted, prompts = await asyncio.to_thread(fit, parsed, engine, self._limits.max_context)
+        reply = Reply(fitted, prompts, self._name)
+        self._worker.submit(reply.job)
+        return EventStream(reply) if fitted.is_streamed else await reply.whole(request)
 
     async def _read(self, request: Request) -> bytes:
-        """The body of a request."""
+        """Read the body of a request, within the limits of size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # what pages of other origins may send without being asked
+        if kind != "application/json":  # web pages of other origins need a permission for it
             raise Refusal("the body must have Content-Type: application/json", status=415)
-        body, most = bytearray(), self._limits.max_body_bytes
+        body, limit = bytearray(), self._limits.max_body_bytes
         try:
-            async with asyncio.timeout(self._limits.patience):
+            async with asyncio.timeout(self._limits.client_timeout):
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > most:
-                        raise Refusal(f"the body must be at most {most} bytes", status=413)
+                    if len(body) > limit:
+                        raise Refusal(
+                            f"the body must be at most {limit} bytes; shorten it", status=413
+                        )
         except TimeoutError as error:
-            raise Refusal("the body took too long to come", status=408) from error
+            raise Refusal(
+                f"the body took too long; send it within {self._limits.client_timeout:g} seconds",
+                status=408,
+            ) from error
         return bytes(body)
 
 
@@ -193,15 +183,15 @@ def _refuse(refusal: Refusal) -> Response:
     return respond(refusal.to_json(), refusal.status, headers)
 
 
-async def _refuse_path(request: Request, error: Exception) -> Response:
+async def _answer_wrong_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     refusal = Refusal(f"{error.detail}: see docs/server.md for paths", status=error.status_code)
     return respond(refusal.to_json(), error.status_code, dict(error.headers or {}))
 
 
-async def _let_go(request: Request, error: Exception) -> Response:
+async def _end_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return _refuse(Refusal("the server failed; its log says why", status=500))
+    return _refuse(Refusal("the server failed; see its log", status=500))

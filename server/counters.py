@@ -1,4 +1,4 @@
-"""Counts of what a server has done, in the text format of Prometheus."""
+"""Counters of a server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass, field
 
 _HELP = {
     "requests_total": "Requests answered, by path and HTTP status.",
-    "texts_total": "Texts, by how they ended.",
-    "prompt_tokens_total": "Prompt tokens, those found in a cache included.",
+    "texts_total": "Texts, by the reason for their end.",
+    "prompt_tokens_total": "Prompt tokens, including those found in a cache.",
     "cached_tokens_total": "Prompt tokens found in a cache.",
-    "prefix_hits_total": "Texts whose prompt began in a cache.",
+    "prefix_hits_total": "Texts whose prompt began with the tokens of a cache.",
     "generated_tokens_total": "Tokens generated; over busy_seconds_total this is tokens/s.",
-    "steps_total": "Forward passes after the prompt; under the tokens this is tokens/step.",
+    "steps_total": "Forward passes after the prompt; generated tokens over this are tokens/step.",
     "drafts_total": "Drafts verified.",
-    "accepted_drafts_total": "Drafts accepted; over drafts_total this is the acceptance.",
-    "busy_seconds_total": "Time in which texts were generated, in seconds.",
+    "accepted_drafts_total": "Drafts accepted; over drafts_total this is the acceptance rate.",
+    "busy_seconds_total": "Time during which texts were generated, in seconds.",
     "waiting_requests": "Requests in the queue.",
     "running_requests": "Requests whose texts are being generated.",
-    "device_bytes": "Memory in use on the device, the model's included.",
-    "prompt_cache_bytes": "Memory of the caches kept for further texts.",
+    "device_bytes": "Memory in use on the device, including the model.",
+    "prompt_cache_bytes": "Memory of the prompt caches kept for later requests.",
 }
 
 
 @dataclass
 class Counters:
-    """Counts since the server began.
+    """Counters since the start of the server.
 
     Attributes:
         requests: Requests by path and status.
-        texts: Texts by how they ended: "stop", "length", "tool_calls", "cancelled" or "failed".
-        totals: Other counts by the name of their metric.
+        texts: Texts by the reason for their end: "stop", "length", "tool_calls", "cancelled" or
+            "failed".
+        totals: Other counters by the name of their metric.
     """
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -39,10 +40,10 @@ class Counters:
     totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
 
     def render(self, **gauges: int) -> str:
-        """All counts.
+        """Format all metrics.
 
         Args:
-            **gauges: Numbers that go up and down, by the name of their metric.
+            **gauges: Current values, which rise and fall, by the name of their metric.
         """
         samples: dict[str, dict[str, float]] = {
             "requests_total": {

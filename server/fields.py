@@ -1,4 +1,4 @@
-"""Fields of a JSON object from a client, each read once and checked."""
+"""The fields of a JSON object from a client: each is read once and checked."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mlx_redrafter.server.refusals import Refusal
 
 Value = TypeVar("Value")
 
-# Characters of a text from a client that a message repeats.
-LONGEST = 200
+# Maximum number of characters of a client's text that an error message repeats.
+MAX_SHOWN = 200
 
 _NAMES = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
 
 class Fields:
-    """The fields of an object; null stands for none, as with OpenAI.
+    """The fields of an object; a field that is null counts as left out, as with OpenAI.
 
     Args:
         values: The object.
         within: Path of the object in the request, for messages.
 
     Raises:
-        Refusal: It is no object.
+        Refusal: The value is not an object.
     """
 
     def __init__(self, values: object, within: str = ""):
@@ -38,14 +38,14 @@ class Fields:
         self._prefix = f"{within}." if within else ""
 
     def take(self, name: str) -> Any:
-        """The value of a field, None where there is none."""
+        """Return the value of a field; None if it is left out."""
         return self._left.pop(name, None)
 
     def typed(self, name: str, kind: type[Value]) -> Value | None:
-        """The value of a field of one JSON type, None where there is none.
+        """Return the value of a field of one JSON type; None if it is left out.
 
         Raises:
-            Refusal: It is of another type.
+            Refusal: The value has another type.
         """
         value = self.take(name)
         if value is not None and not isinstance(value, kind):
@@ -53,10 +53,10 @@ class Fields:
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer field, None where there is none.
+        """Return an integer field; None if it is left out.
 
         Raises:
-            Refusal: It is none, or out of range.
+            Refusal: The value is not an integer, or out of range.
         """
         value = self.take(name)
         if value is not None and (type(value) is not int or not low <= value <= high):
@@ -64,10 +64,10 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """A number, None where there is none.
+        """Return a number field; None if it is left out.
 
         Raises:
-            Refusal: It is none, or out of range.
+            Refusal: The value is not a number, or out of range.
         """
         value = self.take(name)
         if value is not None and not (is_number(value) and low <= value <= high):
@@ -75,22 +75,22 @@ class Fields:
         return value
 
     def one_of(self, name: str, choices: Sequence[Any], hint: str = "") -> Any:
-        """One of some values, None where there is none.
+        """Return a field that has one of some values; None if it is left out.
 
         Raises:
-            Refusal: It is another one.
+            Refusal: The value is a different one.
         """
         value = self.take(name)
-        # By type as well, as 1 is True and 0 is 0.0 in Python.
+        # The types are compared, too, since 1 == True and 0 == 0.0 in Python.
         if value is not None and not any(type(value) is type(c) and value == c for c in choices):
             raise self.refusal(name, " or ".join(map(json.dumps, choices)) + hint, value)
         return value
 
     def finish(self) -> None:
-        """Refuse the fields that were not read.
+        """Check that every field was read.
 
         Raises:
-            Refusal: There is one.
+            Refusal: A field was not read, so it is not supported.
         """
         for name in self._left:
             shown = self._prefix + shortened(name)
@@ -99,21 +99,21 @@ class Fields:
             )
 
     def refusal(self, name: str, expected: str, value: object) -> Refusal:
-        """What to raise for a field that is not as expected."""
+        """Create the error for a field with an unexpected value."""
         name = self._prefix + name
         return Refusal(f"{name} must be {expected}, got {reprlib.repr(value)}", name)
 
 
 def shortened(text: str) -> str:
-    """A text that may be a client's, short enough for a message."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    """Shorten a text to fit in a message."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def parse_json(body: bytes) -> Any:
-    """A body's JSON, without the numbers that only Python has in it.
+    """Parse a body as JSON, without the infinities that Python's parser accepts.
 
     Raises:
-        Refusal: It is no JSON.
+        Refusal: The body is not JSON.
     """
     try:
         return json.loads(body, parse_constant=_refuse_constant, parse_float=_parse_finite)
@@ -122,7 +122,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _parse_finite(text: str) -> float:

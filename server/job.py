@@ -1,4 +1,4 @@
-"""One request in the worker: its texts, one after the other."""
+"""One request in the worker: it writes its texts one after the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
 
-# Takes the parts of a request, then None, or what went wrong with it.
+# A function that is called with the parts of a reply, and at the end with None or an error.
 Receiver = Callable[[Part | Refusal | None], None]
 
 
@@ -33,9 +33,9 @@ class Job:
         receive: Function called with every part, in the worker's thread.
 
     Attributes:
-        num_cached: Tokens of the prompts found in a cache.
-        has_begun: Whether the text at hand has its first token.
-        is_cancelled: Whether nobody waits for it any more.
+        num_cached: Number of prompt tokens found in a cache.
+        has_begun: Whether the current text has its first token.
+        is_cancelled: Whether the client has gone, or the server ends.
     """
 
     def __init__(self, request: TextRequest, prompts: list[list[int]], receive: Receiver):
@@ -48,7 +48,7 @@ class Job:
         self._parts: Generator[Part] = (part for part in list[Part]())
 
     def cancel(self) -> None:
-        """End it soon, from any thread."""
+        """End the request soon; may be called from any thread."""
         self.is_cancelled = True
         stream = self._stream
         if stream is not None:
@@ -62,19 +62,19 @@ class Job:
         on_progress: Callable[[int, int], None],
         shared: StepScheduler | None,
     ) -> None:
-        """Begin, in the worker's thread.
+        """Begin the request, in the worker's thread.
 
         Args:
             engine: Engine that writes the texts.
-            prefixes: Caches to take from and to give to.
-            counters: Counts to add to.
+            prefixes: Prompt caches to continue from and to add to.
+            counters: Counters to add to.
             on_progress: Function called between the chunks of a prompt.
-            shared: Decoder of texts that share their passes; None where none do.
+            shared: Scheduler that batches the texts of several requests; None for no batches.
         """
         self._parts = self._write_all(engine, prefixes, counters, on_progress, shared)
 
     def step(self) -> bool:
-        """Send the parts of the next step; whether there were any."""
+        """Send the parts of the next step; return whether there were any."""
         for part in self._parts:
             self.receive(part)
             if part.finish_reason or self._stream is None or not self._stream.num_ready:
@@ -82,7 +82,7 @@ class Job:
         return False
 
     def close(self) -> None:
-        """End it, in the worker's thread."""
+        """End the request, in the worker's thread."""
         self._parts.close()
 
     def _write_all(self, engine: Engine, prefixes: Prefixes, *rest: Any) -> Generator[Part]:
@@ -100,7 +100,7 @@ class Job:
         on_progress: Callable[[int, int], None],
         shared: StepScheduler | None,
     ) -> Generator[Part]:
-        """The parts of one text; its cache is kept, however it ends."""
+        """Yield the parts of one text; keep its cache, even if the text is cancelled."""
         request = self.request
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
@@ -125,7 +125,7 @@ class Job:
                 shared=shared,
                 **vars(options),
             )
-            if self.is_cancelled:  # before there was a stream to cancel
+            if self.is_cancelled:  # before the stream existed
                 self._stream.cancel()
             with self._stream as stream:
                 for response in stream:
@@ -153,7 +153,7 @@ def _seed_of(request: TextRequest, index: int) -> int | None:
 
 
 def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:
-    """Logits processors that see the tokens in the cache, too."""
+    """Make logits processors that also see the tokens in the cache."""
     before = mx.array(known, dtype=mx.int32)
 
     def seeing_all(processor: LogitsProcessor) -> LogitsProcessor:

@@ -1,4 +1,4 @@
-"""What clients may take of a server."""
+"""Limits of a server's clients."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ from mlx_redrafter.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests, checked; the description of a field is the help of its option.
+    """Limits of requests, checked; the description of a field is the help text of its option.
+
+    The command line has no option for ``max_body_bytes`` and ``client_timeout``.
 
     Raises:
         ConfigError: One is out of range.
     """
 
-    max_running: Annotated[int, "Most requests whose texts are written at once."] = 8
-    max_waiting: Annotated[int, "Most requests in the queue; further ones are refused."] = 64
+    max_running: Annotated[int, "Maximum number of requests that are written at the same time."] = 8
+    max_waiting: Annotated[
+        int, "Maximum number of requests in the queue; others get HTTP status 429."
+    ] = 64
     max_context: Annotated[
-        int, "Most tokens of a prompt and its text; the model's own limit if that is less."
+        int, "Maximum number of tokens of a prompt and its text, if the model allows as many."
     ] = 1 << 17
-    max_body_bytes: Annotated[int, "Most bytes of a request's body."] = 4 << 20
+    max_body_bytes: Annotated[int, "Maximum size of a request's body, in bytes."] = 4 << 20
     prompt_cache_size: Annotated[
-        int, "Most prompt caches kept for further requests; 0 keeps none."
+        int, "Maximum number of prompt caches kept for later requests; 0 keeps none."
     ] = 10
-    prompt_cache_bytes: Annotated[int, "Most memory of those caches, in bytes."] = 4 << 30
-    patience: Annotated[
-        float, "Seconds that a client has to send a request, or to take what it is sent."
+    prompt_cache_bytes: Annotated[
+        int, "Maximum total size of the kept prompt caches, in bytes."
+    ] = 4 << 30
+    client_timeout: Annotated[
+        float, "Seconds that a client has to send a request, or to read the bytes sent to it."
     ] = 30.0
 
     def __post_init__(self) -> None:
@@ -38,5 +44,6 @@ class Limits:
         check_int("max_context", self.max_context, 2)
         for name in ("max_waiting", "prompt_cache_size", "prompt_cache_bytes"):
             check_int(name, getattr(self, name), 0)
-        if not is_number(self.patience) or not 0 < self.patience < math.inf:
-            raise ConfigError(f"patience must be a number above 0, got {self.patience!r}")
+        timeout = self.client_timeout
+        if not is_number(timeout) or not 0 < timeout < math.inf:
+            raise ConfigError(f"client_timeout must be a number above 0, got {timeout!r}")

@@ -1,4 +1,4 @@
-"""What a text means in an answer: content, reasoning and calls of tools, part by part."""
+"""The parts of an answer: content, reasoning and tool calls, read from the generated text."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
 
-# Stands for a probability of 0, whose logarithm JSON has no number for, as with OpenAI.
-LEAST_LOGPROB = -9999.0
+# Log-probability of a token with probability 0 in nats, since JSON has no infinity. As at OpenAI.
+MIN_LOGPROB = -9999.0
 
 
 class TokenLogprob(NamedTuple):
-    """A token as it reads, and its natural log-probability."""
+    """A token's text and its natural log-probability.
+
+    Attributes:
+        text: The text of the token.
+        logprob: Its log-probability.
+        top: The most probable tokens at this position.
+    """
 
     text: str
     logprob: float
-
-
-class TokenLogprobs(NamedTuple):
-    """A token of a text, and the most probable tokens in its place."""
-
-    chosen: TokenLogprob
-    top: list[TokenLogprob]
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass
 class Part:
-    """What one token adds to an answer, or several.
+    """The addition of one token to an answer, or of several.
 
     Attributes:
-        index: Number of the text in its request.
+        index: Index of the text in its request.
         is_draft: Whether the newest token is an accepted draft.
         num_tokens: Tokens of the text so far.
         num_accepted: Accepted drafts among the tokens of this part.
@@ -47,7 +47,7 @@ class Part:
         num_steps: Forward passes after the prompt so far.
         content: Text for the reader.
         reasoning: Text of the model's thinking.
-        tool_calls: Calls of tools, in OpenAI's shape.
+        tool_calls: Tool calls in OpenAI's format.
         logprobs: Tokens with their log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" on the last part, else None.
     """
@@ -61,16 +61,16 @@ class Part:
     content: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
-    def says_something(self) -> bool:
-        """Whether there is anything in it for the client."""
+    def has_content(self) -> bool:
+        """Whether it has anything to show to the client."""
         return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
 
     def __add__(self, later: Part) -> Part:
-        """This part and the next one as one; this one's lists grow."""
+        """Join this part and the next one; the lists of this one grow."""
         self.tool_calls += later.tool_calls
         self.logprobs += later.logprobs
         return replace(
@@ -84,13 +84,13 @@ class Part:
 
 
 class Answer:
-    """The parts of one text, made of its responses.
+    """The parts of one text, read from its tokens.
 
     Args:
         request: The request.
         tokenizer: Tokenizer of the model.
         prompt: Token ids of the prompt.
-        index: Number of the text in its request.
+        index: Index of the text in its request.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Answer:
         self._index = index
         stops = {"normal": [(stop, None) for stop in request.stops]}
         self._stopping = TextStateMachine(stops).make_state()
-        # A grammar leaves no room for thinking or calls.
+        # With a grammar there is neither thinking nor a tool call.
         is_chat = isinstance(request, ChatRequest) and request.grammar is None
         machine = make_text_state_machine(tokenizer) if is_chat else TextStateMachine()
         self._kind = _first_kind(tokenizer, prompt) if is_chat else "normal"
@@ -109,7 +109,7 @@ class Answer:
         self._call, self._has_called = "", False
 
     def add(self, response: GenerationResponse) -> Part:
-        """The part that a token adds, the last one if a text to stop at is complete."""
+        """Return the part that a token adds, which is the last one after a stop string."""
         part = Part(
             index=self._index,
             is_draft=response.from_draft,
@@ -132,7 +132,7 @@ class Answer:
         for kind, text in segments:
             self._sort(part, kind, text)
         if part.finish_reason:
-            self._end_call(part, None)  # it has no mark of its end
+            self._end_call(part, None)  # the text ended before the call did
             if self._has_called and part.finish_reason == "stop":
                 part.finish_reason = "tool_calls"
         return part
@@ -149,7 +149,7 @@ class Answer:
             part.content += text
 
     def _end_call(self, part: Part, mark: str | None) -> None:
-        """Read the call that has ended, if one has; what cannot be read stays text."""
+        """Parse the tool call that has ended, if one has; a malformed one is added as text."""
         if self._kind != "tool":
             return
         text, self._call, self._kind = self._call, "", "normal"
@@ -160,23 +160,23 @@ class Answer:
         if not calls:
             part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark or ''}"
 
-    def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprobs:
+    def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprob:
         log_probs = response.logprobs.astype(mx.float32)
         ids = [response.token]
         if num_top:
             ids += to_ints(mx.argsort(-log_probs)[:num_top])
         values = to_floats(log_probs[mx.array(ids)])
         chosen, *top = (
-            TokenLogprob(token_text(self._tokenizer, token), max(value, LEAST_LOGPROB))
+            TokenLogprob(_token_text(self._tokenizer, token), max(value, MIN_LOGPROB))
             for token, value in zip(ids, values, strict=True)
         )
-        return TokenLogprobs(chosen, top)
+        return chosen._replace(top=tuple(top))
 
 
-def token_text(tokenizer: TokenizerWrapper, token: int) -> str:
-    """What a token adds to a text, with its blank; U+FFFD for a part of a character."""
+def _token_text(tokenizer: TokenizerWrapper, token: int) -> str:
+    """Decode a token as it stands within a text; U+FFFD for a part of a character."""
     detokenizer = tokenizer.detokenizer
-    # Tokenizers leave out the blank at the beginning of a text.
+    # At the beginning of a text, tokenizers leave out the blank of the first token.
     for first in tokenizer.encode("a", add_special_tokens=False):
         detokenizer.add_token(first)
     before = len(detokenizer.text)
@@ -186,7 +186,7 @@ def token_text(tokenizer: TokenizerWrapper, token: int) -> str:
 
 
 def _first_kind(tokenizer: TokenizerWrapper, prompt: list[int]) -> str:
-    """What the text after a chat's prompt is: the prompt may have begun the reasoning."""
+    """Return the kind of text after a chat's prompt, which may have begun the reasoning."""
     if tokenizer.response_initial_state:
         return tokenizer.response_initial_state
     is_open = tokenizer.has_thinking and (
@@ -198,7 +198,7 @@ def _first_kind(tokenizer: TokenizerWrapper, prompt: list[int]) -> str:
 def _read_calls(
     tokenizer: TokenizerWrapper, text: str, tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The calls in a text, none where it is malformed."""
+    """Parse the tool calls in a text; return none if it is malformed."""
     try:
         parsed = tokenizer.tool_parser(text, tools)
         return [
@@ -212,5 +212,5 @@ def _read_calls(
             }
             for call in (parsed if isinstance(parsed, list) else [parsed])
         ]
-    except Exception:  # mlx-lm's parsers raise whatever a malformed call makes them raise
+    except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls
         return []

@@ -1,4 +1,4 @@
-"""Prompt caches of ended texts, for the texts that begin as they do."""
+"""Prompt caches of finished texts, kept for later texts with the same beginning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mlx_redrafter.target.caches.prompt_cache import num_tokens
 
 
 class Prefixes:
-    """mlx-lm's least recently used prompt caches, for one thread.
+    """mlx-lm's least-recently-used prompt caches, for one thread.
 
     Args:
-        engine: Engine whose texts they are.
-        max_texts: Most caches kept; none with 0.
-        max_bytes: Most memory of all of them.
+        engine: Engine that wrote the texts.
+        max_texts: Maximum number of caches to keep; 0 keeps none.
+        max_bytes: Maximum size of all of them, in bytes.
     """
 
     def __init__(self, engine: Engine, max_texts: int, max_bytes: int):
@@ -26,11 +26,11 @@ class Prefixes:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the caches kept, in bytes."""
+        """Size of the kept caches, in bytes."""
         return self._kept.nbytes
 
     def take(self, prompt: list[int]) -> tuple[list[Any], int]:
-        """A cache for a text, and the tokens of the prompt that it holds, which are not all."""
+        """Return a cache for a text and how many prompt tokens it holds, at most all but one."""
         cache, rest = self._kept.fetch_nearest_cache(None, prompt)
         if cache is not None and not rest and can_trim_prompt_cache(cache):
             trim_prompt_cache(cache, 1)
@@ -40,7 +40,7 @@ class Prefixes:
         return cache, len(prompt) - len(rest)
 
     def keep(self, tokens: list[int], cache: list[Any]) -> None:
-        """Keep the cache of a text that has ended, if it says how many of its tokens it holds."""
+        """Keep the cache of a finished text if the cache records how many tokens it holds."""
         length = num_tokens(cache[: self._engine.target.num_layers])
         if self._max_texts and length:
             self._kept.insert_cache(None, tokens[:length], cache)

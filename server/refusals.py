@@ -1,10 +1,10 @@
-"""What a request gets that is not served: OpenAI's error object."""
+"""Errors of requests, in the form of OpenAI's error object."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What clients tell errors apart by, where it is not a bad request.
+# Kind of an error by its HTTP status; clients tell errors apart by it. All others are bad requests.
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -15,13 +15,13 @@ _KINDS = {
 
 
 class Refusal(Exception):
-    """A request that is not served.
+    """A request that cannot be served.
 
     Args:
-        message: Description of what was expected and found, and what to do.
-        param: Field of the request that it is about.
+        message: The expected value, the value found, and what to do.
+        param: Field of the request that the error is about.
         status: HTTP status.
-        code: Word that programs tell the error by.
+        code: Word that identifies the error for programs.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Refusal(Exception):
         self._code = code
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self._param, "code": self._code}
         return {"error": error}

@@ -1,4 +1,4 @@
-"""What a client asks for: the body of a request, checked field by field."""
+"""Requests in OpenAI's format, checked field by field and then against the model."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from typing import Any
 
 from mlx_lm.server import process_message_content
 
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.server.fields import Fields, shortened
 from mlx_redrafter.server.refusals import Refusal
 
-MOST_TEXTS = 16
-MOST_STOPS, LONGEST_STOP = 16, 256
-MOST_TOOLS = 128
-MOST_BIASES = 1024
-MOST_TOP_LOGPROBS, MOST_COMPLETION_LOGPROBS = 20, 5
+# Maximum number of texts of one request: n times the number of prompts.
+MAX_TEXTS = 16
+# Maximum number of stop strings.
+MAX_STOPS = 16
+# Maximum length of a stop string, in characters.
+MAX_STOP_LENGTH = 256
+# Maximum number of tools.
+MAX_TOOLS = 128
+# Maximum number of tokens in ``logit_bias``.
+MAX_BIASES = 1024
+# Maximum of ``top_logprobs`` in a chat, as at OpenAI.
+MAX_TOP_LOGPROBS = 20
+# Maximum of ``logprobs`` in completions, as at OpenAI.
+MAX_COMPLETION_LOGPROBS = 5
 # Tokens that a penalty looks back at, as in mlx-lm, and the most of them.
 PENALISED, MOST_PENALISED = 20, 2**20
 
 # Sampling options, and what OpenAI calls them.
 _OPTIONS = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-# They say who asks, not what for.
+# Fields without effect: they tell OpenAI who sends a request.
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Arguments of `apply_chat_template` that are no options of a template; one is a template itself.
+# Arguments of `apply_chat_template` that are not options of the template, and a template itself.
 _OWN_TEMPLATE_OPTIONS = frozenset(
     {
         "add_generation_prompt",
@@ -54,17 +65,17 @@ class TextRequest:
     """A request for one or several texts.
 
     Attributes:
-        model: Name of the model, None for the one there is.
+        model: Name of the model; None for the server's.
         options: Options of the texts, with the seed of the first one.
-        num_texts: Texts for every prompt; the seed of each is one more than that before.
-        stops: Texts that end a text and are not part of it.
+        num_texts: Number of texts for every prompt; each has the seed of the previous one plus 1.
+        stops: Strings that end a text and are not part of it.
         penalties: Arguments of mlx-lm's ``make_logits_processors``.
-        grammar: Grammar of the texts, None for none.
-        top_logprobs: Number of most probable tokens shown beside each token; None shows no
+        grammar: Grammar of the texts; None for none.
+        top_logprobs: Number of most probable tokens shown with each token; None shows no
             log-probabilities.
-        is_streamed: Whether parts are sent as they come.
+        is_streamed: Whether to send parts as soon as they are generated.
         shows_usage: Whether the last part of a stream is the usage.
-        shows_drafts: Whether the parts of a stream say which were drafted.
+        shows_drafts: Whether the parts of a stream tell drafted tokens from others.
     """
 
     model: str | None
@@ -84,7 +95,7 @@ class ChatRequest(TextRequest):
     """A request for answers in a chat.
 
     Attributes:
-        messages: Messages as chat templates take them.
+        messages: Messages in the form that chat templates expect.
         tools: Tools that the model may call.
         template_options: Further options of the chat template.
     """
@@ -106,14 +117,14 @@ class CompletionRequest(TextRequest):
 
 
 def parse_chat(body: object, defaults: GenerationOptions) -> ChatRequest:
-    """The request of ``/v1/chat/completions``.
+    """Parse the body of ``/v1/chat/completions``.
 
     Raises:
-        Refusal: A field is not as it must be, or not supported.
+        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
     shows = fields.typed("logprobs", bool)
-    top = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not shows:
         raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
     messages = _read_messages(fields)
@@ -130,25 +141,94 @@ def parse_chat(body: object, defaults: GenerationOptions) -> ChatRequest:
 
 
 def parse_completion(body: object, defaults: GenerationOptions) -> CompletionRequest:
-    """The request of ``/v1/completions``.
+    """Parse the body of ``/v1/completions``.
 
     Raises:
-        Refusal: A field is not as it must be, or not supported.
+        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
-    top = fields.integer("logprobs", 0, MOST_COMPLETION_LOGPROBS)
+    top = fields.integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
     fields.one_of("echo", [False])
     fields.one_of("suffix", [""])
     fields.one_of("best_of", [1])
     prompt = fields.take("prompt")
     prompts = prompt if _is_several(prompt) else [prompt]
-    if not all(map(_is_prompt, prompts)) or len(prompts) > MOST_TEXTS:
-        expected = f"a text, a list of token ids, or a list of at most {MOST_TEXTS} of them"
+    if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
+        expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
         raise fields.refusal("prompt", expected, prompt)
     common = _read_common(fields, defaults, top)
-    if len(prompts) * common["num_texts"] > MOST_TEXTS:
-        raise Refusal(f"n times the prompts must be at most {MOST_TEXTS}", "n")
+    if len(prompts) * common["num_texts"] > MAX_TEXTS:
+        raise Refusal(f"n times the prompts must be at most {MAX_TEXTS}", "n")
     return CompletionRequest(**common, prompts=prompts)
+
+
+def fit(
+    request: TextRequest, engine: Engine, max_context: int
+) -> tuple[TextRequest, list[list[int]]]:
+    """Check a request against the model, and end its texts where the context ends.
+
+    Args:
+        request: The request.
+        engine: Engine of the model.
+        max_context: Maximum number of tokens of a prompt and its text.
+
+    Returns:
+        The request with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of
+        its prompts.
+
+    Raises:
+        Refusal: The model has no chat template, tools or grammars, or not enough context.
+    """
+    target = engine.target
+    context = min(max_context, target.context_length or max_context)
+    prompts, param = _encode(request, engine)
+    longest = max(map(len, prompts))
+    if longest >= context:
+        raise Refusal(
+            f"{param} must be below the context of {context} tokens, got {longest}; shorten it",
+            param,
+            code="context_length_exceeded",
+        )
+    try:
+        for prompt in prompts:
+            check_prompt(prompt, 0, target)
+    except ConfigError as error:
+        raise Refusal(str(error), param) from error
+    biased = max(request.penalties.get("logit_bias") or [0])
+    if biased >= target.vocab_size:
+        raise Refusal(
+            f"logit_bias must have token ids below {target.vocab_size}, got {biased}", "logit_bias"
+        )
+    if request.grammar is not None:
+        try:
+            engine.masks(request.grammar)
+        except ConfigError as error:
+            raise Refusal(f"response_format: {error}", "response_format") from error
+    options, left = request.options, context - longest
+    changed: dict[str, Any] = {"top_k": 0} if (options.top_k or 0) >= target.vocab_size else {}
+    if not 0 < options.max_tokens <= left:
+        changed["max_tokens"] = left
+    return replace(request, options=replace(options, **changed)), prompts
+
+
+def _encode(request: TextRequest, engine: Engine) -> tuple[list[list[int]], str]:
+    """Encode the prompts; return their token ids and the name of their field."""
+    tokenizer = engine.tokenizer
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    try:
+        if isinstance(request, CompletionRequest):
+            return [encode_prompt(tokenizer, prompt) for prompt in request.prompts], param
+        assert isinstance(request, ChatRequest)
+        if not tokenizer.has_chat_template:
+            raise ConfigError("the model has no chat template; use /v1/completions")
+        if request.tools and not tokenizer.has_tool_calling:
+            raise Refusal(
+                "the chat template of the model has no tool calls; leave the tools out", "tools"
+            )
+        tools = {"tools": request.tools} if request.tools else {}
+        return [encode_chat(tokenizer, request.messages, request.template_options | tools)], param
+    except ConfigError as error:
+        raise Refusal(str(error), param) from error
 
 
 def _is_several(prompt: object) -> bool:
@@ -164,7 +244,7 @@ def _is_prompt(prompt: object) -> bool:
 def _read_common(
     fields: Fields, defaults: GenerationOptions, top_logprobs: int | None
 ) -> dict[str, Any]:
-    """The fields of `TextRequest`; all others must have been read."""
+    """Read the fields of `TextRequest`, and check that no other field is left."""
     for name in _IGNORED:
         fields.take(name)
     fields.one_of("store", [False])
@@ -177,7 +257,7 @@ def _read_common(
     common = {
         "model": fields.typed("model", str),
         "options": _read_options(fields, defaults),
-        "num_texts": fields.integer("n", 1, MOST_TEXTS) or 1,
+        "num_texts": fields.integer("n", 1, MAX_TEXTS) or 1,
         "stops": _read_stops(fields),
         "penalties": _read_penalties(fields),
         "grammar": _read_grammar(fields),
@@ -208,16 +288,16 @@ def _read_options(fields: Fields, defaults: GenerationOptions) -> GenerationOpti
 def _read_stops(fields: Fields) -> tuple[str, ...]:
     given = fields.take("stop")
     stops = given if isinstance(given, list) else [] if given is None else [given]
-    if len(stops) > MOST_STOPS or not all(
-        isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stops
+    if len(stops) > MAX_STOPS or not all(
+        isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in stops
     ):
-        expected = f"a text of 1 to {LONGEST_STOP} characters, or at most {MOST_STOPS} of them"
+        expected = f"a text of 1 to {MAX_STOP_LENGTH} characters, or at most {MAX_STOPS} of them"
         raise fields.refusal("stop", expected, given)
     return tuple(stops)
 
 
 def _read_grammar(fields: Fields) -> Grammar | None:
-    """The grammar of the format, strict or not: what is enforced is enforced in full."""
+    """Read the grammar of the response format; ``strict`` makes no difference to it."""
     given = fields.typed("response_format", dict)
     if given is None:
         return None
@@ -264,8 +344,8 @@ def _read_penalties(fields: Fields) -> dict[str, Any]:
 
 def _read_biases(fields: Fields) -> dict[int, float]:
     given = fields.typed("logit_bias", dict) or {}
-    if len(given) > MOST_BIASES:
-        raise Refusal(f"logit_bias must have at most {MOST_BIASES} tokens", "logit_bias")
+    if len(given) > MAX_BIASES:
+        raise Refusal(f"logit_bias must have at most {MAX_BIASES} tokens", "logit_bias")
     biases = Fields(given, "logit_bias")
     found = {}
     for name in given:
@@ -279,8 +359,8 @@ def _read_biases(fields: Fields) -> dict[int, float]:
 
 def _read_tools(fields: Fields) -> list[dict[str, Any]]:
     tools = fields.typed("tools", list) or []
-    if len(tools) > MOST_TOOLS:
-        raise Refusal(f"tools must be at most {MOST_TOOLS}, got {len(tools)}", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise Refusal(f"tools must be at most {MAX_TOOLS}, got {len(tools)}", "tools")
     for i, tool in enumerate(tools):
         one = Fields(tool, f"tools[{i}]")
         if one.one_of("type", ["function"]) is None:
@@ -288,12 +368,12 @@ def _read_tools(fields: Fields) -> list[dict[str, Any]]:
         function = Fields(one.take("function"), f"tools[{i}].function")
         if not function.typed("name", str):
             raise function.refusal("name", "a text that is not empty", None)
-    hint = ", as calls are not enforced"
+    hint = ", since the server does not enforce calls"
     return [] if fields.one_of("tool_choice", ["auto", "none"], hint) == "none" else tools
 
 
 def _read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: text alone, and calls with their arguments parsed."""
+    """Read messages as chat templates expect them: text only, and parsed arguments of calls."""
     given = fields.typed("messages", list)
     if not given:
         raise Refusal("messages must be a list of at least one message", "messages")
@@ -303,7 +383,7 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
         process_message_content(given)
     except (ValueError, RecursionError) as error:
         raise Refusal(
-            f"messages must have JSON as arguments of calls: {error}", "messages"
+            f"messages must have JSON as the arguments of tool calls: {error}", "messages"
         ) from error
     return given
 
@@ -315,7 +395,7 @@ def _check_message(message: Fields) -> None:
     for part in content if isinstance(content, list) else []:
         text = Fields(part, "content")
         if text.take("type") != "text" or text.typed("text", str) is None:
-            raise message.refusal("content", "text, as nothing else is read", part)
+            raise message.refusal("content", "text only; images and files are not supported", part)
     if not isinstance(content, (str, list, type(None))):
         raise message.refusal("content", "a text or a list of texts", content)
     for i, call in enumerate(message.typed("tool_calls", list) or []):

@@ -1,8 +1,8 @@
-"""The thread that owns the device: it takes requests from a queue and writes their texts.
+"""The thread that owns the device: it reads requests from a queue and writes their texts.
 
-The texts of several requests are written in turns, a step of each. Where the model has batches they
-share their forward passes: a request joins the others when its prompt is processed, between whose
-chunks the others go on. What goes wrong with one is that one's.
+Running requests advance in turns, one step each. If the model supports batches, they share their
+forward passes: a request joins the batch after the prefill of its prompt, and the others go on
+between the chunks of that prefill. An error of one request does not end the others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker(threading.Thread):
-    """Writes texts until it is stopped.
+    """The thread that writes texts until `stop` is called.
 
     Args:
         engine: Engine of the model.
         limits: Numbers of requests and caches.
 
     Attributes:
-        counters: Counts of what was done.
+        counters: Counters of requests, tokens and steps.
     """
 
     def __init__(self, engine: Engine, limits: Limits):
@@ -52,7 +52,7 @@ class Worker(threading.Thread):
         self._shared: StepScheduler | None = None
 
     def submit(self, job: Job) -> None:
-        """Put a request in the queue, from any thread.
+        """Put a request in the queue; may be called from any thread.
 
         Raises:
             Refusal: The queue is full, or the worker has stopped.
@@ -63,7 +63,7 @@ class Worker(threading.Thread):
             self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) >= self._limits.max_waiting:
                 raise Refusal(
-                    f"{len(self._waiting)} requests wait already; try again later",
+                    f"{len(self._waiting)} requests are waiting already; try again later",
                     status=429,
                     code="queue_full",
                 )
@@ -71,7 +71,7 @@ class Worker(threading.Thread):
             self._changed.notify()
 
     def stop(self) -> None:
-        """End all texts and then the thread, which this waits for."""
+        """End all texts, then the thread, and wait for its end."""
         with self._changed:
             self._is_stopped = True
             for job in self._running:
@@ -80,7 +80,7 @@ class Worker(threading.Thread):
         self.join()
 
     def gauges(self) -> dict[str, int]:
-        """Numbers that go up and down, by the name of their metric."""
+        """Return current values, which rise and fall, by the name of their metric."""
         return {
             "waiting_requests": len(self._waiting),
             "running_requests": len(self._running),
@@ -89,15 +89,15 @@ class Worker(threading.Thread):
         }
 
     def run(self) -> None:
-        """Write texts; called in the thread."""
-        with suppress(UnsupportedTargetError):  # then its texts are decoded one by one
+        """Write texts until the end; runs in the thread."""
+        with suppress(UnsupportedTargetError):  # then the texts are decoded one by one
             self._shared = self.engine.share()
-        # What a text sets and takes back at its end would be taken from the others.
+        # Wired for all texts together: each text alone would unwire the memory at its end.
         with wired_limit(self.engine.target.model, [generation_stream]):  # type: ignore[list-item]
             while self._admit():
                 start = time.perf_counter()
                 for job in list(self._running):
-                    if job in self._running:  # it may have ended beside another one's prompt
+                    if job in self._running:  # it may have ended during the prefill of another one
                         self._step(job)
                 self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
             for job in [*self._running, *self._waiting]:
@@ -105,7 +105,7 @@ class Worker(threading.Thread):
                 job.receive(_shutting_down())
 
     def _admit(self) -> bool:
-        """Take requests from the queue, and wait while there are none; whether to go on."""
+        """Start queued requests, or wait for one; return whether to go on."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
             while self._waiting and len(self._running) < self._limits.max_running:
@@ -115,7 +115,7 @@ class Worker(threading.Thread):
         return not self._is_stopped
 
     def _go_on(self, done: int, total: int) -> None:
-        """Write on the texts that have begun, between the chunks of another one's prompt."""
+        """Step the texts that have begun, between the chunks of another one's prompt."""
         for job in list(self._running):
             if job.has_begun:
                 self._step(job)
@@ -127,7 +127,7 @@ class Worker(threading.Thread):
         except Exception as error:
             logger.exception("a request failed")
             known = isinstance(error, RedrafterError)
-            message = str(error) if known else "the request failed; the server's log says why"
+            message = str(error) if known else "the request failed; see the server's log"
             job.receive(Refusal(message, status=500, code="failed"))
         else:
             job.receive(None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from mlx_redrafter.target.inspection import supported_names
-from tests.helpers.models import ROOT
+from tests.helpers.models import ROOT, supported_names
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

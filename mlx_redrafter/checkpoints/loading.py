@@ -15,12 +15,12 @@ from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.kernels.product_trials import use_kernels
+from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import TunedKind
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
-from mlx_redrafter.target.inspection import check_config
 from mlx_redrafter.target.model_loading import load_model
+from mlx_redrafter.target.model_parts import check_config
 from mlx_redrafter.target.target import Target
 
 

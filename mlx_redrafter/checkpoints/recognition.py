@@ -13,7 +13,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind
-from mlx_redrafter.target.inspection import check_config
+from mlx_redrafter.target.model_parts import check_config
 
 # Endings of files with pickled weights.
 PICKLES = (".bin", ".pt")

@@ -1,7 +1,7 @@
 """Attention of mlx-lm's models, and the use of `tree_attention` in it.
 
-A model uses it while one tree is verified, in layers that attend to all tokens and keep 16-bit or
-float32 rows; masks of other kinds, attention sinks and batches stay with MLX's kernels.
+A model uses the kernel while the target verifies one tree, in layers that attend to all tokens and
+keep K/V entries in 16 bits or float32. Other masks, attention sinks and batches use MLX's kernels.
 
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
@@ -9,7 +9,7 @@ Axes: N nodes of a tree, S committed tokens, D head size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import unwrap
@@ -36,8 +36,8 @@ class AttentionShape:
     """Heads of an attention and their dtype.
 
     Attributes:
-        heads: Heads of queries.
-        key_heads: Heads of keys and values.
+        heads: Number of query heads.
+        key_heads: Number of key and value heads.
         head_size: D.
         dtype: Name of the dtype of queries, keys and values.
     """
@@ -49,7 +49,7 @@ class AttentionShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether there is a kernel for it."""
+        """Whether this package has a kernel for the shape."""
         return self.head_size in HEAD_SIZES and self.dtype in DTYPES
 
     def __str__(self) -> str:
@@ -61,25 +61,25 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What the attention of one shape uses.
+    """Conditions under which attention of one shape uses the kernel.
 
     Attributes:
-        shape: Its shape.
-        most_keys: Most keys that a node may see where the kernel takes the place of MLX's.
-        rows: Values of N for which it does.
+        shape: Shape of the attention.
+        max_keys: Maximum number of keys that a node may attend to.
+        rows: Values of N.
     """
 
     shape: AttentionShape
-    most_keys: int
+    max_keys: int
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AttentionChoices:
-    """What a model uses: no tuple, which MLX would take for parameters.
+    """The choices of one model. A class, because MLX treats a tuple on a module as parameters.
 
     Attributes:
-        shapes: Choices by shape.
+        shapes: One choice per shape.
     """
 
     shapes: tuple[AttentionChoice, ...]
@@ -90,9 +90,9 @@ _seen: ContextVar[list[AttentionShape] | None] = ContextVar("seen", default=None
 
 
 def attention_shapes(model: nn.Module) -> dict[AttentionShape, int]:
-    """Numbers of layers by the shape of their attention, where there is a kernel. Hooks the model.
+    """Hook a model, and count its layers by shape of attention, for shapes that have a kernel.
 
-    Found by a forward pass that is never computed.
+    The shapes come from a forward pass that is never computed.
     """
     for file in _files(model):
         install(HookPoint(file, scaled_dot_product_attention.__name__, _attend))
@@ -102,14 +102,14 @@ def attention_shapes(model: nn.Module) -> dict[AttentionShape, int]:
     return {shape: found.count(shape) for shape in dict.fromkeys(found) if shape.is_offered}
 
 
-def use_attention(model: nn.Module, chosen: AttentionChoices) -> None:
-    """Let a model whose shapes `attention_shapes` has found use the kernel from now on."""
-    model.redrafter_kernel = chosen
+def use_attention(model: nn.Module, choices: Sequence[AttentionChoice]) -> None:
+    """Let a model that `attention_shapes` has hooked use the kernel from now on."""
+    model.redrafter_kernel = AttentionChoices(tuple(choices))
     install(HookPoint(model, "__call__", _run))
 
 
 def _files(model: nn.Module) -> Iterator[ModuleType]:
-    """The files of a model's layers that import mlx-lm's function."""
+    """Yield the files of a model's layers that import mlx-lm's function."""
     for name in dict.fromkeys(type(module).__module__ for module in model.modules()):
         file = sys.modules[name]
         function = vars(file).get(scaled_dot_product_attention.__name__)
@@ -133,7 +133,7 @@ def _attend(
     mask: Any,
     **options: Any,
 ) -> mx.array:
-    """Hook for mlx-lm's attention: nodes of a tree see their own paths only."""
+    """Hook for mlx-lm's attention: use the kernel if a choice of the model allows it."""
     seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
     shape = None
     no_options = not any(value is not None for value in options.values())
@@ -142,15 +142,15 @@ def _attend(
     if seen is not None and shape is not None:
         seen.append(shape)
     if shape is not None and tree is not None and choices is not None and is_available():
-        most_keys = keys.shape[2] - tree.size + tree.max_depth + 1
+        max_keys = keys.shape[2] - tree.size + tree.max_depth + 1
         for choice in choices.shapes:
-            if choice.shape == shape and tree.size in choice.rows and most_keys <= choice.most_keys:
+            if choice.shape == shape and tree.size in choice.rows and max_keys <= choice.max_keys:
                 return tree_attention(queries, keys, values, tree.parents, scale)
     return cast(mx.array, call(queries, keys, values, cache, scale, mask, **options))
 
 
 def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
-    """Shape of an attention; None where rows are quantised or not alike."""
+    """Return the shape, or None if K/V entries are quantised or differ in shape or dtype."""
     if not isinstance(keys, mx.array) or keys.shape != values.shape:
         return None
     if (queries.dtype, queries.shape[3]) != (keys.dtype, keys.shape[3]):
@@ -160,7 +160,7 @@ def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
 
 
 def _tree(cache: Any, mask: Any) -> TokenTree | None:
-    """The tree that is verified where a mask is one of committed tokens and ancestors alone."""
+    """Return the tree whose mask allows all committed tokens and a node's ancestors, or None."""
     if type(cache) is not FullCache or cache.step.tree is None or mask is not cache.step.tree_mask:
         return None
     return cache.step.tree

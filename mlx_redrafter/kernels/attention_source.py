@@ -1,9 +1,9 @@
 """The Metal source of `tree_attention`: attention of a tree's nodes, each over its own path.
 
-Every node is computed in the order of MLX's kernel for one token (``sdpa_vector``) whose cache is
-the node's path: key k belongs to SIMD group k mod 32, and so on, expression by expression. Only
-the row of a key differs: committed tokens come first, then the node's ancestors and itself,
-wherever among the nodes they stand.
+The kernel computes every node in the order of MLX's kernel for one token (``sdpa_vector``) whose
+cache is the node's path: key k belongs to SIMD group k mod 32, and so on, expression by expression.
+Only the position of a key in the buffer differs: committed tokens come first, then the node's
+ancestors and the node itself, wherever they stand among the nodes.
 
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
 
-# Head sizes that MLX has the kernel for.
+# Head sizes for which MLX has the kernel.
 HEAD_SIZES = (64, 96, 128, 256)
-# Threads of a threadgroup: as many SIMD groups as a SIMD group has lanes.
+# Threads per threadgroup: 32 SIMD groups of 32 threads.
 THREADS = LANES * LANES
 
 SOURCE = """\
@@ -106,7 +106,7 @@ if (lane == 0) {{
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What the kernel's source depends on.
+    """Parameters of the kernel's source.
 
     Attributes:
         head_size: D, one of `HEAD_SIZES`.
@@ -121,9 +121,9 @@ class AttentionVariant:
 
 
 def attention_source(variant: AttentionVariant) -> str:
-    """The body of the kernel, as `mx.fast.metal_kernel` takes it.
+    """Write the body of the kernel for `mx.fast.metal_kernel`.
 
-    Its arguments are queries of shape (1, heads, N, D), keys and values of shape
+    The arguments of the body are queries of shape (1, heads, N, D), keys and values of shape
     (1, key heads, S + N, D), parents of shape (N,), int32, the scale, float32, and y of the shape
     of the queries. One threadgroup of `THREADS` threads computes a node of a head.
     """

@@ -1,21 +1,29 @@
-"""Matrices that are not quantised, and the orders in which MLX multiplies them with one row."""
+"""Unquantised matrices, and the orders in which MLX adds up their product with one row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlx_redrafter.kernels.variant import DTYPES, LEAST_OUTPUTS, MatrixShape, Variant
+from mlx_redrafter.kernels.variant import DTYPES, MIN_OUTPUTS, MatrixShape, Variant
 
-# Lanes and SIMD groups that share an output; the usual ones, and those of few and of many inputs.
-USUAL, FEW, MANY = ORDERS = ((32, 1), (4, 1), (32, 8))
-# Up to this K, four lanes share an output; from this many times N on, eight SIMD groups do.
-FEW_INPUTS, MANY_INPUTS = 64, 16
+# Lanes and SIMD groups that share an output in most matrices.
+USUAL = (32, 1)
+# The same for up to FEW_INPUTS inputs.
+FEW = (4, 1)
+# The same for at least MANY_INPUTS inputs per output.
+MANY = (32, 8)
+# All orders.
+ORDERS = (USUAL, FEW, MANY)
+# Maximum K at which MLX lets four lanes share an output.
+FEW_INPUTS = 64
+# Minimum ratio of K to N at which MLX lets eight SIMD groups share an output.
+MANY_INPUTS = 16
 
 
 @dataclass(frozen=True)
 class DenseVariant:
-    """An order of additions: that of MLX's kernel ``gemv`` with some of its parameters.
+    """An order of additions of MLX's kernel ``gemv``.
 
     Attributes:
         dtype: Name of the dtype of inputs, weights and outputs.
@@ -29,7 +37,7 @@ class DenseVariant:
 
     @property
     def block(self) -> int:
-        """Inputs that are read at once for an output; a lane has four."""
+        """Inputs that an output's lanes read at once; each lane reads four."""
         return 4 * self.lanes * self.groups
 
     def __str__(self) -> str:
@@ -52,11 +60,11 @@ class DenseShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether there are kernels for it."""
-        return self.dtype in DTYPES and self.outputs >= LEAST_OUTPUTS
+        """Whether this package has kernels for the matrix."""
+        return self.dtype in DTYPES and self.outputs >= MIN_OUTPUTS
 
     def variants(self) -> Iterator[DenseVariant]:
-        """What MLX's one-row kernel may be for it; that of MLX 0.32.2 to 0.32.4 comes first."""
+        """Yield the orders that MLX's one-row kernel may use; that of 0.32.2 to 0.32.4 first."""
         first = USUAL
         if self.inputs <= FEW_INPUTS:
             first = FEW
@@ -69,6 +77,7 @@ class DenseShape:
         return f"{self.outputs} x {self.inputs}, {self.dtype}"
 
 
-# Of all matrices that there are kernels for.
+# Variant of a kernel for quantised or unquantised matrices.
 AnyVariant = Variant | DenseVariant
+# Shape of a quantised or an unquantised matrix.
 AnyShape = MatrixShape | DenseShape

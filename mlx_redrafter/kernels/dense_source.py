@@ -1,8 +1,8 @@
 """The Metal source of `small_t` for matrices that are not quantised.
 
-Every row is computed in the order of MLX's kernel for one row (``gemv``), expression by expression:
-the same inputs per lane, blocks, additions, and the same sums over lanes and SIMD groups. MLX reads
-a weight once for every row of inputs, this kernel once for all of them.
+The kernel computes every row in the order of MLX's kernel for one row (``gemv``), expression by
+expression: the same inputs per lane, blocks and additions, and the same sums over lanes and SIMD
+groups. MLX reads a weight once for each row of inputs, this kernel once for all rows.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """
@@ -10,12 +10,13 @@ Axes: T rows of inputs, K inputs, N outputs.
 from __future__ import annotations
 
 from mlx_redrafter.kernels.dense import DenseVariant
-from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, Source
+from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, KernelSource
 from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
 
-# Outputs per lane: as many as leave a thread's sums in its registers.
+# Outputs per lane: the most at which a thread's sums stay in its registers.
 TILE = 4
 
+# The body of the kernel.
 SOURCE = """\
 typedef {dtype} number;
 constexpr int ROWS = {rows};       // T
@@ -44,7 +45,7 @@ if (K % BLOCK > 0) {{
 }}
 
 {sums}"""
-# Four inputs of all rows with four weights of all outputs.
+# Products of four inputs of all rows with four weights of all outputs.
 PRODUCTS = """\
   float inputs[ROWS][4];
   for (int t = 0; t < ROWS; t++) {{
@@ -60,6 +61,7 @@ PRODUCTS = """\
       }}
     }}
   }}"""
+# The beginning of a sum over the lanes that share an output.
 SUM_OF_LANES = """\
 for (int r = 0; r < TILE; r++) {
   for (int t = 0; t < ROWS; t++) {
@@ -68,6 +70,7 @@ for (int r = 0; r < TILE; r++) {
       total += simd_shuffle_down(total, by);
     }
 """
+# Sums of a kernel whose outputs belong to one SIMD group each.
 SUMS = (
     SUM_OF_LANES
     + """\
@@ -78,6 +81,7 @@ SUMS = (
 }
 """
 )
+# Sums of a kernel in which several SIMD groups share an output.
 SUMS_OF_GROUPS = (
     """\
 threadgroup float totals[GROUPS][TILE * ROWS];
@@ -101,8 +105,8 @@ if (group == 0 && lane < TILE * ROWS) {
 )
 
 
-def dense_source(variant: DenseVariant, rows: int) -> Source:
-    """The kernel for T rows.
+def dense_source(variant: DenseVariant, rows: int) -> KernelSource:
+    """Write the kernel for T rows.
 
     The arguments of its body are x of shape (T, K), w of shape (N, K) and y of shape (T, N), all of
     the variant's dtype. `DenseVariant.groups` SIMD groups compute 32 / lanes times `TILE` outputs
@@ -120,4 +124,4 @@ def dense_source(variant: DenseVariant, rows: int) -> Source:
     )
     simd_groups = max(SIMD_GROUPS, variant.groups)
     outputs = simd_groups // variant.groups * LANES // variant.lanes * TILE
-    return Source(body, ("w",), simd_groups, outputs)
+    return KernelSource(body, ("w",), simd_groups, outputs)

@@ -1,7 +1,7 @@
 """Layers with matrices, and the use of `small_t` in them.
 
-A layer uses it while a tree is verified and at no other time, so that prompts are processed as
-mlx-lm does, with its kernels.
+A layer uses the kernel only while the target verifies a tree. Prefill and plain decoding keep the
+kernels of mlx-lm.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """
@@ -22,27 +22,27 @@ from mlx_redrafter.kernels.small_t import small_t
 from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape
 from mlx_redrafter.target.hooks import HookPoint, install, is_verifying
 
-# The methods that multiply.
+# Methods that multiply, by type of layer.
 METHODS: dict[type[nn.Module], str] = {
     nn.Linear: "__call__",
     nn.Embedding: "as_linear",
     nn.QuantizedLinear: "__call__",
     nn.QuantizedEmbedding: "as_linear",
 }
-# What a matrix consists of, in the order of the kernels' arguments.
+# Arrays of a matrix, in the order of the kernels' arguments.
 MATRIX = ("weight", "scales", "biases")
-# Where mlx-lm's layers with adapters are; those inside them are left alone.
+# Package of mlx-lm's layers with adapters; the layers inside them keep MLX's kernels.
 ADAPTERS = "mlx_lm.tuner."
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a layer uses.
+class ProductChoice:
+    """Kernel of one layer.
 
     Attributes:
-        shape: Shape of its matrix.
+        shape: Shape of the layer's matrix.
         variant: Variant of the kernel.
-        rows: Values of T for which the kernel takes the place of MLX's.
+        rows: Values of T for which the kernel replaces MLX's.
     """
 
     shape: AnyShape
@@ -51,12 +51,12 @@ class Choice:
 
 
 def is_available() -> bool:
-    """Whether there is an Apple GPU, and it is what computes."""
+    """Whether MLX computes on an Apple GPU."""
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
 def layers_by_shape(model: nn.Module) -> dict[AnyShape, list[nn.Module]]:
-    """The layers that may use kernels, in the model's order, by their matrices' shapes."""
+    """Group the layers that may use kernels by shape of their matrices, in the model's order."""
     modules = model.modules()[::-1]  # MLX begins with the last
     adapted = {
         id(inner)
@@ -75,24 +75,24 @@ def layers_by_shape(model: nn.Module) -> dict[AnyShape, list[nn.Module]]:
 
 
 def stock_product(layer: nn.Module) -> Callable[[mx.array], mx.array]:
-    """The layer's own method: inputs of shape (..., K) to outputs of shape (..., N)."""
+    """Return the layer's own method, from inputs of shape (..., K) to outputs (..., N)."""
     return cast(Any, getattr(layer, METHODS[_stock_type(layer)]))
 
 
 def product(layer: nn.Module, x: mx.array, variant: AnyVariant) -> mx.array:
-    """What `stock_product` returns for x of shape (T, K), by `small_t`; shape (T, N)."""
+    """Compute by `small_t` what `stock_product` returns: x of shape (T, K) to shape (T, N)."""
     y = small_t(x, [layer[name] for name in MATRIX if name in layer], variant)
     return y + layer["bias"] if "bias" in layer else y
 
 
-def use(layer: nn.Module, choice: Choice) -> None:
+def use_product(layer: nn.Module, choice: ProductChoice) -> None:
     """Let a layer use the kernel from now on."""
     layer.redrafter_kernel = choice
     install(HookPoint(layer, METHODS[_stock_type(layer)], _multiply))
 
 
 def choices(model: nn.Module) -> tuple[str, ...]:
-    """What the layers of a model use, in a form that can be part of a key; often nothing."""
+    """List the kernels that a model uses, as a part of the key of its step times."""
     found = {repr(vars(module).get("redrafter_kernel")) for module in model.modules()}
     return tuple(sorted(found - {repr(None)}))
 
@@ -100,7 +100,7 @@ def choices(model: nn.Module) -> tuple[str, ...]:
 def _multiply(call: MethodType, x: mx.array) -> mx.array:
     """Hook for a layer that uses a kernel."""
     layer = cast(Any, call.__self__)
-    choice: Choice = layer.redrafter_kernel
+    choice: ProductChoice = layer.redrafter_kernel
     rows = x.size // choice.shape.inputs
     dtype = DTYPES[choice.variant.dtype]
     if not is_verifying() or rows not in choice.rows or x.dtype != dtype or not is_available():
@@ -114,7 +114,7 @@ def _stock_type(module: nn.Module) -> type[nn.Module]:
 
 
 def _shape(layer: Any, dtypes: set[str]) -> AnyShape | None:
-    """Shape of a matrix; None where its inputs may have several dtypes.
+    """Return the shape of a layer's matrix, or None if its inputs may have several dtypes.
 
     Args:
         layer: Layer with the matrix.

@@ -1,8 +1,8 @@
 """The Metal source of `small_t`: a product with a quantised matrix for several rows at once.
 
-Every row is computed in the order of MLX's kernel for one row, expression by expression: the same
-inputs per lane, blocks, additions, and at the end the sum over a SIMD group. Only loops are
-exchanged: MLX unpacks a weight once for every row of inputs, this kernel once for all of them.
+The kernel computes every row in the order of MLX's kernel for one row, expression by expression:
+the same inputs per lane, blocks and additions, and the sum over a SIMD group at the end. Only loops
+are exchanged: MLX unpacks a weight once for each row of inputs, this kernel once for all rows.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """
@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from mlx_redrafter.kernels.variant import METAL_TYPES, PACKS, Variant
 
-# Most rows of one launch: with more, sums of a thread would not fit into its registers.
-MOST_ROWS = 8
+# Maximum number of rows per launch: a thread's sums for more do not fit into its registers.
+MAX_ROWS = 8
 # SIMD groups per threadgroup, as in MLX.
 SIMD_GROUPS = 2
 
 
-class Source(NamedTuple):
-    """A kernel's source, and how it is launched.
+class KernelSource(NamedTuple):
+    """A kernel's source and the parameters of its launch.
 
     Attributes:
-        body: Body of the kernel, as `mx.fast.metal_kernel` takes it.
-        matrix: Names of the arrays that a matrix consists of.
-        simd_groups: SIMD groups of a threadgroup.
-        outputs: Outputs that a threadgroup computes, of all rows.
+        body: Body of the kernel for `mx.fast.metal_kernel`.
+        matrix: Names of the arrays of a matrix.
+        simd_groups: Number of SIMD groups per threadgroup.
+        outputs: Number of outputs per threadgroup, each for all rows.
     """
 
     body: str
@@ -35,6 +35,7 @@ class Source(NamedTuple):
     outputs: int
 
 
+# The body of the kernel; "{dots}" stands for the products of a block.
 SOURCE = """\
 typedef {dtype} number;
 constexpr int BITS = {bits};
@@ -76,7 +77,7 @@ for (int r = 0; r < TILE; r++) {{
 }}
 """
 
-# Scales and biases: where they are, and what is made of products and sums with them.
+# Code for scales and biases: pointers to them, their use in a block, the step to the next block.
 AFFINE = (
     """\
 const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
@@ -95,7 +96,7 @@ const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROU
   sl += BLOCK / GROUP;
   bl += BLOCK / GROUP;""",
 )
-# Scales alone, powers of two.
+# The same for scales alone, which are powers of two.
 MXFP4 = (
     """\
 const device uchar* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;""",
@@ -111,7 +112,7 @@ const device uchar* sl = scales + size_t(first) * groups + lane * VALUES / GROUP
     """\
   sl += BLOCK / GROUP;""",
 )
-# Products with weights four at a time, where a byte or two hold these.
+# Products with four weights at a time, if one or two bytes hold them.
 FOURS = """\
   for (int i = 0; i < VALUES; i += 4) {{
     float inputs[ROWS][4];
@@ -128,7 +129,7 @@ FOURS = """\
       }}
     }}
   }}"""
-# Products with weights one at a time, where some have their upper bits in the next byte.
+# Products with one weight at a time, if some weights have their upper bits in the next byte.
 ONES = """\
   for (int i = 0; i < VALUES; i += {pack}) {{
     {sums} added[ROWS];
@@ -158,11 +159,12 @@ ONES = """\
       sums[t] += float(added[t]);
     }}
   }}"""
-# Four weights of mxfp4: a sign, two bits of an exponent and one of a mantissa.
+# Four inputs that meet weights of mxfp4.
 LOAD_MXFP4 = """\
       for (int j = 0; j < 4; j++) {
         inputs[t][j] = float(v[j]);
       }"""
+# Four weights of mxfp4: a sign, two bits of an exponent and one bit of a mantissa each.
 UNPACK_MXFP4 = """\
       const uint u = *(const device ushort*)packed;
       float q[4];
@@ -171,7 +173,7 @@ UNPACK_MXFP4 = """\
         const float size = small * float16_t(16384.0f);
         q[j] = u >> (4 * j) & 8 ? -size : size;
       }"""
-# Four inputs: their sum, and what weights that stay where they are packed are multiplied by.
+# Four inputs by bits: their sum, and their values divided to suit weights that are not shifted.
 LOAD = {
     2: """\
       sums[t] += {sum};
@@ -191,11 +193,12 @@ LOAD = {
         inputs[t][j] = float(v[j]);
       }}""",
 }
+# Sum of four inputs, by whether MLX adds them up in float32.
 SUM = {
     True: "float(v[0]) + float(v[1]) + float(v[2]) + float(v[3])",
     False: "float(v[0] + v[1] + v[2] + v[3])",
 }
-# The four weights.
+# Four weights by bits.
 UNPACK = {
     2: """\
       const float q[4] = {
@@ -209,8 +212,10 @@ UNPACK = {
       const float q[4] = {
           float(packed[0]), float(packed[1]), float(packed[2]), float(packed[3])};""",
 }
+# Four products, added up at once.
 FOUR_PRODUCTS = """\
         dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];"""
+# Products of four inputs and four weights, by bits.
 MULTIPLY = {
     2: FOUR_PRODUCTS,
     4: FOUR_PRODUCTS,
@@ -222,16 +227,16 @@ MULTIPLY = {
 
 
 def tile(rows: int) -> int:
-    """Outputs per SIMD group: as many as leave a thread's sums in its registers."""
+    """Return the outputs per SIMD group: the most whose sums stay in a thread's registers."""
     return 4 if rows <= 5 else 2
 
 
-def metal_source(variant: Variant, rows: int) -> Source:
-    """The kernel for T rows.
+def metal_source(variant: Variant, rows: int) -> KernelSource:
+    """Write the kernel for T rows.
 
     The arguments of its body are x of shape (T, K), w of shape (N, K * bits / 32), scales and
-    biases of shape (N, K / group_size), and y of shape (T, N); all of the variant's dtype but w,
-    which is uint32, and mxfp4's scales, which are uint8; that has no biases.
+    biases of shape (N, K / group_size), and y of shape (T, N). Their dtype is the variant's, except
+    w in uint32 and the scales of mxfp4 in uint8. mxfp4 has no biases.
     One SIMD group computes `tile` outputs of all rows.
     """
     is_affine = variant.mode == "affine"
@@ -248,11 +253,11 @@ def metal_source(variant: Variant, rows: int) -> Source:
         next=following,
     )
     matrix = ("w", "scales", "biases") if is_affine else ("w", "scales")
-    return Source(body, matrix, SIMD_GROUPS, SIMD_GROUPS * tile(rows))
+    return KernelSource(body, matrix, SIMD_GROUPS, SIMD_GROUPS * tile(rows))
 
 
 def _dots(variant: Variant) -> str:
-    """The products of a block."""
+    """Write the products of a block."""
     bits, sums = variant.bits, METAL_TYPES[variant.sums]
     if variant.mode == "mxfp4":
         return FOURS.format(load=LOAD_MXFP4, unpack=UNPACK_MXFP4, multiply=FOUR_PRODUCTS)

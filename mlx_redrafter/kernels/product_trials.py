@@ -1,169 +1,83 @@
-"""Trials of this package's kernels on the user's own weights, at load.
+"""Trials of `small_t` on the weights of a model.
 
-A kernel for products is used only where its results are bit for bit those of MLX's kernel for one
-row, and it takes at most `MOST_TIME` of what MLX takes for as many rows. Bits are compared at every
-load; times are kept. `attention_trials` has those of attention.
+The kernel qualifies if its bits are those of MLX's kernel for one row, and if it takes at most
+`ProductTrial.max_time` of the time of MLX's kernel for as many rows.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.errors import first_line
-from mlx_redrafter.kernels.attention_trials import AttentionTrial, try_attentions, use_tried
 from mlx_redrafter.kernels.dense import AnyShape, AnyVariant
-from mlx_redrafter.kernels.kernel_times import Times, known_times, time_in_turns
-from mlx_redrafter.kernels.layers import (
-    Choice,
-    is_available,
-    layers_by_shape,
-    product,
-    stock_product,
-    use,
-)
+from mlx_redrafter.kernels.layers import ProductChoice, product, stock_product, use_product
 from mlx_redrafter.kernels.small_t import ROWS, as_integers
+from mlx_redrafter.kernels.trial import KernelTrial, Times, time_interleaved
 from mlx_redrafter.kernels.variant import DTYPES
 
-logger = logging.getLogger(__name__)
 
-# Environment variable that turns kernels off with "0".
-SWITCH = "MLX_REDRAFTER_KERNELS"
-# Most time of a kernel that is used, in times of MLX's own, so that no noise decides.
-MOST_TIME = 0.95
+class ProductTrial(KernelTrial[AnyVariant]):
+    """A trial of the kernel's variants for layers whose matrices have one shape."""
 
-
-@dataclass(frozen=True)
-class Trial:
-    """What a trial of the kernels for one shape of matrices has shown.
-
-    Attributes:
-        shape: Shape of the matrices.
-        num_layers: Layers with such a matrix.
-        variant: The variant that is equal to MLX's kernel for one row; None where none is.
-        times: Times by rows T; none where no variant is equal.
-        error: Message of a kernel that could not be compiled or run; None where all could.
-    """
-
+    # Maximum share of MLX's time; the margin keeps timing noise from deciding.
+    max_time = 0.95
+    reference = "MLX's kernel for one row"
     shape: AnyShape
-    num_layers: int
-    variant: AnyVariant | None
-    times: dict[int, Times]
-    error: str | None = None
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Values of T for which the kernel is used."""
-        return tuple(rows for rows, times in self.times.items() if times.is_at_most(MOST_TIME))
+    def __init__(self, shape: AnyShape, layers: Sequence[nn.Module]):
+        self._layers = layers
+        self._inputs = probe(shape)
+        super().__init__(shape, len(layers), layers[:1])
 
-    @property
-    def failure(self) -> str | None:
-        """What is wrong with the kernel, None where it may be used."""
-        if self.error is not None:
-            return self.error
-        return None if self.variant else "its bits are not those of MLX's kernel for one row"
+    def find_equal(self) -> AnyVariant | None:
+        """Return the first variant with MLX's bits in the first and the last layer, for all T."""
+        x = self._inputs
+        ends = {id(layer): layer for layer in (self._layers[0], self._layers[-1])}.values()
+        expected = [(layer, _one_by_one(layer, x)) for layer in ends]
+        for variant in self.shape.variants():
+            same = [
+                mx.all(as_integers(product(layer, x[:rows], variant)) == as_integers(y[:rows]))
+                for layer, y in expected
+                for rows in ROWS
+            ]
+            if mx.all(mx.stack(same)).item():
+                return variant
+        return None
+
+    def measure(self, equal: AnyVariant, rows: int) -> Times:
+        x = mx.contiguous(self._inputs[:rows])
+        # Each round multiplies with every layer, so that weights come from memory as in a model.
+        return time_interleaved(
+            lambda: [stock_product(layer)(x) for layer in self._layers],
+            lambda: [product(layer, x, equal) for layer in self._layers],
+        )
+
+    def timing_key(self, equal: AnyVariant) -> object:
+        return "small_t", equal, self.num_layers
 
     @property
     def outcome(self) -> str:
-        """Which variant is equal."""
-        return f"equal: {self.variant}"
+        return f"equal: {self.equal}"
 
-
-def use_kernels(model: nn.Module) -> None:
-    """Let a model use kernels where these are equal, and faster or, for attention, as fast.
-
-    Does nothing without an Apple GPU, or where the environment variable `SWITCH` is 0. Takes some
-    seconds for the first model of its shapes on a machine.
-    """
-    if not is_available() or os.environ.get(SWITCH) == "0":
-        return
-    layers = layers_by_shape(model)
-    products = [try_kernel(shape, alike) for shape, alike in layers.items()]
-    attentions = try_attentions(model)
-    trials: list[Trial | AttentionTrial] = [*products, *attentions]
-    failed = [trial for trial in trials if trial.failure]
-    if failed:
-        logger.warning(
-            "MLX's kernels are used for %d of %d shapes: for %s, %s; "
-            "`redrafter-mlx check --kernels` shows all",
-            len(failed),
-            len(trials),
-            failed[0].shape,
-            failed[0].failure,
-        )
-    for trial in products:
-        if trial.variant and trial.rows:
-            for layer in layers[trial.shape]:
-                use(layer, Choice(trial.shape, trial.variant, trial.rows))
-    use_tried(model, attentions)
-
-
-def try_kernel(shape: AnyShape, layers: Sequence[nn.Module]) -> Trial:
-    """Try the variants of the kernel for layers whose matrices have one shape."""
-    try:
-        variant = _equal_variant(shape, layers)
-        times = _known_times(shape, layers, variant) if variant else {}
-    except Exception as error:  # whatever a compiler or a driver makes of it, MLX's kernels remain
-        return Trial(shape, len(layers), None, {}, first_line(error))
-    return Trial(shape, len(layers), variant, times)
+    def use(self) -> None:
+        """Let the layers use the kernel for the rows at which it is faster."""
+        if self.equal and self.rows:
+            for layer in self._layers:
+                use_product(layer, ProductChoice(self.shape, self.equal, self.rows))
 
 
 def probe(shape: AnyShape) -> mx.array:
-    """Inputs that show differences, shape (most rows, K): outliers, zeros, subnormal numbers."""
+    """Make inputs of shape (T, K), T the last of `ROWS`, with outliers, zeros and tiny numbers."""
     key = mx.random.key(0)
     x = mx.random.normal((ROWS[-1], shape.inputs), key=key)
     x[:, ::97] *= 100
     x[1, : shape.inputs // 2] = 0
     x[2] *= 1e-6
     return x.astype(DTYPES[shape.dtype])
-
-
-def time_product(layers: Sequence[nn.Module], variant: AnyVariant, x: mx.array) -> Times:
-    """Times of a layer's product. Waits for the device.
-
-    The layers take their turns, so that weights come from memory as they do in a model.
-
-    Args:
-        layers: Layers whose matrices have one shape.
-        variant: AnyVariant of the kernel.
-        x: Inputs of shape (T, K).
-    """
-    return time_in_turns(
-        lambda: [stock_product(layer)(x) for layer in layers],
-        lambda: [product(layer, x, variant) for layer in layers],
-    )
-
-
-def _known_times(
-    shape: AnyShape, layers: Sequence[nn.Module], variant: AnyVariant
-) -> dict[int, Times]:
-    def measure(rows: int) -> Times:
-        return time_product(layers, variant, mx.contiguous(probe(shape)[:rows]))
-
-    return known_times(shape, ("small_t", variant, len(layers)), layers[:1], measure)
-
-
-def _equal_variant(shape: AnyShape, layers: Sequence[nn.Module]) -> AnyVariant | None:
-    """The first variant whose bits are stock's in the first and the last layer, for all T."""
-    x = probe(shape)
-    ends = {id(layer): layer for layer in (layers[0], layers[-1])}.values()
-    expected = [(layer, _one_by_one(layer, x)) for layer in ends]
-    for variant in shape.variants():
-        same = [
-            mx.all(as_integers(product(layer, x[:rows], variant)) == as_integers(y[:rows]))
-            for layer, y in expected
-            for rows in ROWS
-        ]
-        if mx.all(mx.stack(same)).item():
-            return variant
-    return None
 
 
 def _one_by_one(layer: nn.Module, x: mx.array) -> mx.array:

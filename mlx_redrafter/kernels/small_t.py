@@ -13,27 +13,27 @@ import mlx.core as mx
 
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
-from mlx_redrafter.kernels.metal_source import MOST_ROWS, Source, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS, KernelSource, metal_source
 from mlx_redrafter.kernels.variant import LANES
 
-# Rows that there are kernels for; more than `MOST_ROWS` take two launches.
-ROWS = range(2, 2 * MOST_ROWS + 1)
+# Numbers of rows that have kernels; more than `MAX_ROWS` rows need two launches.
+ROWS = range(2, 2 * MAX_ROWS + 1)
 
 
 def small_t(x: mx.array, matrix: Sequence[mx.array], variant: AnyVariant) -> mx.array:
-    """x times the transposed matrix.
+    """Multiply x with the transposed matrix.
 
     Args:
         x: Shape (T, K), the variant's dtype, T in `ROWS`.
-        matrix: Weights of shape (N, K). Of a quantised matrix packed weights of shape
-            (N, K * bits / 32), and scales and, if affine, biases of shape (N, K / group_size).
+        matrix: Weights of shape (N, K). A quantised matrix has packed weights of shape
+            (N, K * bits / 32), then scales and, if affine, biases of shape (N, K / group_size).
         variant: Format of the weights and order of additions.
 
     Returns:
-        Shape (T, N). What does not compile or run raises a RuntimeError when it is computed.
+        Shape (T, N). MLX raises a RuntimeError when it computes a kernel that does not compile.
     """
     rows, outputs = x.shape[0], matrix[0].shape[0]
-    if rows > MOST_ROWS:
+    if rows > MAX_ROWS:
         half = (rows + 1) // 2
         return mx.concatenate([small_t(one, matrix, variant) for one in (x[:half], x[half:])])
     source = source_of(variant, rows)
@@ -48,15 +48,15 @@ def small_t(x: mx.array, matrix: Sequence[mx.array], variant: AnyVariant) -> mx.
 
 
 @cache
-def source_of(variant: AnyVariant, rows: int) -> Source:
-    """The source of the kernel for T rows, T at most `MOST_ROWS`."""
+def source_of(variant: AnyVariant, rows: int) -> KernelSource:
+    """Return the source of the kernel for T rows, T at most `MAX_ROWS`."""
     if isinstance(variant, DenseVariant):
         return dense_source(variant, rows)
     return metal_source(variant, rows)
 
 
 def as_integers(x: mx.array) -> mx.array:
-    """Bits of floating-point numbers: NaNs are equal then, zeros of both signs are not."""
+    """View floating-point numbers as integers: equal NaNs are equal then, 0 and -0 are not."""
     return x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16)
 
 

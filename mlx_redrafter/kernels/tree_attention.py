@@ -16,18 +16,18 @@ from mlx_redrafter.kernels.attention_source import THREADS, AttentionVariant, at
 def tree_attention(
     queries: mx.array, keys: mx.array, values: mx.array, parents: mx.array, scale: float
 ) -> mx.array:
-    """What the nodes of one tree see of the committed tokens, their ancestors and themselves.
+    """Let the nodes of one tree attend to all committed tokens, their ancestors and themselves.
 
     Args:
-        queries: Shape (1, heads, N, D), as keys and values of one of the dtypes of variants.
-        keys: Shape (1, key heads, S + N, D), the rows of the nodes at the end.
+        queries: Shape (1, heads, N, D), in the dtype of keys and values.
+        keys: Shape (1, key heads, S + N, D), with the entries of the nodes at the end.
         values: Shape (1, key heads, S + N, D).
         parents: Node index of each node's parent, int32, shape (N,); the root's is 0.
         scale: Factor of the scores.
 
     Returns:
-        Shape (1, heads, N, D). What does not compile or run raises a RuntimeError when it is
-        computed.
+        Shape (1, heads, N, D). MLX raises a RuntimeError when it computes a kernel that does not
+        compile.
     """
     _, heads, nodes, head_size = queries.shape
     dtype = str(queries.dtype).removeprefix("mlx.core.")
@@ -48,5 +48,5 @@ def _kernel(variant: AttentionVariant) -> Any:
         input_names=["queries", "keys", "values", "parents", "scale"],
         output_names=["y"],
         source=attention_source(variant),
-        ensure_row_contiguous=False,  # keys are a part of a buffer, which MLX would copy
+        ensure_row_contiguous=False,  # keys are a slice of a buffer, which MLX would copy
     )

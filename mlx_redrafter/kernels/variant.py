@@ -1,4 +1,4 @@
-"""Variants of the kernel: what its arithmetic depends on."""
+"""Variants of the kernel for quantised matrices: formats of weights and orders of additions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,32 @@ from typing import Literal
 
 import mlx.core as mx
 
+# Modes of MLX's quantization that have a kernel.
 MODES = ("affine", "mxfp4")
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+# Bits of a weight that have a kernel.
+BITS = (2, 3, 4, 5, 6, 8)
+# Numbers of weights per scale that have a kernel.
+GROUP_SIZES = (32, 64, 128)
+# Dtypes of inputs and outputs that have a kernel.
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-# Their names in Metal.
+# Names of those dtypes in Metal.
 METAL_TYPES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
 
+# One-row kernels of MLX whose order of additions has a variant here.
 Order = Literal["qmv_fast", "qmv"]
 ORDERS: tuple[Order, Order] = ("qmv_fast", "qmv")
-# Lanes of a SIMD group, and bits of a word of packed weights.
-LANES, WORD = 32, 32
-# Weights that MLX unpacks together: where they fill words, as many as fit into one.
+# Lanes of a SIMD group.
+LANES = 32
+# Bits of a word of packed weights.
+WORD = 32
+# Weights that MLX unpacks together, by bits.
 PACKS = {2: 16, 3: 8, 4: 8, 5: 8, 6: 4, 8: 4}
-# Input sizes, and bits, for which MLX has one-row kernels of another kind, with four lanes.
-FOUR_LANES, FOUR_LANES_BITS = (64, 128), (2, 4, 8)
-# MLX's own tiles; smaller matrices take another way through its kernels.
-LEAST_OUTPUTS = 8
+# Numbers of inputs for which MLX has other one-row kernels, with four lanes.
+FOUR_LANES = (64, 128)
+# Bits for which MLX has these kernels.
+FOUR_LANES_BITS = (2, 4, 8)
+# Outputs of MLX's tiles; for fewer outputs its kernels compute in another order.
+MIN_OUTPUTS = 8
 
 
 @dataclass(frozen=True)
@@ -34,10 +44,10 @@ class Variant:
         bits: Bits of a weight.
         group_size: Weights that share a scale and a bias.
         dtype: Name of the dtype of inputs, scales, biases and outputs.
-        order: MLX's one-row kernel whose order it is: "qmv_fast" gives a lane two packs of weights
-            in a row, "qmv" one; with 2 bits both give one.
-        sums: Dtype in which four or eight inputs are added up: "float32" since MLX 0.32.3 or
-            0.32.4, before that it was ``dtype``. With 8 bits there is no difference.
+        order: Name of MLX's one-row kernel with this order. "qmv_fast" gives a lane two
+            consecutive packs of weights, "qmv" one. With 2 bits both give one.
+        sums: Dtype in which MLX adds up four or eight inputs: ``dtype`` before MLX 0.32.3 or
+            0.32.4, "float32" since then. With 8 bits there is no difference.
         mode: "affine", or "mxfp4", which has no biases.
     """
 
@@ -50,13 +60,13 @@ class Variant:
 
     @property
     def values(self) -> int:
-        """Inputs of a lane per block."""
+        """Number of inputs per lane and block."""
         packs = 2 if self.order == "qmv_fast" and self.bits > 2 else 1
         return packs * PACKS[self.bits]
 
     @property
     def block(self) -> int:
-        """Inputs of all lanes per block."""
+        """Number of inputs of all lanes per block."""
         return LANES * self.values
 
     def __str__(self) -> str:
@@ -75,7 +85,7 @@ class MatrixShape:
         dtype: Name of the dtype of inputs, and of affine scales and biases.
         inputs: K.
         outputs: N.
-        mode: "affine", "mxfp4", or another that there is no kernel for.
+        mode: "affine", "mxfp4", or another mode of MLX, which has no kernel here.
     """
 
     bits: int
@@ -87,18 +97,18 @@ class MatrixShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether there are kernels for it."""
+        """Whether this package has kernels for the matrix."""
         return (
             self.mode in MODES
             and self.bits in BITS
             and self.group_size in GROUP_SIZES
             and self.dtype in DTYPES
             and not (self.inputs in FOUR_LANES and self.bits in FOUR_LANES_BITS)
-            and self.outputs >= LEAST_OUTPUTS
+            and self.outputs >= MIN_OUTPUTS
         )
 
     def variants(self) -> Iterator[Variant]:
-        """What MLX's one-row kernel may be for it; the likeliest comes first."""
+        """Yield the orders that MLX's one-row kernel may use, the most probable one first."""
         own_sums = () if self.bits == 8 or self.dtype == "float32" else (self.dtype,)
         if self.mode == "mxfp4":
             own_sums = ()

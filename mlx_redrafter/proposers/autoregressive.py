@@ -18,7 +18,7 @@ from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.scores import Rank, log_probs
 from mlx_redrafter.proposers.search import search
-from mlx_redrafter.target.caches.draft_rows import Descent, LevelMask
+from mlx_redrafter.target.caches.draft_cache import DraftLineage, DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 
@@ -47,10 +47,10 @@ class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
         return search(_Levels(self, flight), shape, rank)
 
     def read_level(
-        self, features: mx.array, tokens: mx.array, mask: LevelMask, positions: TreePositions
+        self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
     ) -> mx.array:
         """Process the newest tokens of the beams, (W,), on entries aside; outputs, shape (W, H)."""
-        self.cache.expect_level(mask)
+        self.cache.expect_drafts(mask)
         with tree_positions(positions):
             return self.forward(features, tokens)
 
@@ -69,7 +69,7 @@ class _Levels:
         self._outputs = self.drafting.read_flight(self.flight)
         length = self.drafting.length
         root = length + self.flight.num_accepted
-        self._descent = Descent(length, root, self.drafting.cache.num_rows)
+        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
@@ -81,7 +81,7 @@ class _Levels:
             if beams is None
             else features[beams]
         )
-        level = self._descent.extend(beams, width, depth)
+        level = self._lineage.extend(beams, width, depth)
         self._outputs = self.drafting.read_level(features, tokens, *level)
         return self._log_probs()
 

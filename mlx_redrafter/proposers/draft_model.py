@@ -30,7 +30,12 @@ from mlx_redrafter.proposers.scores import Rank, log_probs, ranking
 from mlx_redrafter.proposers.search import LevelScorer, search
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
-from mlx_redrafter.target.caches.draft_rows import Descent, LevelCache, LevelMask, hook_attention
+from mlx_redrafter.target.caches.draft_cache import (
+    DraftCache,
+    DraftLineage,
+    DraftMask,
+    hook_attention,
+)
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.target import Target
@@ -151,7 +156,7 @@ class ModelDrafting:
                 f"expected KVCache() in the draft model's layers of prompt_cache, found {others}; "
                 "leave these layers out, or make them with make_prompt_cache(draft_model)"
             )
-        self.cache = LevelCache(layers)
+        self.cache = DraftCache(layers)
         self._is_shared = bool(cached)
         # Number of entries whose tokens the host knows.
         self.length = self.cache.num_rows
@@ -213,9 +218,9 @@ class ModelDrafting:
         self._unread = []
         return logits[num_known + flight.num_accepted]
 
-    def read_level(self, tokens: mx.array, mask: LevelMask, positions: TreePositions) -> mx.array:
+    def read_level(self, tokens: mx.array, mask: DraftMask, positions: TreePositions) -> mx.array:
         """Process the newest tokens of the beams, (W,), on entries aside; logits, shape (W, V)."""
-        self.cache.expect_level(mask)
+        self.cache.expect_drafts(mask)
         with tree_positions(positions):
             return self._forward(tokens)
 
@@ -309,11 +314,11 @@ class _TreeLevels(DraftLevels):
         logits = self.drafting.read_flight(self.flight)
         length = self.drafting.length
         root = length + self.flight.num_accepted
-        self._descent = Descent(length, root, self.drafting.cache.num_rows)
+        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
         return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         logits = self.drafting.read_level(
-            tokens, *self._descent.extend(beams, tokens.shape[0], depth)
+            tokens, *self._lineage.extend(beams, tokens.shape[0], depth)
         )
         return log_probs(logits, self.num_rows)

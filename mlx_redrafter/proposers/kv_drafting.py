@@ -23,7 +23,7 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.scores import Rank, ranking
-from mlx_redrafter.target.caches.draft_rows import LevelCache
+from mlx_redrafter.target.caches.draft_cache import DraftCache
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -61,7 +61,7 @@ class KvDrafting(ABC, Generic[N]):
         self.target = target
         self.layers = network.captured_layers(target)
         self.couple_noise = couple_noise
-        self.cache = LevelCache(_stock_cache(network, target, cached))
+        self.cache = DraftCache(_stock_cache(network, target, cached))
         self._is_shared = bool(cached)
         # Prompt tokens that are in no pair yet.
         self._following = list(prompt[1:])

@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.target.caches.draft_rows import hook_attention
-from mlx_redrafter.target.inspection import hook_positions
+from mlx_redrafter.target.caches.draft_cache import hook_attention
+from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
 
 

@@ -2,24 +2,24 @@
 
 Axes: N nodes of the tree, H heads, K size of a key, V size of a value. All arrays are float32.
 
-A layer's state S, shape (V, K) per head, goes from a node's parent p to the node n with a gate g, a
-key k and an update u:
+A layer computes its state S, shape (V, K) per head, at node n from the state at the parent p, with
+a gate g, a key k and an update u:
 
     S_n = g_n S_p + u_n k_n^T
 
-Written out, with the state S_0 before the root and G_n, the product of the gates of n and all nodes
-above it, this is a sum over those nodes m:
+Let S_0 be the state before the root, and G_n the product of the gates of n and its ancestors. Then
+S_n is a sum over these nodes m:
 
     S_n = G_n S_0 + sum_m (G_n / G_m) u_m k_m^T
 
-So what a query reads, S_n q_n, is attention without softmax, whose weights are those quotients. In
-Mamba-2, u does not depend on the state (Dao and Gu, 2024, "Transformers are SSMs", section 6, there
-for chains). In the gated delta rule, u_n = b_n (v_n - g_n S_p k_n), a triangular system (Yang et
-al., 2024, "Gated Delta Networks", section 3.3). Ancestors in place of the tokens before are all
-that a tree changes. Quotients are differences of logarithms, as the gates themselves underflow.
+So the result of a query, S_n q_n, is attention without softmax, with quotients G_n / G_m as factors
+of the weights. In Mamba-2, u does not depend on the state (Dao and Gu, 2024, "Transformers are
+SSMs", section 6, there for chains). In the gated delta rule, u_n = b_n (v_n - g_n S_p k_n), a
+triangular system (Yang et al., 2024, "Gated Delta Networks", section 3.3). A tree only replaces the
+previous tokens by ancestors. Gates underflow, so quotients are computed from logarithms.
 
-A number in a draft that is not finite spoils the nodes below it, and only them: 0 times infinity
-is not 0, so matrix products get finite numbers alone, and what is spoiled is known by its gates.
+NaN or infinity in a draft must spoil the draft's descendants and no other node. 0 times infinity is
+not 0, so matrix products get finite numbers only, and NaN in the gates marks the spoiled nodes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Gates below this leave nothing of a state in float32; natural logarithm. The bound keeps sums of
-# them short: float32 has the sum of 16 to 3e-5, and with it their quotients.
-LEAST_LOG_GATE = -40.0
-# Bound on what enters matrix products, far above any activation.
-LARGEST = 1e30
+# Minimum natural logarithm of a gate, which leaves nothing of a state in float32. The bound keeps
+# sums small: 16 of them, and so their quotients, are exact to 3e-5.
+MIN_LOG_GATE = -40.0
+# Maximum magnitude in matrix products, far above any activation.
+MAX_NUMBER = 1e30
 
 
-class Branches(NamedTuple):
+class BranchStates(NamedTuple):
     """The states of one layer along the branches of a tree.
 
     Attributes:
         state: State before the root, shape (H, V, K).
         keys: Shape (H, N, K).
         updates: Shape (H, N, V).
-        log_decays: Natural logarithm of the product of the gates of a node and of those above it,
+        log_decays: Natural logarithm of G, the product of the gates of a node and its ancestors,
             shape (H, N).
     """
 
@@ -53,7 +53,7 @@ class Branches(NamedTuple):
     log_decays: mx.array
 
     def state_after(self, path: Sequence[int]) -> mx.array:
-        """The state after the nodes of a path, indices from the root on, shape (H, V, K)."""
+        """Compute the state after a path, node indices from the root on, shape (H, V, K)."""
         nodes = mx.array(list(path), dtype=mx.int32)
         logs = self.log_decays[:, nodes]
         updates = self.updates[:, nodes] * mx.exp(logs[:, -1:] - logs)[..., None]
@@ -70,7 +70,7 @@ def follow_updates(
     state: mx.array,
     ancestors: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """What nodes read, where updates do not depend on the state.
+    """Compute the results of all nodes if updates do not depend on the state.
 
     Args:
         queries: Shape (H, N, K).
@@ -81,7 +81,7 @@ def follow_updates(
         ancestors: As in `TokenTree`, bool, shape (N, N).
 
     Returns:
-        Results of the queries, shape (H, N, V), and `Branches.log_decays`.
+        Results of the queries, shape (H, N, V), and `BranchStates.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, updates)
     read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ _finite(updates)
@@ -99,27 +99,20 @@ def follow_delta_rule(
     ancestors: mx.array,
     max_depth: int,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """What nodes read under the gated delta rule.
+    """Compute the results of all nodes under the gated delta rule.
 
-    The system is solved level by level, as substitution does: after i rounds, nodes of depth i are
-    exact and stay so. To square its matrix instead takes fewer rounds, but keys that are alike make
-    the powers large, and differences of them wrong.
+    Substitution solves the system depth by depth: nodes of depth i are exact from round i on.
+    Squaring its matrix would need fewer rounds, but if keys are similar the powers grow large and
+    their differences inaccurate.
 
-    Args:
-        queries: Shape (H, N, K).
-        keys: Shape (H, N, K).
-        values: Shape (H, N, V).
-        strengths: Share of a value that is replaced, b, shape (H, N, 1).
-        log_gates: Natural logarithm of the gates, shape (H, N).
-        state: State before the root, shape (H, V, K).
-        ancestors: As in `TokenTree`, bool, shape (N, N).
-        max_depth: Bound on the depth of every node.
+    The arguments are those of `follow_updates`, but values v of shape (H, N, V) and strengths b of
+    shape (H, N, 1) replace the updates, and ``max_depth`` is the maximum depth of a node.
 
     Returns:
-        Results of the queries, shape (H, N, V), the updates, likewise, and `Branches.log_decays`.
+        Results and updates, each of shape (H, N, V), and `BranchStates.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, values, strengths)
-    # Nodes come after their parents, so all others but a node itself are left of the diagonal.
+    # Nodes come after their parents, so all ancestors of a node are left of the diagonal.
     weights = -_finite(strengths) * mx.tril(_weigh(_finite(keys), keys, quotients), -1)
     alone = _finite(strengths * (values - _recall(keys, state, log_decays)))
     updates = alone
@@ -132,36 +125,36 @@ def follow_delta_rule(
 def _decays(
     log_gates: mx.array, ancestors: mx.array, *inputs: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Logarithms of the products of gates, and the quotients of these products.
+    """Compute the logarithms of the products of gates, and the quotients of these products.
 
     Args:
         log_gates: Shape (H, N).
         ancestors: Shape (N, N).
-        inputs: Arrays that have to be finite, shape (H, N, any).
+        inputs: Arrays whose NaN or infinity spoils descendants, shape (H, N, any).
 
     Returns:
-        Shape (H, N), NaN below inputs that are not finite, and shape (H, N, N), 0 there and for
-        nodes that are not ancestors.
+        Logarithms of shape (H, N), NaN for spoiled nodes, and quotients of shape (H, N, N), 0 for
+        spoiled nodes and for nodes that are not ancestors.
     """
     for x in inputs:
         log_gates = log_gates + 0.0 * x.sum(axis=-1)
-    log_gates = mx.maximum(log_gates, LEAST_LOG_GATE)
-    # No matrix product: it would be rounded to fewer digits on some devices.
+    log_gates = mx.maximum(log_gates, MIN_LOG_GATE)
+    # A sum instead of a matrix product, which some devices round to fewer digits.
     log_decays = mx.where(ancestors, log_gates[:, None], 0.0).sum(axis=-1)
     quotients = mx.exp(log_decays[..., None] - log_decays[:, None])
     return log_decays, _finite(mx.where(ancestors, quotients, 0.0))
 
 
 def _recall(queries: mx.array, state: mx.array, log_decays: mx.array) -> mx.array:
-    """What queries read from the state before the root, as it has decayed at their nodes."""
+    """Query the state before the root after its decay at each node."""
     return mx.exp(log_decays)[..., None] * (queries @ state.swapaxes(1, 2))
 
 
 def _weigh(queries: mx.array, keys: mx.array, quotients: mx.array) -> mx.array:
-    """Weights of the updates in what queries read, shape (H, N, N)."""
+    """Compute the weights of the updates in the results of queries, shape (H, N, N)."""
     return mx.where(quotients > 0, quotients * (queries @ _finite(keys).swapaxes(1, 2)), 0.0)
 
 
 def _finite(x: mx.array) -> mx.array:
-    """Zeros in place of NaN, and bounded numbers."""
-    return mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST, LARGEST)
+    """Replace NaN by 0 and bound all numbers."""
+    return mx.clip(mx.where(mx.isnan(x), 0.0, x), -MAX_NUMBER, MAX_NUMBER)

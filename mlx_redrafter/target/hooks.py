@@ -1,10 +1,10 @@
-"""Hooks into stock mlx-lm code that act only while a tree or a hidden state is asked for.
+"""Hooks into stock mlx-lm code that act only while a context variable asks for them.
 
-A hooked module gets a subclass of its own class whose method looks at a context variable and
-otherwise calls the original, so parameters, paths and results of the stock model stay as they are,
-and requests in other threads do not see each other. Functions of mlx-lm are wrapped the same way.
+`install` replaces a module's class by a subclass whose method calls the hook. Without a context
+variable the hook calls the original. So parameters, paths and results of the stock model stay as
+they are, and threads do not affect each other. Functions of mlx-lm are wrapped in the same way.
 
-Axes: B texts of a batch, N nodes of each one's tree, H heads, D head size.
+Axes: B sequences of a batch, N nodes of each tree, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TreePositions:
 
     Attributes:
         nodes: Position of every node, int32, shape (B, N).
-        first: Position of the first root.
-        num_depths: Bound above how far behind it any node stands.
+        first: Lowest position of a root.
+        num_depths: Upper bound of positions, counted from ``first`` and exclusive.
     """
 
     nodes: mx.array
@@ -42,7 +42,7 @@ class TreePositions:
 
     @cached_property
     def flat(self) -> mx.array:
-        """Positions of the nodes of all trees in order, shape (B N,), the same for all layers."""
+        """Positions of the nodes of all trees in order, shape (B N,)."""
         return self.nodes.reshape(-1)
 
 
@@ -52,7 +52,7 @@ class HookPoint(NamedTuple):
     Attributes:
         owner: An mlx module, or a Python module that defines a function.
         name: Name of the method or function.
-        hook: Function that every call goes through.
+        hook: Function that gets every call: the original first, then the arguments.
     """
 
     owner: nn.Module | ModuleType
@@ -82,20 +82,19 @@ def captured_output() -> Scoped[list[mx.array]]:
 
 
 def replaced_output(output: mx.array) -> Scoped[mx.array]:
-    """Let modules hooked with `capture` that are called inside return this."""
+    """Let modules hooked with `capture` that are called inside return ``output``."""
     return Scoped(_replacement, output)
 
 
 def captured_inputs() -> Scoped[dict[int, mx.array]]:
-    """Collect what modules hooked with `capture_input` are given inside, by their ``id``."""
+    """Collect the inputs of modules hooked with `capture_input`, by the ``id`` of the module."""
     return Scoped(_inputs, {})
 
 
 def install(point: HookPoint) -> None:
-    """Route the calls of a method or function through a hook; doing it again does nothing.
+    """Route the calls of a method or function through a hook, unless it is installed already.
 
-    The hook is called with the original and the arguments of the call. A module's class is
-    replaced by a subclass with the same name.
+    A module's class becomes a subclass with the same name.
     """
     owner, name, hook = point
     if isinstance(owner, ModuleType):
@@ -122,10 +121,9 @@ def rotate_at_tree_positions(call: Call, x: mx.array, offset: Any = 0, **kwargs:
 
 
 def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> mx.array:
-    """Hook for "dynamic" rotary embeddings, whose base depends on the length of the text.
+    """Hook for "dynamic" rotary embeddings, whose base depends on the number of tokens.
 
-    A node at position p is rotated as the newest of p + 1 tokens, which is what it would be if
-    tokens were decoded one by one.
+    A node at position p is rotated as the newest of p + 1 tokens, as in plain decoding.
     """
     positions = _positions.get()
     if positions is None:
@@ -134,7 +132,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     num_texts, nodes = x.shape[0], positions.flat
     x = _nodes_as_batch(x)
     if positions.first + positions.num_depths <= rope.max_position_embeddings:
-        # Texts of up to this length share one base.
+        # Sequences of up to this length share one base.
         rotated = mx.fast.rope(
             x,
             rope.dims,
@@ -154,8 +152,8 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
 def embed_tree_positions(call: MethodType, position_ids: mx.array) -> mx.array:
     """Hook for learned position embeddings: look up the position of each node of a tree.
 
-    Positions past the end of the table get its last row. MLX would read foreign memory there, and
-    a NaN from it would spread from a draft past the end to the nodes before.
+    Positions beyond the table get its last row. MLX would read foreign memory there, and a NaN in
+    it would spread from a draft beyond the end to earlier nodes.
     """
     positions = _positions.get()
     ids = position_ids if positions is None else positions.nodes
@@ -182,7 +180,7 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
     """Hook for the attention of mlx-lm's Llama 4, whose model makes the mask of chunks itself.
 
     Layers without positions scale their queries by the number of whole periods before the next
-    token. Nodes of a tree that lie in different periods are computed once for each.
+    token. If the nodes of a tree lie in several periods, the hook computes the layer once for each.
     """
     positions = _positions.get()
     if positions is None:
@@ -199,10 +197,10 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
     first, last = (
         p // period for p in (positions.first + 1, positions.first + positions.num_depths)
     )
-    result = call(x, mask, _Elsewhere(cache, first * period - 1, cache.update_and_fetch))
+    result = call(x, mask, _ShiftedCache(cache, first * period - 1, cache.update_and_fetch))
     for number in range(first + 1, last + 1):
         is_here = ((positions.nodes + 1) // period == number)[..., None]
-        again = _Elsewhere(cache, number * period - 1, lambda *_: cache.keys_and_values())
+        again = _ShiftedCache(cache, number * period - 1, lambda *_: cache.keys_and_values())
         other = call(x, mask, again)
         result = mx.where(is_here, other, result)
     return result
@@ -211,20 +209,20 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
 def mask_groups(call: MethodType, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
     """Hook for Gemma 2's attention, whose scores have an axis for the heads that share a key head.
 
-    Its masks are made for one text; those of a batch, shape (B, 1, N, rows), lack that axis.
+    The masks of a batch, shape (B, 1, N, entries), lack that axis.
     """
     if isinstance(mask, mx.array) and mask.ndim == 4 and cast(Any, call.__self__).repeats > 1:
         mask = mask[:, None]
     return call(x, mask, cache)
 
 
-class _Elsewhere:
-    """A cache that says it is at another position.
+class _ShiftedCache:
+    """A cache with another offset.
 
     Args:
         cache: The cache.
-        offset: The position.
-        update_and_fetch: Function that takes new rows and returns all of them.
+        offset: The offset.
+        update_and_fetch: Function from new K/V entries to all entries.
     """
 
     def __init__(self, cache: Any, offset: int, update_and_fetch: Call):
@@ -237,7 +235,7 @@ class _Elsewhere:
 
 
 def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a backbone: `captured_output` remembers what it returns, or `replaced_output`."""
+    """Hook for a backbone, for `captured_output` and `replaced_output`."""
     replacement = _replacement.get()
     result = call(*args, **kwargs) if replacement is None else replacement
     outputs = _outputs.get()
@@ -247,7 +245,7 @@ def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def capture_input(call: MethodType, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a layer: remember what it is given while `captured_inputs` is active."""
+    """Hook for a layer, for `captured_inputs`."""
     inputs = _inputs.get()
     if inputs is not None:
         inputs[id(call.__self__)] = x
@@ -255,14 +253,14 @@ def capture_input(call: MethodType, x: mx.array, *args: Any, **kwargs: Any) -> A
 
 
 def _nodes_as_batch(x: mx.array) -> mx.array:
-    """(B, H, N, D) to (B N, H, 1, D)."""
+    """Reshape (B, H, N, D) to (B N, H, 1, D)."""
     if x.shape[2] == 1:
         return x
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3])
 
 
 def _nodes_as_rows(x: mx.array, num_texts: int) -> mx.array:
-    """(B N, H, 1, D) back to (B, H, N, D)."""
+    """Reshape (B N, H, 1, D) back to (B, H, N, D)."""
     if x.shape[0] == num_texts:
         return x
     return x.reshape(num_texts, -1, x.shape[1], x.shape[3]).swapaxes(1, 2)
@@ -278,7 +276,7 @@ def _hooked(base: type[nn.Module], name: str, hook: Hook) -> type[nn.Module]:
     stock: type[nn.Module] = getattr(base, "redrafter_stock", base)
 
     def reduce_ex(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle and copy as the stock class; a copy is hooked when it becomes a target."""
+        """Pickle and copy as the stock class; `install` hooks a copy when it becomes a target."""
         _, (_, *arguments), *state = cast(Any, super(stock, self).__reduce_ex__(protocol))
         return (dict.__new__, (stock, *arguments), *state)  # a module is a dict
 

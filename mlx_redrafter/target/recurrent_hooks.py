@@ -1,9 +1,9 @@
-"""Hooks that take recurrent layers of mlx-lm's models along the branches of a tree.
+"""Hooks that let recurrent layers of mlx-lm's models follow the branches of a tree.
 
 Axes: N nodes of the tree, H heads, S kernel size of a convolution, C its channels.
 
-A layer with a state runs its projections over all nodes as over a text. Its convolutions and its
-recurrence are hooked, one after the other in the order in which the layer's cache has their arrays.
+A layer with a state runs its projections over all nodes as over consecutive tokens. Hooks replace
+its convolutions and its recurrence, in the order of their arrays in the layer's cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
+from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.hooks import Call
@@ -25,13 +25,13 @@ from mlx_redrafter.trees.tree import TokenTree
 
 
 class _Layer(NamedTuple):
-    """The layer that is computed.
+    """A layer during its call.
 
     Attributes:
         step: The forward pass.
-        tree: Its tree.
-        arrays_after: For each array of the layer's cache so far, the function of a path that
-            returns it.
+        tree: The tree of the pass.
+        arrays_after: Functions from a path to an array of the layer's cache after it, one for each
+            array so far.
     """
 
     step: ForwardPass
@@ -43,7 +43,7 @@ _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
 
 
 def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a layer with a state; its convolutions and its recurrence are hooked too."""
+    """Hook for a layer with a state, whose convolutions and recurrence have hooks too."""
     given = [x for arg in (*args, *kwargs.values()) for x in getattr(arg, "parts", [arg])]
     caches = [x for x in given if isinstance(x, RecurrentCache)]
     if not caches or caches[0].tree is None:
@@ -56,11 +56,11 @@ def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def convolve_branches(call: Call, x: mx.array) -> mx.array:
-    """Hook for a causal convolution: every node sees the S - 1 tokens before it on its branch.
+    """Hook for a causal convolution: the inputs of a node are the last S tokens of its branch.
 
     Args:
         call: The convolution.
-        x: The S - 1 rows before the root and those of the nodes, shape (1, S - 1 + N, C).
+        x: The S - 1 rows before the root and the rows of the nodes, shape (1, S - 1 + N, C).
 
     Returns:
         Shape (1, N, C).
@@ -74,7 +74,7 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
 
 
 def convolve_short(call: Call, x: mx.array, **kwargs: Any) -> Any:
-    """Hook for LFM2's short convolution: both the layer and the convolution in it are ``conv``.
+    """Hook for LFM2's short convolution, where a layer and the convolution in it are ``conv``.
 
     Only the layer gets keywords.
     """
@@ -84,12 +84,12 @@ def convolve_short(call: Call, x: mx.array, **kwargs: Any) -> Any:
 def convolve_pairs(
     call: Call, x: mx.array, weights: mx.array, state: mx.array | None = None
 ) -> mx.array:
-    """Hook for Baichuan's convolution of keys or values: every node sees its parent's.
+    """Hook for Baichuan's convolution of keys or values over a node and its parent.
 
     Args:
         call: The convolution.
         x: Rows of the nodes, shape (1, H, N, size of a head).
-        weights: Those of the convolution.
+        weights: Weights of the convolution.
         state: The row before the root, shape (1, H, 1, size of a head).
 
     Returns:
@@ -132,7 +132,7 @@ def _follow_delta_rule(
     use_kernel: bool = True,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array | None]:
-    """The same for a tree; the arguments are mlx-lm's, and the state is not used."""
+    """Compute ``gated_delta_update`` for a tree; returns the state as it was."""
     num_heads = v.shape[2]
     keys, values = _by_head(k, num_heads), _by_head(v, num_heads)
     strengths = mx.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
@@ -149,7 +149,7 @@ def _follow_delta_rule(
         layer.tree.ancestors,
         layer.tree.max_depth,
     )
-    branches = Branches(before, keys, updates, log_decays)
+    branches = BranchStates(before, keys, updates, log_decays)
     layer.arrays_after.append(lambda path: branches.state_after(path)[None])
     return _by_node(y).astype(q.dtype), state
 
@@ -168,7 +168,7 @@ def _follow_state_space(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """The same for a tree; the arguments are mlx-lm's, and the state is not used."""
+    """Compute ``ssm_update`` for a tree; returns the state as it was."""
     num_heads = x.shape[2]
     dt = compute_dt(dt, dt_bias, time_step_limit)[0].T
     inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
@@ -181,31 +181,31 @@ def _follow_state_space(
         before,
         layer.tree.ancestors,
     )
-    branches = Branches(before, keys, updates, log_decays)
+    branches = BranchStates(before, keys, updates, log_decays)
     layer.arrays_after.append(lambda path: branches.state_after(path)[None])
     return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
 
 
 def _by_head(x: mx.array, num_heads: int) -> mx.array:
-    """Rows of nodes, shape (1, N, groups, D), for each head, float32, shape (H, N, D)."""
+    """Repeat rows of nodes, shape (1, N, groups, D), for each head, float32, shape (H, N, D)."""
     rows = x[0].swapaxes(0, 1).astype(mx.float32)
     return mx.repeat(rows, num_heads // rows.shape[0], axis=0)
 
 
 def _by_node(x: mx.array) -> mx.array:
-    """(H, N, D) to (1, N, H, D)."""
+    """Transpose (H, N, D) to (1, N, H, D)."""
     return x.swapaxes(0, 1)[None]
 
 
 def _state(state: mx.array | None, values: mx.array, keys: mx.array) -> mx.array:
-    """A layer's state without the batch; zeros at the beginning of a text."""
+    """Return a layer's state without the batch axis, or zeros before the first token."""
     if state is None:
         return mx.zeros((values.shape[0], values.shape[2], keys.shape[2]))
     return state[0].astype(mx.float32)
 
 
 def _rates(A_log: mx.array) -> mx.array:
-    """exp(A_log), float32, rounded as in mlx-lm: its kernel for single tokens does it exactly."""
+    """Compute exp(A_log) in float32, with mlx-lm's rounding, which depends on the device."""
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         A_log = A_log.astype(mx.float32)
     return mx.exp(A_log).astype(mx.float32)

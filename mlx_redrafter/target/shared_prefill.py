@@ -1,7 +1,4 @@
-"""The beginnings of several texts in shared forward passes.
-
-Axes: G texts, n tokens of the longest beginning.
-"""
+"""Prefill of several sequences in shared forward passes."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ def prefill_together(
     step_size: int,
     is_cancelled: Callable[[], bool],
 ) -> None:
-    """Process several beginnings at once, in chunks, without logits.
+    """Process the beginnings of several sequences at once, in chunks, without logits.
 
-    Shorter ones are padded on the right: no token before the padding attends to it. Waits for the
-    device once per chunk.
+    Shorter ones are padded on the right, where no token before the padding attends to it. Blocks
+    until MLX has computed each chunk.
 
     Args:
         target: The model, whose layers all attend to all tokens.
-        beginnings: Token ids of each text.
-        caches: Their caches, without rows; each gets those of its text.
-        step_size: Most tokens per chunk, of all texts together.
-        is_cancelled: Whether to leave all caches without rows; asked before every chunk.
+        beginnings: Token ids of each sequence.
+        caches: Empty caches, which get the K/V entries of their sequences.
+        step_size: Maximum number of tokens per chunk, all sequences together.
+        is_cancelled: Called before every chunk. True leaves all caches empty.
     """
     longest = max(map(len, beginnings))
     padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
@@ -45,13 +42,13 @@ def prefill_together(
         mx.clear_cache()
     for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
         for layer, own in zip(stock, cache.stock, strict=True):
-            _take_rows(layer, own, row, len(tokens))
+            _copy_entries(layer, own, row, len(tokens))
         cache.grow(len(tokens))
 
 
-def _take_rows(layer: KVCache, own: KVCache, row: int, length: int) -> None:
-    """Let a text's cache of a layer hold its rows; a layer that the model never uses has none."""
-    if layer.keys is None or layer.values is None:
+def _copy_entries(layer: KVCache, own: KVCache, row: int, length: int) -> None:
+    """Copy the entries of one sequence into its own cache of a layer."""
+    if layer.keys is None or layer.values is None:  # a layer that the model never uses
         return
     parts = layer.keys, layer.values
     own.keys, own.values = (mx.contiguous(part[row : row + 1, :, :length]) for part in parts)

@@ -1,8 +1,8 @@
 """The target: a stock mlx-lm model that can also run one forward pass over a token tree.
 
-Axes: N nodes of a tree, V vocabulary, H hidden size.
-
 Only this folder knows the insides of mlx-lm models.
+
+Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured states.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from mlx_redrafter.target.hooks import (
     replaced_output,
     tree_positions,
 )
-from mlx_redrafter.target.inspection import find_parts
+from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 ProgressCallback = Callable[[int, int], None]
 StatesCallback = Callable[[mx.array], None]
 
-# Stands for the last layer's output after the final norm, among layers whose inputs are asked for.
+# In a list of layers to capture, the last layer's output after the final norm.
 FINAL = -1
 
 
@@ -50,8 +50,7 @@ class TargetOutputs(NamedTuple):
     Attributes:
         logits: Shape (N, V), the model's dtype.
         hidden_states: Backbone outputs after the final norm, which enter the LM head, shape (N, H).
-        states: Inputs of the layers that were asked for, beside each other, shape (N, S); None
-            where none were.
+        states: Inputs of the captured layers side by side, shape (N, S); None without such layers.
     """
 
     logits: mx.array
@@ -59,38 +58,38 @@ class TargetOutputs(NamedTuple):
     states: mx.array | None = None
 
     def first(self, count: int) -> TargetOutputs:
-        """The outputs for the first tokens."""
-        states = None if self.states is None else self.states[:count]
-        return TargetOutputs(self.logits[:count], self.hidden_states[:count], states)
+        """Return the outputs for the first tokens."""
+        return self._mapped(lambda array: array[:count])
 
     @property
     def alone(self) -> TargetOutputs:
-        """The outputs for the only text, of arrays with an axis of texts."""
-        # Not by an index, which the device would look up.
-        states = None if self.states is None else self.states.squeeze(0)
-        return TargetOutputs(self.logits.squeeze(0), self.hidden_states.squeeze(0), states)
+        """The outputs without their axis of sequences, for a single sequence."""
+        return self._mapped(lambda array: array.squeeze(0))  # an index would cost a gather
 
-    def of(self, texts: int | mx.array) -> TargetOutputs:
-        """The outputs for one of several texts, or for some, of arrays with an axis of texts."""
-        states = None if self.states is None else self.states[texts]
-        return TargetOutputs(self.logits[texts], self.hidden_states[texts], states)
+    def of(self, sequences: int | mx.array) -> TargetOutputs:
+        """Select one or several sequences from outputs with an axis of sequences."""
+        return self._mapped(lambda array: array[sequences])
+
+    def _mapped(self, select: Callable[[mx.array], mx.array]) -> TargetOutputs:
+        states = None if self.states is None else select(self.states)
+        return TargetOutputs(select(self.logits), select(self.hidden_states), states)
 
 
 class Target:
-    """A stock mlx-lm model, hooked so that it can verify trees; otherwise unchanged.
+    """A stock mlx-lm model with hooks that let it verify trees; otherwise unchanged.
 
     Attributes:
         model: The model.
         embedding: The model's input embedding.
         blocks: The model's layers, in order.
-        num_layers: Number of its caches.
+        num_layers: Number of the model's caches.
         hidden_size: Size of a hidden state, H.
         vocab_size: Number of rows of the input embedding, V.
-        context_length: Positions the model was made for, or None where its config does not say or
-            no layer counts them.
+        context_length: Number of positions for which the model was made; None if its config does
+            not say, or if no layer counts tokens.
 
     Raises:
-        UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
+        UnsupportedTargetError: The architecture is not supported.
     """
 
     def __init__(self, model: nn.Module):
@@ -117,18 +116,18 @@ class Target:
         quantisation: Quantisation | None = None,
         given: list[Any] | None = None,
     ) -> TreeCache:
-        """A cache for one request.
+        """Create the cache of one sequence.
 
         Args:
-            prompt_cache: mlx-lm caches of the layers to go on with; new ones by default.
-            quantisation: Quantisation of the rows; None for none.
-            given: The caller's list, which begins with those caches: `TreeCache.settle` puts
-                quantised ones in their place, as mlx-lm does.
+            prompt_cache: mlx-lm caches to continue, one per layer; new ones by default.
+            quantisation: KV cache quantization, or None.
+            given: The caller's list, which begins with ``prompt_cache``. `TreeCache.settle`
+                replaces its caches by quantised ones, as mlx-lm does.
 
         Raises:
-            ConfigError: ``prompt_cache`` was made for another model, or does not hold one text.
-            UnsupportedTargetError: A layer's cache is not of the model's own kind, or cannot be
-                quantised.
+            ConfigError: ``prompt_cache`` fits another model, or does not hold one whole sequence.
+            UnsupportedTargetError: A layer's cache is not of the model's kind, or mlx-lm cannot
+                quantise it.
         """
         stock = self.stock_cache(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
@@ -139,17 +138,17 @@ class Target:
         return QuantisingCache(layers, length, quantisation, given)
 
     def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[Any]:
-        """The caller's caches, checked as in `new_cache`, or new ones, as mlx-lm has them."""
+        """Check the caller's caches as `new_cache` does, or make new ones as mlx-lm does."""
         own: list[Any] = make_prompt_cache(self.model)
         if prompt_cache is None:
             return own
-        # Never computed: it tells which layers have rows, and of what shape.
+        # Never computed: this pass only gives the caches of used layers their shapes.
         self.model(mx.array([[0]]), cache=own)
         check_prompt_cache(prompt_cache, own)
         return list(prompt_cache)
 
     def new_batch_cache(self) -> BatchCache:
-        """A cache for several texts at once.
+        """Create a cache of several sequences.
 
         Raises:
             UnsupportedTargetError: A layer does not attend to all tokens.
@@ -163,10 +162,10 @@ class Target:
         return BatchCache(self.num_layers)
 
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
-        """A cache for timing that holds ``length`` tokens never processed, as rows of zeros.
+        """Create a cache for timing, with K/V entries of zeros in place of ``length`` tokens.
 
-        `TreeCache.settle` makes it shorter. A state is that after one token, whatever the length.
-        Waits for the device.
+        `TreeCache.settle` shortens the cache. Layers with a state hold that after one token. Blocks
+        until MLX has made the entries.
         """
         cache = self.new_cache(quantisation=quantisation)
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
@@ -182,26 +181,26 @@ class Target:
         return cache
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Rows of the input embedding: ids of shape (n,) to an array of shape (n, H)."""
+        """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
         return self.embedding(tokens)
 
     def logits(self, hidden_states: mx.array) -> mx.array:
-        """What the LM head makes of `TargetOutputs.hidden_states`, shape (n, H) to (n, V)."""
-        # Whatever comes before the head is built at most, and never computed.
+        """Apply the LM head to `TargetOutputs.hidden_states`, from shape (n, H) to (n, V)."""
+        # MLX never computes the part of the model before the head.
         tokens = mx.zeros((1, hidden_states.shape[0]), dtype=mx.int32)
-        # In another dtype than the head's all its weights would be cast.
+        # The head's dtype; MLX would cast all weights of the head to another one.
         states = hidden_states[None].astype(self.dtype)
         with replaced_output(states):
             logits: mx.array = self.model(tokens)
         return logits[0]
 
     def normalise(self, states: mx.array) -> mx.array:
-        """What the final norm makes of the last layer's output, shape (n, H) to the same.
+        """Apply the final norm to the last layer's output, shape (n, H).
 
-        The first use waits for the device.
+        The first call blocks until MLX has computed one token, to find the norm.
 
         Raises:
-            UnsupportedTargetError: What enters the LM head is not the output of a norm.
+            UnsupportedTargetError: The input of the LM head is not the output of a norm.
         """
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
@@ -217,16 +216,8 @@ class Target:
     ) -> TargetOutputs:
         """Process the prompt, the last token alone as mlx-lm does.
 
-        Args:
-            prompt: Token ids, shape (n,), n at least 1.
-            cache: Gets the rows of all n tokens.
-            step_size: As in `prefill_but_last`.
-            on_progress: As in `prefill_but_last`.
-            layers: As in `verify`.
-            on_states: As in `prefill_but_last`.
-
-        Returns:
-            Outputs of the last token, N = 1, not computed yet.
+        The arguments are those of `prefill_but_last`. Returns the outputs of the last token, which
+        MLX has not computed yet.
         """
         self.prefill_but_last(prompt, cache, step_size, on_progress, layers, on_states)
         return self.advance(prompt[-1:], cache, layers)
@@ -240,17 +231,18 @@ class Target:
         layers: Sequence[int] = (),
         on_states: StatesCallback = lambda states: None,
     ) -> None:
-        """Process the prompt in chunks, all but its last token, without logits.
+        """Process all tokens of the prompt but the last one, in chunks, without logits.
 
-        Waits for the device once per chunk.
+        Blocks until MLX has computed each chunk.
 
         Args:
             prompt: Token ids, shape (n,), n at least 1.
-            cache: Gets the rows of n - 1 tokens.
-            step_size: Most tokens per chunk.
-            on_progress: Called with the tokens processed and n.
-            layers: As in `verify`.
-            on_states: Called with the states of every chunk, not computed yet, if there are layers.
+            cache: Cache that gets the K/V entries.
+            step_size: Maximum number of tokens per chunk.
+            on_progress: Called with the number of processed tokens and n.
+            layers: Layers to capture, as in `verify`.
+            on_states: Called with the states of every chunk before MLX computes them, if there are
+                layers to capture.
         """
         total, done = prompt.shape[0], 0
         on_progress(0, total)
@@ -273,7 +265,7 @@ class Target:
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
-        """Process one token, shape (1,), as plain decoding does; ``layers`` as in `verify`."""
+        """Process one token, shape (1,), as plain decoding does; layers are those of `verify`."""
         cache.expect(None)
         outputs = self._process(token[None], cache.layers, layers).alone
         cache.grow(1)
@@ -282,12 +274,15 @@ class Target:
     def verify(
         self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
-        """Process all nodes of a tree at once, each seeing its ancestors and all committed tokens.
+        """Process all nodes of a tree at once.
+
+        A node attends to its ancestors and all committed tokens.
 
         Args:
-            tree: N nodes; the token of node n sits at position ``cache.length + depths[n]``.
-            cache: Gets the nodes' rows; `TreeCache.commit` keeps some of them.
-            layers: Layers whose inputs are wanted, which are watched, and `FINAL`.
+            tree: N nodes. Node n has the position ``cache.length + depths[n]``.
+            cache: Cache that gets the nodes' K/V entries; `TreeCache.commit` keeps some of them.
+            layers: Layers whose inputs to capture. `watch` must have hooked them. `FINAL` is the
+                output of the last one.
 
         Returns:
             Outputs of every node.
@@ -301,38 +296,32 @@ class Target:
             return self._process(tokens[None], cache.layers, layers).alone
 
     def verify_batch(
-        self, forest: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
+        self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
-        """Process the trees of several texts at once, as `verify` does one.
+        """Process one tree per slot of the cache at once, as `verify` does one tree.
 
-        Args:
-            forest: One tree per slot of the cache.
-            cache: Gets the nodes' rows; `BatchCache.commit` keeps some of them.
-            layers: As in `verify`.
-
-        Returns:
-            Outputs of every node, each array with an axis of slots before its others.
+        Returns the outputs of every node, with an axis of slots before the others.
         """
-        step = cache.expect(forest)
+        step = cache.expect(trees)
         with tree_positions(step.positions):
             return self._process(step.tokens, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
-        """Inputs of layers at all tokens of a new text, of shape (n,), in one pass.
+        """Capture the inputs of layers at all tokens of a new sequence, in one pass.
 
         Args:
             tokens: Token ids, shape (n,).
             layers: As in `verify`, at least one.
 
         Returns:
-            The inputs beside each other, shape (n, S).
+            The inputs side by side, shape (n, S).
         """
         states = self._process(tokens[None], None, layers).alone.states
         assert states is not None
         return states
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Hook layers, so that passes can tell what they are given; computes nothing.
+        """Hook layers, so that forward passes can capture their inputs; computes nothing.
 
         Args:
             layers: As in `verify`.
@@ -352,14 +341,14 @@ class Target:
         states = self._process(mx.array([[0]]), None, layers).alone.states
         if states is None or states.shape != (1, self.hidden_size * len(layers)):
             raise UnsupportedTargetError(
-                f"expected layers {list(layers)} of the target to take rows of {self.hidden_size} "
-                "numbers, found others; use a recurrent drafter for this model"
+                f"expected inputs of {self.hidden_size} numbers per token in layers {list(layers)} "
+                "of the target, found others; use a recurrent drafter for this model"
             )
 
     def _process(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
     ) -> TargetOutputs:
-        """Outputs for tokens of one or several texts, shape (texts, N), with an axis of texts."""
+        """Compute outputs with an axis of sequences, for tokens of shape (sequences, N)."""
         with captured_output() as outputs, captured_inputs() as inputs:
             logits = self.model(tokens, cache=caches)
         final, states = outputs[-1], None
@@ -370,7 +359,7 @@ class Target:
 
     @cached_property
     def _final_norm(self) -> Any:
-        """Of the backbone's parts, the norm whose output is the backbone's."""
+        """The norm whose output is the output of the backbone."""
         modules = [self._backbone, *self._backbone.children().values()]
         candidates = [one for one in modules if _is_norm(one, self.hidden_size)]
         for module in candidates:
@@ -382,8 +371,8 @@ class Target:
             if given is not None and mx.array_equal(module(given), outputs[-1]).item():
                 return module
         raise UnsupportedTargetError(
-            "expected a model whose LM head is given the output of a norm, found another; use "
-            "another kind of drafter for it"
+            "expected a model whose LM head gets the output of a norm, found another; use another "
+            "kind of drafter for it"
         )
 
 

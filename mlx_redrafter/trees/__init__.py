@@ -1,1 +1,1 @@
-"""Trees of draft tokens, several of them padded to one size, and the largest of many scores."""
+"""Token trees, batches of trees, and exact top-k."""

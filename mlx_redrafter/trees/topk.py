@@ -10,27 +10,27 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Shorter rows are sorted whole, and so are rows of fewer blocks per result.
+# Minimum entries of a row that is not sorted whole.
 MIN_SIZE = 512
+# Minimum number of blocks per result in such a row.
 MIN_BLOCKS = 2
 
 
 class TopK(NamedTuple):
-    """The k largest entries of each row, largest first, and where they stand."""
+    """The k largest entries of each row, in descending order, and their indices."""
 
     values: mx.array
     indices: mx.array
 
 
 def top_k(scores: mx.array, k: int) -> TopK:
-    """The k largest entries of each row; of equal entries the first ones.
+    """Find the k largest entries of each row; of equal entries the first ones.
 
-    Two stages, both exact: every entry among the k largest lies in one of the k blocks with the
-    largest maxima, so only those blocks are sorted.
+    All k entries lie in the k blocks with the largest maxima, so only these blocks are sorted.
 
     Args:
         scores: Shape (R, V), no NaN, and at least k entries above minus infinity in every row.
-        k: 1 to V.
+        k: Number of entries, 1 to V.
 
     Returns:
         Values of the dtype of ``scores`` and indices (uint32), both of shape (R, k).
@@ -46,7 +46,7 @@ def top_k(scores: mx.array, k: int) -> TopK:
 
 
 def block_size(size: int, k: int) -> int:
-    """Entries per block, a power of two: as many blocks to sort as entries of the best ones."""
+    """Choose entries per block, a power of two, so that both stages sort about as many numbers."""
     return 1 << max(3, round(math.log2(size / k) / 2))
 
 
@@ -57,7 +57,7 @@ def _by_blocks(scores: mx.array, k: int, block: int) -> mx.array:
     if padding:
         scores = mx.pad(scores, [(0, 0), (0, padding)], constant_values=-mx.inf)
     blocks = scores.reshape(rows, num_blocks, block)
-    # In their order in the row, so that of equal entries the first ones come first.
+    # Blocks in their order in the row, so that of equal entries the first ones come first.
     best = mx.sort(mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[:, :k], axis=-1)
     entries = mx.take_along_axis(blocks, best[..., None], axis=1).reshape(rows, k * block)
     order = mx.argsort(-entries, axis=-1)[:, :k]

@@ -1,4 +1,4 @@
-"""Token trees: which drafts one forward pass of the target verifies, and who sees whom.
+"""Token trees: the drafts that one forward pass of the target verifies, and their ancestors.
 
 Axes: N nodes of the tree (node 0 is the root).
 """
@@ -15,14 +15,15 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import to_ints
 
+# Token id of padding nodes.
 NO_TOKEN = -1
 
 
 class Drafts(NamedTuple):
-    """What the host knows of the drafts of a tree: all its nodes but the first, in order.
+    """The drafts of a tree on the host: all nodes except the root, in order.
 
     Attributes:
-        scores: As in `TokenTree`.
+        scores: Scores as in `TokenTree`.
         depths: Edges from the root.
         parents: Node index of each draft's parent.
         tokens: Token ids.
@@ -34,7 +35,7 @@ class Drafts(NamedTuple):
     tokens: list[int]
 
     def first(self, count: int) -> Drafts:
-        """The first ``count`` drafts."""
+        """Return the first ``count`` drafts."""
         scores, depths, parents, tokens = self
         return Drafts(scores[:count], depths[:count], parents[:count], tokens[:count])
 
@@ -43,7 +44,7 @@ class Drafts(NamedTuple):
 class TokenTree:
     """Drafts merged into one tree, parents before children, siblings distinct.
 
-    Padding nodes have the token -1, which matches nothing, and hang below the root.
+    Padding nodes are children of the root with the token -1, which no token equals.
 
     Attributes:
         tokens: Token ids, int32, shape (N,).
@@ -51,16 +52,16 @@ class TokenTree:
         depths: Edges from the root, int32, shape (N,).
         ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
         num_nodes: Number of nodes without padding, root included.
-        num_unmerged: Tokens of the beams before their prefixes were merged, root included.
-        max_depth: Bound on the depth of every node.
-        scores: Natural logarithm of the probability that the proposer gives to a draft and all
-            above it, for nodes 1 to N - 1, best first, float32, shape (N - 1,); None where the
-            nodes are in another order.
-        packed: All that `read` reads, int32, shape (4 (N - 1),), of a chain the tokens and scores
-            alone, (2 (N - 1),); None where there are no scores.
-        known: Drafts that the host knows without waiting for the device.
-        is_chain: Whether every draft is a child of the node before: so it is where beams are one
-            wide, and such trees take far fewer operations.
+        num_unmerged: Number of tokens before shared prefixes were merged, root included.
+        max_depth: Maximum depth of a node.
+        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, for
+            nodes 1 to N - 1 in descending order, float32, shape (N - 1,); None if the nodes are in
+            another order.
+        packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
+            needs only tokens and scores, (2 (N - 1),); None without scores.
+        known: Drafts that are on the host already, or None.
+        is_chain: Whether every draft is a child of the previous node. A chain needs far fewer
+            operations.
     """
 
     tokens: mx.array
@@ -77,11 +78,11 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
-        """The tree in which each token but the first is the only child of the one before.
+        """Make the tree in which each token is the only child of the previous one.
 
         Args:
             tokens: Token ids, the root's first, int32, shape (N,).
-            num_unmerged: See above.
+            num_unmerged: Number of tokens before shared prefixes were merged.
         """
         num_nodes = tokens.shape[0]
         return cls(
@@ -101,13 +102,13 @@ class TokenTree:
         scores: Sequence[float] | None = None,
         max_depth: int | None = None,
     ) -> TokenTree:
-        """A tree that the host has made.
+        """Make a tree from lists on the host.
 
         Args:
             tokens: Token ids, the root's first.
             parents: Node index of each node's parent; the root's is 0.
-            scores: Scores of the drafts, best first; None where the nodes are in another order.
-            max_depth: Bound on the depth of every node; the depth of the deepest by default.
+            scores: Scores of the drafts in descending order; None if the order is another.
+            max_depth: Maximum depth of a node; the depth of the deepest node by default.
         """
         depths = [0] * len(tokens)
         for node in range(1, len(tokens)):
@@ -133,26 +134,26 @@ class TokenTree:
         return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
 
     def scored(self, scores: mx.array) -> TokenTree:
-        """The same tree with scores."""
+        """Return the same tree with scores."""
         places = [] if self.is_chain else [self.parents[1:], self.depths[1:]]
         columns = [self.tokens[1:], scores.view(mx.int32), *places]
         return replace(self, scores=scores, packed=mx.concatenate(columns))
 
     @property
     def size(self) -> int:
-        """Number of nodes, padding included, N."""
+        """Number of nodes with padding, N."""
         return self.tokens.shape[0]
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What the device has to compute for this tree, or for any part of it."""
-        if self.is_chain:  # all that depends on the size alone is there
+        """Arrays to evaluate for this tree, or for any part of it."""
+        if self.is_chain:  # the arrays of `_chain` are computed already
             return (self.tokens,) if self.packed is None else (self.tokens, self.packed)
         known = self.tokens, self.parents, self.depths
         return (*known, self.ancestors) if self.packed is None else (*known, self.packed)
 
     def read(self) -> Drafts:
-        """The drafts of a tree with scores; waits for the device unless the host knows them."""
+        """Read the drafts of a tree with scores; blocks unless they are on the host already."""
         return self.known or self._drafts
 
     @cached_property
@@ -167,10 +168,10 @@ class TokenTree:
         return Drafts(list(unpack(f"{count}f", pack(f"{count}i", *bits))), depths, parents, tokens)
 
     def subtree(self, drafts: Sequence[int]) -> TokenTree:
-        """The tree of the root and some drafts; waits for the device unless the host knows them.
+        """Select the root and some drafts; blocks unless the drafts are on the host already.
 
         Args:
-            drafts: Indices of drafts, 0 for node 1, in an order in which parents come first.
+            drafts: Indices of drafts, 0 for node 1, parents before children.
         """
         if list(drafts) == list(range(len(drafts))):
             return self.first(len(drafts) + 1)
@@ -193,7 +194,7 @@ class TokenTree:
         )
 
     def first(self, num_nodes: int) -> TokenTree:
-        """The tree of the first ``num_nodes`` nodes, none of them padding."""
+        """Return the tree of the first ``num_nodes`` nodes, which must not be padding."""
         if num_nodes == self.size:
             return self
         drafts = num_nodes - 1
@@ -203,7 +204,7 @@ class TokenTree:
             parents, depths, ancestors = _chain(num_nodes)
         else:
             parents, depths = self.parents[:num_nodes], self.depths[:num_nodes]
-            # Not a part of its own mask, which may be that of many more nodes.
+            # Computed again for few nodes, because the mask of this tree may be far larger.
             ancestors = ancestor_mask(parents, max_depth)
         return replace(
             self,
@@ -219,7 +220,7 @@ class TokenTree:
         )
 
     def padded(self, size: int) -> TokenTree:
-        """The same tree with padding nodes up to ``size``."""
+        """Return the same tree with padding nodes up to ``size``."""
         missing = size - self.size
         if missing == 0:
             return self
@@ -240,7 +241,7 @@ class TokenTree:
 
 @cache
 def _chain(num_nodes: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Parents, depths and ancestors of a chain, computed already: threads share them."""
+    """Make the parents, depths and ancestors of a chain, which all threads share."""
     nodes = range(num_nodes)
     parents = mx.array([max(node - 1, 0) for node in nodes], dtype=mx.int32)
     ancestors = mx.array([[node >= above for above in nodes] for node in nodes])
@@ -252,10 +253,10 @@ def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
 
     Args:
         parents: Node index of each node's parent, shape (..., N); the root's is 0.
-        depth: Depth of the deepest node.
+        depth: Maximum depth of a node.
 
     Returns:
-        bool, shape (..., N, N), true at [..., n, m] when m is n or above it.
+        Bool, shape (..., N, N), true at [..., n, m] if m is n or an ancestor of n.
     """
     nodes = mx.arange(parents.shape[-1], dtype=mx.int32)
     chain = [mx.broadcast_to(nodes, parents.shape)]

@@ -1,4 +1,4 @@
-"""Token trees of several texts, as one forward pass has them.
+"""Token trees of several sequences for one forward pass.
 
 Axes: B slots, N nodes of each slot's tree.
 """
@@ -14,15 +14,15 @@ from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 
 
 class TreeBatch:
-    """Trees beside each other, with padding nodes up to the size of the largest.
+    """Trees of several slots, with padding nodes up to the size of the largest tree.
 
     Args:
-        drafts: For each slot a tree, or a root alone, int32, shape (1,), which is a token.
-        size: Number of nodes of each tree, N; that of the largest by default.
+        drafts: For each slot a tree, or the token of a root alone, int32, shape (1,).
+        size: Number of nodes of each tree, N; that of the largest tree by default.
 
     Attributes:
         size: Number of nodes of each tree, N.
-        max_depths: Bounds on the depths of each tree's nodes.
+        max_depths: Maximum depth of each tree.
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
@@ -34,48 +34,43 @@ class TreeBatch:
         return len(self._drafts)
 
     def of(self, slots: Sequence[int]) -> TreeBatch:
-        """The trees of some slots, of the same size."""
+        """Select the trees of some slots, at the same size."""
         return TreeBatch([self._drafts[slot] for slot in slots], self.size)
 
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids, int32, shape (B, N)."""
-        rows = [one.tokens if isinstance(one, TokenTree) else one for one in self._drafts]
-        return self._stacked(rows, NO_TOKEN)
+        return self._stacked("tokens", NO_TOKEN)
 
     @cached_property
     def parents(self) -> mx.array:
         """Node index of each node's parent in its tree, int32, shape (B, N)."""
-        if self.size == 1:
-            return mx.zeros((len(self), 1), dtype=mx.int32)
-        root = mx.zeros((1,), dtype=mx.int32)
-        rows = [one.parents if isinstance(one, TokenTree) else root for one in self._drafts]
-        return self._stacked(rows, 0)
+        return self._stacked("parents", 0)
 
     @cached_property
     def depths(self) -> mx.array:
         """Edges from the root, int32, shape (B, N)."""
-        if self.size == 1:
-            return self.parents
-        root = mx.zeros((1,), dtype=mx.int32)
-        rows = [one.depths if isinstance(one, TokenTree) else root for one in self._drafts]
-        return self._stacked(rows, 0)
+        return self._stacked("depths", 0)
 
     @cached_property
     def ancestors(self) -> mx.array:
         """Ancestor masks, bool, shape (B, N, N): row n marks n and its ancestors."""
         return ancestor_mask(self.parents, max(self.max_depths))
 
-    def _stacked(self, rows: Sequence[mx.array], padding: int) -> mx.array:
-        """Rows of shape (N,) or less, padded, as an array of shape (B, N)."""
+    def _stacked(self, name: str, padding: int) -> mx.array:
+        """Pad and stack an array of all trees to shape (B, N); a root alone is its token."""
+        root = None if name == "tokens" else mx.zeros((1,), dtype=mx.int32)
         parts: list[mx.array] = []
-        for row in rows:
-            parts.append(row)
-            if missing := self.size - row.shape[0]:
+        for one in self._drafts:
+            if isinstance(one, TokenTree):
+                parts.append(getattr(one, name))
+            else:
+                parts.append(one if root is None else root)
+            if missing := self.size - parts[-1].shape[0]:
                 parts.append(mx.full((missing,), padding, dtype=mx.int32))
         return mx.concatenate(parts).reshape(len(self), self.size)
 
 
 def tree_size(drafts: mx.array | TokenTree) -> int:
-    """Number of nodes of a tree, or of a root alone."""
+    """Return the number of nodes of a tree, or of a root alone."""
     return drafts.size if isinstance(drafts, TokenTree) else 1

@@ -46,7 +46,7 @@ def test_a_text_begins_again(pair, monkeypatch, max_tokens, begins):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(overhead, "Text", Counted)
+    monkeypatch.setattr(overhead, "SequenceDecoder", Counted)
     measure_overhead(*pair, [5, 6, 7], DraftPlan.of(3, 4, 7), rounds=4, max_tokens=max_tokens)
     # The first text, and one before each of five rounds that warm up and four that count.
     assert len(made) == begins

@@ -15,8 +15,9 @@ from mlx_redrafter.checkpoint_files import named_parameters, read_config  # noqa
 from mlx_redrafter.checkpoints.bundled import find_bundled  # noqa: E402
 from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
 from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization  # noqa: E402
-from mlx_redrafter.convert.eagle import EagleTest, with_rope  # noqa: E402
+from mlx_redrafter.convert.eagle import ROPE_REMEDY, with_rope  # noqa: E402
 from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
+from mlx_redrafter.convert.selftest import SelfTest  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
 from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
 from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
@@ -77,7 +78,7 @@ def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
 
 def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path / "source", LAYOUTS["EAGLE-1"])
-    with pytest.raises(ConfigError, match="no recurrence"):
+    with pytest.raises(ConfigError, match="not for EAGLE heads"):
         convert_drafter(
             tmp_path / "source", tmp_path / "out", ConversionOptions(rnn_activation="silu")
         )
@@ -87,7 +88,7 @@ def test_the_target_tells_how_much_it_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a random head, and one that was made for another model."""
-    monkeypatch.setattr("mlx_redrafter.convert.first_drafts.TOKENS_PER_PROMPT", 8)
+    monkeypatch.setattr("mlx_redrafter.convert.selftest.TOKENS_PER_PROMPT", 8)
     target = find_bundled("target")
     values = read_config(target)
     sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
@@ -105,7 +106,7 @@ def test_the_target_tells_how_much_it_accepts(
     measured = conversion.provenance["self_test"]
     assert measured["positions"] == 32
     assert measured["acceptance"] < 0.2
-    assert measured["other_rope"] < 0.2
+    assert measured["other_acceptance"] < 0.2
     assert "probably trained for another model" in conversion.warnings[0]
     write_head(tmp_path / "other", LAYOUTS["EAGLE-3"])
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's"):
@@ -129,7 +130,7 @@ def test_the_rope_of_the_target_is_tried_with_the_same_weights(tmp_path: Path) -
 
 
 def test_a_head_that_fits_with_the_targets_rope_is_told_so() -> None:
-    message = EagleTest(256, 0.3, 0.6, other_is_better=True).warning()
-    assert message is not None
+    better = SelfTest(256, 0.3, other_acceptance=0.6, other_is_better=True)
+    (message,) = better.warnings(ROPE_REMEDY)
     assert "only 30% of the first drafts match the target, but 60% do" in message
-    assert EagleTest(256, 0.6, 0.5, other_is_better=False).warning() is None
+    assert SelfTest(256, 0.6, other_acceptance=0.5).warnings(ROPE_REMEDY) == ()

@@ -80,7 +80,7 @@ def test_out_of_a_models_own_files(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("mlx_redrafter.convert.first_drafts.TOKENS_PER_PROMPT", 8)
+    monkeypatch.setattr("mlx_redrafter.convert.selftest.TOKENS_PER_PROMPT", 8)
     folder, out = own_folder(stories, tmp_path / "own", mimo.module_tensors()), tmp_path / "out"
     assert inspect_checkpoint(folder).kind == "an MTP module of a model of type 'mimo', for 'own'"
     assert set(inspect_checkpoint(folder).source.tensors) == set(mimo.module_tensors())
@@ -174,9 +174,9 @@ BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], st
         mimo.module_tensors(),
         {"rnn_activation": "silu"},
         ConfigError,
-        "an MTP module has no recurrence",
+        "are not for EAGLE heads and MTP modules",
     ),
-    "tree": (mimo.module_tensors(), {"tree": "dynamic"}, ConfigError, "these are none"),
+    "tree": (mimo.module_tensors(), {"tree": "dynamic"}, ConfigError, "--tree is for Medusa heads"),
 }
 
 

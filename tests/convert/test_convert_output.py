@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert import publication, upload
+from mlx_redrafter.convert import publication
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import (
     ConversionOptions,
@@ -158,7 +158,7 @@ def test_a_failure_while_writing_leaves_the_earlier_output(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("mlx_redrafter.convert.output.render_conversion_card", fail)
+    monkeypatch.setattr("mlx_redrafter.convert.output.render_card", fail)
     with pytest.raises(OSError, match="disk full"):
         convert_drafter(source, out, ConversionOptions(dtype="float32"))
     assert contents(out) == before
@@ -278,15 +278,15 @@ class FakeHub:
 
 def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub()
-    monkeypatch.setattr(upload, "HfApi", lambda: hub)
+    monkeypatch.setattr(publication, "HfApi", lambda: hub)
     out = source.parent / "out"
     convert_drafter(source, out)
-    assert upload.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
+    assert publication.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
     assert hub.calls == [("create", "me/drafter"), ("me/drafter", ",".join(OUTPUT))]
     with pytest.raises(
         CheckpointError, match=r"complete but could not be uploaded.*offline; check"
     ):
-        upload.upload_folder(out, "nobody/nothing")
+        publication.upload_folder(out, "nobody/nothing")
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 50])

@@ -22,7 +22,7 @@ from mlx_redrafter.convert.conversion_options import (
     Quantization,
     VocabularySlice,
 )
-from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
+from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError
@@ -91,7 +91,7 @@ def test_quantised_drafters_give_the_same_text(
         measured = convert(**options).provenance["self_test"]["acceptance"]
         texts, accepted = decode(stories, load_drafter(tmp_path / "out"))
         assert texts == plain
-        assert measured > LEAST_ACCEPTANCE
+        assert measured > MIN_ACCEPTANCE
         lines.append(f"{name}: first draft right {measured:.3f}, in the tree {accepted:.3f}")
     with capsys.disabled():
         sys.stdout.write("\n" + "\n".join(lines) + "\n")
@@ -100,7 +100,7 @@ def test_quantised_drafters_give_the_same_text(
 def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
     conversion = convert()
     assert conversion.warnings == ()
-    assert conversion.provenance["self_test"]["acceptance"] > LEAST_ACCEPTANCE
+    assert conversion.provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
     assert conversion.provenance["target"] == "stories260k"
 
 

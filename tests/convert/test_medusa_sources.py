@@ -114,8 +114,8 @@ def test_pickles_are_for_convert(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rnn_activation": "silu"}, "rnn_activation is for recurrent drafters"),
-        ({"tree": "static"}, "a static tree needs a target"),
+        ({"rnn_activation": "silu"}, "rnn-activation is for recurrent drafters"),
+        ({"tree": "static"}, "a static tree needs --target"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -126,5 +126,5 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
 
 def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path: Path) -> None:
     handmade.write_checkpoint(tmp_path / "source", "safetensors")
-    with pytest.raises(ConfigError, match="but these are none"):
+    with pytest.raises(ConfigError, match="--tree is for Medusa heads"):
         convert_drafter(tmp_path / "source", tmp_path / "out", ConversionOptions(tree="static"))

@@ -19,7 +19,7 @@ from mlx_redrafter.convert.conversion_options import (
     Quantization,
     VocabularySlice,
 )
-from mlx_redrafter.convert.selftest import LEAST_ACCEPTANCE
+from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.medusa.network import Medusa
 from tests.conftest import Trained
@@ -62,7 +62,7 @@ def test_converted_heads_give_the_targets_text(
     Path("text.txt").write_text(shared_path(TEXT).read_text(encoding="utf-8")[:20_000])
     conversion = convert(source, stories, tmp_path / "out", **OPTIONS[name])
     measured = conversion.provenance["self_test"]
-    assert measured["acceptance"] > LEAST_ACCEPTANCE
+    assert measured["acceptance"] > MIN_ACCEPTANCE
     assert conversion.warnings == ()
     config = read_config(tmp_path / "out")
     assert config["model_type"] == "redrafter_medusa"

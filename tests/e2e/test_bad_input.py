@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import save_drafter
+from mlx_redrafter.cli.generate import MAX_GRAMMAR_BYTES
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter
@@ -84,7 +86,7 @@ def test_options_of_check_are_checked_first_too(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["generate", "--model", NOWHERE, "--no-draft"], ["--prompt"]),
+        (["generate", "--model", NOWHERE, "--drafter", "none"], ["--prompt"]),
         (["bench", "overhead", "--model", NOWHERE], ["--drafter"]),
         (["train", "--out", NOWHERE], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
@@ -104,10 +106,10 @@ def test_without_a_drafter_drafts_come_out_of_the_text(
     prompt = "Tim had a red ball. Tim had a red ball. Tim had a"
     stock = mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=40)
     base = ["generate", "--model", stories.folder, "-p", prompt, "-m", 40]
-    for options in ([], ["--drafter", "lookup"], ["--no-draft"]):
+    for options in ([], ["--drafter", "lookup"], ["--drafter", "none"]):
         result = run(capsys, *base, *options)
         assert (result.code, result.out) == (0, stock + "\n")
-        assert ("Speculative:" in result.err) == (options != ["--no-draft"])
+        assert ("Speculative:" in result.err) == (options != ["--drafter", "none"])
     result = run(capsys, "check", "--model", stories.folder, "-p", prompt, "-m", 40)
     assert result.code == 0
     assert result.out.startswith("equal: 40 tokens")
@@ -304,7 +306,7 @@ def test_logits_that_are_no_numbers(
     tensors["model.norm.weight"] = mx.full((64,), float("nan"))
     mx.save_safetensors(str(model_copy / "new.safetensors"), tensors)
     (model_copy / "new.safetensors").replace(model_copy / "model.safetensors")
-    drafting = ["--drafter", drafter_folder] if drafts else ["--no-draft"]
+    drafting = ["--drafter", drafter_folder] if drafts else ["--drafter", "none"]
     result = run(capsys, "generate", "--model", model_copy, *drafting, "-p", "Hi")
     _assert_error(result, 1, "logits after the prompt are NaN")
 
@@ -425,7 +427,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     from mlx_redrafter.errors import CheckpointError
 
     with pytest.raises(CheckpointError):
-        run(capsys, "generate", "--model", NOWHERE, "--no-draft", "-p", "Hi", "--debug")
+        run(capsys, "--debug", "generate", "--model", NOWHERE, "-p", "Hi")
 
 
 @pytest.mark.parametrize(
@@ -481,3 +483,42 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
     assert "No space left on device; make room on the disk" in found.stderr.splitlines()[-1]
+
+
+def _redrafter(redirection: str, *options: object) -> subprocess.CompletedProcess[str]:
+    """Run the program by a shell, which can close a stream that Python cannot."""
+    command = [sys.executable, "-m", "mlx_redrafter", "generate", "-p", "The", *map(str, options)]
+    return subprocess.run(
+        f"{shlex.join(command)} {redirection}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(redirection: str) -> None:
+    found = _redrafter(redirection, "-m", 4)
+    assert (found.returncode, found.stdout) == (0, "")
+    assert "Traceback" not in found.stderr
+    assert ("Generation: 4 tokens" in found.stderr) == ("2>&-" not in redirection)
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero on this system")
+@pytest.mark.parametrize("option", ["--json-schema", "--lark"])
+def test_a_grammar_without_an_end_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    result = run(capsys, "generate", "-p", "The", option, "/dev/zero")
+    _assert_error(result, 2, "expected a file with a grammar", "/dev/zero")
+
+
+def test_a_grammar_that_is_too_large_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_bytes(b" " * (MAX_GRAMMAR_BYTES + 1))
+    result = run(capsys, "generate", "-p", "The", "--json-schema", path)
+    _assert_error(result, 2, "expected a grammar of at most 1048576 bytes", str(path))

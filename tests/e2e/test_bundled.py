@@ -60,7 +60,7 @@ def _dtypes(module: nn.Module) -> set[mx.Dtype]:
     return {tensor.dtype for _, tensor in tensors if mx.issubdtype(tensor.dtype, mx.floating)}
 
 
-@pytest.mark.parametrize("drafting", [[], ["--beam-width", 4], ["--no-draft"]], ids=str)
+@pytest.mark.parametrize("drafting", [[], ["--beam-width", 4], ["--drafter", "none"]], ids=str)
 def test_text_is_stock_mlx_lms(
     pair: Pair, capsys: pytest.CaptureFixture[str], drafting: list[object]
 ) -> None:
@@ -68,7 +68,7 @@ def test_text_is_stock_mlx_lms(
     assert (result.code, result.out) == (0, _stock_text(pair, 100) + "\n")
     assert result.err.startswith(NOTE)
     assert result.err.count(NOTE) == 1
-    assert ("Speculative: " in result.err) == (drafting != ["--no-draft"])
+    assert ("Speculative: " in result.err) == (drafting != ["--drafter", "none"])
 
 
 def test_json(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

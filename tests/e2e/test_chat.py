@@ -16,7 +16,7 @@ def _say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-@pytest.mark.parametrize("options", [[], ["--no-draft"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["--drafter", "none"]], ids=str)
 def test_answers_are_those_to_the_whole_chat(
     stories: Trained,
     chat_folder: Path,
@@ -55,7 +55,7 @@ def test_chats_that_cannot_be(
     _say(monkeypatch, "Hi")
     bundled = run(capsys, "chat")
     assert (bundled.code, bundled.out) == (2, "")
-    assert "say --model" in bundled.err
+    assert "give --model" in bundled.err
     untemplated = run(capsys, "chat", "--model", stories.folder)
     assert (untemplated.code, untemplated.out) == (2, "")
     assert "a model with a chat template" in untemplated.err

@@ -79,7 +79,7 @@ def test_a_difference_is_told_with_its_gap(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "Text", BrokenText)
+    monkeypatch.setattr(engine, "SequenceDecoder", BrokenText)
     options = [*_options(stories, drafter_folder), "-p", "Once upon a time"]
     result = run(capsys, *options)
     assert (result.code, result.err) == (1, "")

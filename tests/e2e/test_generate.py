@@ -48,7 +48,7 @@ FIELDS: dict[str, Any] = {
 
 
 def _options(stories: Trained, drafter: Path | None, prompt: str = PROMPT) -> list[object]:
-    drafting = ["--no-draft"] if drafter is None else ["--drafter", drafter]
+    drafting = ["--drafter", "none"] if drafter is None else ["--drafter", drafter]
     return ["generate", "--model", stories.folder, *drafting, "--prompt", prompt, "-m", 20]
 
 
@@ -86,7 +86,7 @@ def test_drafts_made_ahead_change_no_text(
     options = ("--predraft", 4, "--beam-width", 2, "--temp", 0)
     result = run(capsys, *_options(stories, drafter_folder), *options)
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
-    assert "outcomes were drafted for" in result.err.splitlines()[5]
+    assert "results were foreseen" in result.err.splitlines()[5]
 
 
 def test_plain_decoding_prints_the_same_text_and_no_speculation(
@@ -273,7 +273,7 @@ def _steps(statistics: str) -> int:
 def _prompt_tokens(
     capsys: pytest.CaptureFixture[str], folder: Path, *options: object
 ) -> tuple[int, list[int]]:
-    arguments = ["generate", "--model", folder, "--no-draft", "-m", 8, "--json", *options]
+    arguments = ["generate", "--model", folder, "--drafter", "none", "-m", 8, "--json", *options]
     values = json.loads(run(capsys, *arguments).out)
     return values["prompt_tokens"], values["tokens"]
 

@@ -13,6 +13,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,7 @@ from mlx_redrafter import Engine, checkpoint_files, generate, load, load_drafter
 from mlx_redrafter.checkpoint_files import write_checkpoint
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.main import app
-from mlx_redrafter.convert import upload
+from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import Timed, load_or_measure
 from mlx_redrafter.proposers.checkpoint import save_drafter
@@ -136,11 +137,16 @@ def refused(
 ) -> str:
     """The one line about a command that fails and changes nothing."""
     with nothing_changes(yard):
-        result = run(capsys, *arguments)
+        return failure(capsys, *arguments, codes=codes)
+
+
+def failure(capsys: Capture, *arguments: object, codes: tuple[int, ...]) -> str:
+    """The one line about a command that fails."""
+    result = run(capsys, *arguments)
     lines = result.err.splitlines()
-    assert result.code in codes, result
+    assert result.code in codes, (arguments, result)
     assert result.out == ""
-    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], arguments
     assert "Traceback" not in result.err
     return lines[-1]
 
@@ -171,14 +177,12 @@ def _options(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
 OPTIONS = dict(_options(typer.main.get_command(app)))
 
 
-@pytest.mark.parametrize("value", ["x", "-99999999999", "nan", ""])
-@pytest.mark.parametrize(
-    ("command", "option"), [(name, option) for name, found in OPTIONS.items() for option in found]
-)
-def test_numbers_that_are_none(
-    capsys: Capture, yard: Path, command: str, option: str, value: str
-) -> None:
-    refused(capsys, yard, *command.split(), *COMMANDS[command], f"{option}={value}", codes=(2,))
+@pytest.mark.parametrize("command", [name for name, found in OPTIONS.items() if found])
+def test_numbers_that_are_none(capsys: Capture, yard: Path, command: str) -> None:
+    words = [*command.split(), *COMMANDS[command]]
+    with nothing_changes(yard):
+        for option, value in product(OPTIONS[command], ("x", "-99999999999", "nan", "")):
+            failure(capsys, *words, f"{option}={value}", codes=(2,))
 
 
 def _config(**values: Any) -> Callable[[Path], None]:
@@ -501,7 +505,7 @@ def test_no_network(
         assert "check the name and the network, or give a folder" in line
     refused(capsys, yard, "convert", "org/name", "new", codes=(1,))
 
-    monkeypatch.setattr(upload.HfApi, "create_repo", fail)
+    monkeypatch.setattr(publication.HfApi, "create_repo", fail)
     result = run(capsys, "convert", "drafter", "new", "--upload-repo", "org/name")
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith(

@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 
 from mlx_redrafter.kernels.dense import AnyVariant
-from mlx_redrafter.kernels.metal_source import MOST_ROWS, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, MatrixShape, Variant
 
-COMPILED = range(2, MOST_ROWS + 1)
+COMPILED = range(2, MAX_ROWS + 1)
 # The constants that depend on the number of rows.
 OWN = re.compile(r"ROWS = \d+; TILE = \d+; ")
 FILE = Path(__file__).with_name("small_t.metal")

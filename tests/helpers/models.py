@@ -14,15 +14,23 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama, qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import MODEL_REMAPPING
 from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.architectures import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 # Why tests are skipped that need a trained model or a text; the name follows.
 ABSENT = "not beside the repository:"
+
+
+def supported_names() -> list[str]:
+    """List the supported values of ``model_type`` in a ``config.json``, aliases included."""
+    aliases = [alias for alias, name in MODEL_REMAPPING.items() if name in SUPPORTED]
+    return sorted({*SUPPORTED, *aliases}, key=str.lower)
 
 
 def shared_path(name: str) -> Path:

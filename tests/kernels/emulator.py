@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
-from mlx_redrafter.kernels.metal_source import Source
+from mlx_redrafter.kernels.metal_source import KernelSource
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.variant import DTYPES, METAL_TYPES
 from tests.kernels.stock import HEADERS, stock, stock_source
@@ -81,7 +81,7 @@ class Kernels:
 
     def __init__(
         self,
-        sources: Mapping[tuple[AnyVariant, int], Source],
+        sources: Mapping[tuple[AnyVariant, int], KernelSource],
         flags: Sequence[str] = ROUNDED,
         older: bool = False,
     ):
@@ -161,7 +161,7 @@ def _stock_run(variant: AnyVariant) -> str:
     return RUN.format(name=f"stock_{variant}", groups=groups, call=call)
 
 
-def _our_run(variant: AnyVariant, rows: int, source: Source) -> str:
+def _our_run(variant: AnyVariant, rows: int, source: KernelSource) -> str:
     name, number = f"ours_{rows}_{variant}", METAL_TYPES[variant.dtype]
     types = {name: METAL_TYPES.get(kind, f"{kind}_t") for name, kind in kinds(variant).items()}
     parameters = "".join(f"const {types[one]}* {one}, " for one in source.matrix)

@@ -16,7 +16,7 @@ import typer
 
 from mlx_redrafter.kernels.attention_source import attention_source
 from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
-from mlx_redrafter.kernels.metal_source import MOST_ROWS
+from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import as_integers, source_of
 from mlx_redrafter.kernels.variant import DTYPES
 from tests.kernels.attention_emulator import AttentionKernels
@@ -25,7 +25,7 @@ from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated
 from tests.kernels.test_small_t import DENSE_VARIANTS, VARIANTS
 from tests.kernels.test_tree_attention import different_nodes
 
-COMPILED = range(2, MOST_ROWS + 1)
+COMPILED = range(2, MAX_ROWS + 1)
 # Committed tokens before a tree.
 TREES = (0, 1, 29, 70, 300)
 FLAGS = {"rounded": ROUNDED, "fused": FUSED}
@@ -37,7 +37,7 @@ def compare(kernels: Kernels, variant: AnyVariant, name: str) -> Counter[str]:
     for inputs in sizes(variant):
         for outputs in (8, 13, 32):
             matrix = random_matrix(variant, outputs, inputs, seed=inputs)
-            x = mx.random.normal((MOST_ROWS, inputs)).astype(DTYPES[variant.dtype])
+            x = mx.random.normal((MAX_ROWS, inputs)).astype(DTYPES[variant.dtype])
             for order in SIMD_ORDERS:
                 expected = as_integers(kernels.stock(variant, x, *matrix, order=order))
                 for rows in COMPILED:

@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 
 import typer
 
-from mlx_redrafter.kernels.metal_source import MOST_ROWS
+from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from tests.kernels.cuda import Usage, usage
 from tests.kernels.stand_in import ATTENTION_VARIANTS
 from tests.kernels.test_small_t import DENSE_VARIANTS, VARIANTS
 
 # Registers of a thread on Apple's GPUs, as philipturner/metal-benchmarks has found.
 MOST_REGISTERS = 128
-ROWS = range(2, MOST_ROWS + 1)
+ROWS = range(2, MAX_ROWS + 1)
 
 
 def main() -> None:

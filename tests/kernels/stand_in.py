@@ -14,11 +14,11 @@ import pytest
 
 from mlx_redrafter.kernels import (
     attention,
-    kernel_times,
     layers,
-    product_trials,
+    selection,
     small_t,
     tree_attention,
+    trial,
 )
 from mlx_redrafter.kernels.attention_source import (
     HEAD_SIZES,
@@ -105,9 +105,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
     monkeypatch.setattr(mx.array, "__matmul__", matmul)
     monkeypatch.setattr(mx, "addmm", addmm)
-    for module in (layers, product_trials):
+    for module in (layers, selection):
         monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
     run_emulated(monkeypatch, kernels)
 
 
@@ -158,5 +158,5 @@ def stand_in_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernel
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention)
     monkeypatch.setattr(attention, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
     run_emulated_attention(monkeypatch, kernels)

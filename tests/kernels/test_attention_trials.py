@@ -12,13 +12,14 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.kernels import attention_trials, layers, product_trials
+from mlx_redrafter.kernels import attention_trials, selection
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
-from mlx_redrafter.kernels.attention_trials import time_attention, try_attention
-from mlx_redrafter.kernels.kernel_times import Times
+from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices
-from mlx_redrafter.kernels.product_trials import use_kernels
+from mlx_redrafter.kernels.product_trials import ProductTrial
+from mlx_redrafter.kernels.selection import use_kernels
+from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted
@@ -39,28 +40,27 @@ NAME = "scaled_dot_product_attention"
 SHAPE = AttentionShape(4, 2, 64, "float16")
 
 
-def _as_long(shape: object, num_keys: int, nodes: int) -> Times:
+def _as_long(trial: AttentionTrial, equal: object, rows: int) -> Times:
     """Times of a machine where our kernel takes MLX's time, but twice that for 5 nodes."""
-    return Times(stock=1.0, kernel=2.0 if nodes == 5 else 1.0)
+    return Times(stock=1.0, kernel=2.0 if rows == 5 else 1.0)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
     stand_in_attention(monkeypatch, emulated_attention())
-    monkeypatch.setattr(product_trials, "is_available", lambda: True)
-    monkeypatch.setattr(attention_trials, "time_attention", _as_long)
+    monkeypatch.setattr(selection, "is_available", lambda: True)
+    monkeypatch.setattr(AttentionTrial, "measure", _as_long)
     # Threads are slow in the emulator.
     monkeypatch.setattr(attention_trials, "FEW_KEYS", (5,))
-    monkeypatch.setattr(attention_trials, "MOST_KEYS", (40,))
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (40,))
     monkeypatch.setattr(attention_trials, "PARENTS", (0, 0, 0, 1, 3))
 
 
 @pytest.fixture
 def no_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models without matrices that there are kernels for."""
-    for module in (layers, product_trials):
-        monkeypatch.setattr(module, "layers_by_shape", lambda model: {})
+    monkeypatch.setattr(selection, "layers_by_shape", lambda model: {})
 
 
 def _model() -> nn.Module:
@@ -76,7 +76,7 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in(monkeypatch, kernels_of_model())
-    monkeypatch.setattr(product_trials, "time_product", lambda *_: Times(1.0, 0.5))
+    monkeypatch.setattr(ProductTrial, "measure", lambda *_: Times(1.0, 0.5))
     model, tokenizer = quantised_model(head_size=64), wrapped_tokenizer(VOCAB_SIZE)
     plain = logits_of_tree(model, follow=True)
     use_kernels(model)
@@ -97,7 +97,7 @@ def test_equal_attention_is_used_where_it_is_no_slower() -> None:
     assert attention_shapes(model) == {SHAPE: 1}
     use_kernels(model)
     (choice,) = choices(model)
-    assert "most_keys=40, rows=(2, 3, 4, 6, 7," in choice
+    assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
 
 
 @needs_emulator
@@ -114,28 +114,28 @@ def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", two_passes)
     monkeypatch.setattr(attention_trials, "FEW_KEYS", (1,))
-    monkeypatch.setattr(attention_trials, "MOST_KEYS", (40, 5))
-    trial = try_attention(SHAPE, 1)
-    assert (trial.most_keys, trial.failure) == (5, None)
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (40, 5))
+    trial = AttentionTrial(SHAPE, 1)
+    assert (trial.equal, trial.failure) == (5, None)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stock_call)
-    monkeypatch.setattr(attention_trials, "MOST_KEYS", (5,))
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (5,))
     use_kernels(model)
-    assert "most_keys=5" in choices(model)[0]
+    assert "max_keys=5" in choices(model)[0]
     assert are_equal(logits_of_tree(model, follow=False), stock)  # 3 tokens and a path of 5
 
 
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
-@pytest.mark.parametrize(("most_keys", "is_used"), [(7, False), (8, True)])
+@pytest.mark.parametrize(("max_keys", "is_used"), [(7, False), (8, True)])
 def test_the_limit_counts_the_keys_of_the_deepest_node(
-    monkeypatch: pytest.MonkeyPatch, most_keys: int, is_used: bool
+    monkeypatch: pytest.MonkeyPatch, max_keys: int, is_used: bool
 ) -> None:
     """The tree follows 3 tokens, and its deepest node is the fifth on its path."""
-    monkeypatch.setattr(attention_trials, "MOST_KEYS", (most_keys,))
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (max_keys,))
     model = _model()
     stock = logits_of_tree(model, follow=False)
     use_kernels(model)
-    assert f"most_keys={most_keys}" in choices(model)[0]
+    assert f"max_keys={max_keys}" in choices(model)[0]
     assert are_equal(logits_of_tree(model, follow=False), stock) != is_used
 
 
@@ -177,7 +177,8 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 @needs_emulator
 def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_attention(monkeypatch, emulated_attention())
-    times = time_attention(SHAPE, 20, 2)
+    monkeypatch.setattr(AttentionTrial, "find_equal", lambda self: None)
+    times = AttentionTrial(SHAPE, 1).measure(20, 2)
     assert times.kernel > times.stock > 0  # threads are slow in the emulator
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_redrafter.kernels import small_t, tree_attention
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES, AttentionVariant
 from mlx_redrafter.kernels.dense import ORDERS, AnyVariant, DenseVariant
-from mlx_redrafter.kernels.metal_source import MOST_ROWS
+from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.variant import BITS, DTYPES, Variant
 from tests.kernels.cuda import cuda_kernel, needs_nvcc, needs_nvidia, usage
@@ -21,7 +21,7 @@ from tests.kernels.emulator import random_matrix
 from tests.kernels.registers import MOST_REGISTERS
 
 # Most rows with either size of tiles.
-FULL = (5, MOST_ROWS)
+FULL = (5, MAX_ROWS)
 SOME: list[AnyVariant] = [
     *(Variant(number, 64, "float16") for number in BITS),
     Variant(4, 32, "float16", mode="mxfp4"),
@@ -65,9 +65,9 @@ def test_rows_are_those_of_one_row_on_a_gpu(variant: AnyVariant, dtype: str) -> 
     variant = type(variant)(**{**vars(variant), "dtype": dtype})
     inputs = 3 * variant.block
     matrix = random_matrix(variant, 100, inputs)
-    x = mx.random.normal((MOST_ROWS, inputs), key=mx.random.key(1)).astype(DTYPES[dtype])
+    x = mx.random.normal((MAX_ROWS, inputs), key=mx.random.key(1)).astype(DTYPES[dtype])
     y = small_t.small_t(x, matrix, variant)
-    alone = [small_t.small_t(x[row : row + 1], matrix, variant) for row in range(MOST_ROWS)]
+    alone = [small_t.small_t(x[row : row + 1], matrix, variant) for row in range(MAX_ROWS)]
     assert mx.array_equal(as_integers(y), as_integers(mx.concatenate(alone)))
     if isinstance(variant, Variant):
         size, number = variant.group_size, variant.bits

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_redrafter.kernels import dense
 from mlx_redrafter.kernels.dense import AnyVariant, DenseShape, DenseVariant
-from mlx_redrafter.kernels.metal_source import MOST_ROWS, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, ORDERS, Variant
 from tests.helpers.sources import print_generated_source
@@ -45,7 +45,7 @@ SAMPLE: list[AnyVariant] = [
     or (variant.group_size, variant.dtype, variant.order)
     in ((64, "float16", "qmv_fast"), (32, "bfloat16", "qmv"), (128, "float32", "qmv_fast"))
 ] + DENSE_VARIANTS
-LAUNCHED = range(2, MOST_ROWS + 1)
+LAUNCHED = range(2, MAX_ROWS + 1)
 # A number of rows for either size of tiles; sources for all dtypes differ in a name only.
 FEW = (3, 8)
 OUTPUTS = 13  # no multiple of a tile or a threadgroup
@@ -83,7 +83,7 @@ def _different(
 def test_rows_have_the_bits_of_one_row(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, variant: AnyVariant
 ) -> None:
-    rows = ROWS if _launched(variant) is LAUNCHED else (*FEW, 2 * MOST_ROWS)
+    rows = ROWS if _launched(variant) is LAUNCHED else (*FEW, 2 * MAX_ROWS)
     for order in SIMD_ORDERS:
         run_emulated(monkeypatch, kernels, order)
         assert _different(kernels, variant, rows, order) == []

@@ -6,12 +6,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter.kernels import kernel_times
+from mlx_redrafter.kernels import trial
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.attention_source import HEAD_SIZES
-from mlx_redrafter.kernels.attention_trials import try_attention
+from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import layers_by_shape
-from mlx_redrafter.kernels.product_trials import try_kernel
+from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.variant import BITS, DTYPES
 from tests.golden import record_dense, record_small_t, record_tree_attention
 
@@ -28,7 +28,7 @@ def test_sources_are_those_on_record() -> None:
 def test_equal_on_an_apple_gpu(
     monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
 ) -> None:
-    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
     if kind == "mxfp4":
@@ -37,8 +37,8 @@ def test_equal_on_an_apple_gpu(
         nn.quantize(model, 32, kind)
     assert len(layers_by_shape(model)) == 3
     for shape, layers in layers_by_shape(model).items():
-        trial = try_kernel(shape, layers)
-        assert trial.failure is None, f"{shape}: {trial.failure}"
+        tried = ProductTrial(shape, layers)
+        assert tried.failure is None, f"{shape}: {tried.failure}"
 
 
 @pytest.mark.metal
@@ -48,6 +48,5 @@ def test_equal_on_an_apple_gpu(
 def test_attention_is_equal_on_an_apple_gpu(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: str
 ) -> None:
-    monkeypatch.setattr(kernel_times, "load_or_measure", lambda *args: args[-1]().seconds)
-    trial = try_attention(AttentionShape(8, 2, size, dtype), 1)
-    assert trial.failure is None
+    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
+    assert AttentionTrial(AttentionShape(8, 2, size, dtype), 1).failure is None

@@ -17,14 +17,15 @@ from mlx_redrafter import stream_generate
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.kernels import kernel_times, product_trials
+from mlx_redrafter.kernels import product_trials, selection, trial
 from mlx_redrafter.kernels.dense import FEW, MANY, ORDERS, USUAL, DenseShape, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
-from mlx_redrafter.kernels.kernel_times import Times
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
-from mlx_redrafter.kernels.metal_source import MOST_ROWS, metal_source
-from mlx_redrafter.kernels.product_trials import try_kernel, use_kernels
+from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
+from mlx_redrafter.kernels.product_trials import ProductTrial
+from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.kernels.small_t import as_integers
+from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.kernels.variant import MatrixShape, Variant
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
@@ -35,6 +36,7 @@ from tests.kernels.emulator import Kernels, needs_emulator
 from tests.kernels.stand_in import emulated, stand_in
 
 VOCAB_SIZE = 64
+DIFFERENT = "its bits are not those of MLX's kernel for one row"
 MXFP4 = [
     ("VALUES = 16", "VALUES = 8"),
     ("GROUP = 32", "GROUP = 64"),
@@ -124,9 +126,9 @@ FOUR_LANES = [
 ]
 
 
-def _half_as_long(layers: object, variant: object, x: mx.array) -> Times:
-    """Times of a machine where our kernels take half of MLX's time, but not for 5 rows."""
-    return Times(stock=1.0, kernel=1.0 if x.shape[0] == 5 else 0.5)
+def _half_as_long(trial: ProductTrial, equal: object, rows: int) -> Times:
+    """Times of a machine where our kernels take half of MLX's time, except for 5 rows."""
+    return Times(stock=1.0, kernel=1.0 if rows == 5 else 0.5)
 
 
 def kernels_of_model() -> Kernels:
@@ -136,14 +138,14 @@ def kernels_of_model() -> Kernels:
         Variant(4, 32, "float16", "qmv", sums="float16"),
         *(DenseVariant("float16", *order) for order in ORDERS),
     ]
-    return emulated((variant, t) for variant in variants for t in range(2, MOST_ROWS + 1))
+    return emulated((variant, t) for variant in variants for t in range(2, MAX_ROWS + 1))
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
     stand_in(monkeypatch, kernels_of_model())
-    monkeypatch.setattr(product_trials, "time_product", _half_as_long)
+    monkeypatch.setattr(ProductTrial, "measure", _half_as_long)
 
 
 def quantised_model(head_size: int = 8) -> nn.Module:
@@ -250,7 +252,7 @@ def test_equal_kernels_are_used_where_they_are_faster() -> None:
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(product_trials.SWITCH, "0")
+    monkeypatch.setenv(selection.SWITCH, "0")
     model = quantised_model()
     use_kernels(model)
     assert choices(model) == ()
@@ -259,7 +261,7 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
     monkeypatch.setattr(loading, "use_kernels", tried.append)
-    Pair(drafter="lookup", no_kernels=True).load()
+    Pair(drafter="lookup").load(kernels=False)
     assert tried == []
     model, *_ = Pair(drafter="lookup").load()
     assert tried == [model]
@@ -278,9 +280,8 @@ def test_a_wrong_constant_is_refused(
     stand_in(monkeypatch, kernels)
     monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
-    trial = try_kernel(shape, [layer])
-    assert (trial.variant, trial.error) == (None, None)
-    assert trial.failure == "its bits are not those of MLX's kernel for one row"
+    tried = ProductTrial(shape, [layer])
+    assert (tried.equal, tried.failure) == (None, DIFFERENT)
 
 
 @needs_emulator
@@ -290,8 +291,8 @@ def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int])
     layer = nn.Linear(inputs, 40)
     layer.bias = 10 * mx.random.normal((40,))
     layer.set_dtype(mx.float16)
-    trial = try_kernel(DenseShape("float16", inputs, 40), [layer])
-    assert (trial.variant, trial.error) == (DenseVariant("float16", *order), None)
+    tried = ProductTrial(DenseShape("float16", inputs, 40), [layer])
+    assert (tried.equal, tried.failure) == (DenseVariant("float16", *order), None)
 
 
 @needs_emulator
@@ -308,8 +309,8 @@ def test_a_wrong_constant_of_mxfp4_is_refused(
     stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
     monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
-    trial = try_kernel(MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), [layer])
-    assert (trial.variant, trial.error) == (None, None)
+    tried = ProductTrial(MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), [layer])
+    assert (tried.equal, tried.failure) == (None, DIFFERENT)
 
 
 @needs_emulator
@@ -331,8 +332,8 @@ def test_a_wrong_constant_of_dense_kernels_is_refused(
     stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
     monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
     monkeypatch.setattr(DenseShape, "variants", lambda self: iter([variant]))
-    trial = try_kernel(shape, [layer])
-    assert (trial.variant, trial.error) == (None, None)
+    tried = ProductTrial(shape, [layer])
+    assert (tried.equal, tried.failure) == (None, DIFFERENT)
 
 
 @needs_emulator
@@ -340,12 +341,12 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
     stand_in(monkeypatch, emulated([(variant, 3)]))
-    for module in (product_trials, kernel_times):
+    for module in (product_trials, trial):
         monkeypatch.setattr(module, "ROWS", range(3, 4))
-    trial = try_kernel(shape, [layer])
-    assert trial.variant == variant
-    assert trial.times[3].kernel > trial.times[3].stock > 0  # threads are slow in the emulator
-    assert trial.rows == ()
+    tried = ProductTrial(shape, [layer])
+    assert tried.equal == variant
+    assert tried.times[3].kernel > tried.times[3].stock > 0  # threads are slow in the emulator
+    assert tried.rows == ()
 
 
 @pytest.fixture

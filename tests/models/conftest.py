@@ -8,7 +8,7 @@ import pytest
 
 import mlx_redrafter  # noqa: F401  # first: it prepares MLX's back end
 from mlx_redrafter.target.architectures import ARCHITECTURES
-from mlx_redrafter.target.inspection import MLX_LM_MODELS
+from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from mlx_redrafter.target.hooks import (
     rotate_with_dynamic_base,
     scale_at_tree_positions,
 )
-from mlx_redrafter.target.inspection import find_parts
+from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.models.tiny_models import (
@@ -232,6 +232,20 @@ def test_lora_on_the_embedding() -> None:
     assert_tree_agrees(model)
     parts = find_parts(model)
     assert (parts.hidden_size, parts.vocab_size) == (COMMON["hidden_size"], VOCAB_SIZE)
+
+
+def test_packed_embedding() -> None:
+    """Rows of the weights are packed; rows of hidden states are not."""
+    config = tiny_config("prism_hadamard_qwen35")
+    (packed,) = config["modules"]
+    embedding = {**packed, "path": "model.embed_tokens", "embedding": True}
+    text_config = {**config["text_config"], "hidden_size": 512}
+    model = build({**config, "modules": [packed, embedding], "text_config": text_config})
+    assert find_parts(model).embedding.weight.shape[-1] < 512
+    target = Target(model)
+    assert (target.hidden_size, target.vocab_size) == (512, VOCAB_SIZE)
+    target.watch([0])
+    assert target.layer_inputs(mx.array(PROMPT), [0]).shape == (len(PROMPT), target.hidden_size)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode"])

@@ -28,9 +28,8 @@ TEXTS = [(PROMPT, 24), (PROMPT[:3], 9), (PROMPT[::-1] * 2, 17), (PROMPT[4:], 20)
 ARRIVALS = [0, 0, 0, 4, 6]
 
 
-def _is_full(model_type: str) -> bool:
-    caches = make_prompt_cache(build(tiny_config(model_type, main_rope(model_type))))
-    return all(type(cache) is KVCache for cache in caches)
+def _is_full(model: nn.Module) -> bool:
+    return all(type(cache) is KVCache for cache in make_prompt_cache(model))
 
 
 def stock_text(model: nn.Module, prompt: list[int], num: int) -> tuple[list[int], list[KVCache]]:
@@ -44,7 +43,7 @@ def stock_text(model: nn.Module, prompt: list[int], num: int) -> tuple[list[int]
 def test_texts_that_come_and_go(model_type: str) -> None:
     model = build(tiny_config(model_type, main_rope(model_type)))
     target = Target(model)
-    if not _is_full(model_type):
+    if not _is_full(model):
         with pytest.raises(UnsupportedTargetError, match="has no batches"):
             Batch(target)
         return

@@ -380,7 +380,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "bits": (lambda layer: setattr(layer, "bits", 4), "heads of size .*, the model's are"),
     "no bits": (lambda layer: setattr(layer, "bits", "8"), "expected KVCache"),
     "rows": (lambda layer: setattr(layer, "offset", 999), "holds 999 tokens, but has"),
-    "no rows": (lambda layer: setattr(layer, "keys", None), "holds .* tokens, but has 0 rows"),
+    "no rows": (lambda layer: setattr(layer, "keys", None), "holds .* tokens, but has 0 entries"),
     "parts": (lambda layer: setattr(layer, "keys", layer.keys[:2]), "in layer 0, the model's are"),
 }
 

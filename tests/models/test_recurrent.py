@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,7 @@ from tests.models.trees import (
     wide_tree,
 )
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 # One of each kind: three convolutions, one, groups of heads, no layer with rows, convolutions
 # alone, layers with a state and rows, of all tokens and of a window; level by level, with one
 # convolution or three, with windows, and without rows.
@@ -242,15 +243,24 @@ def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> No
     assert_continues_alike(model, ours, stock)
 
 
-# In the prompt's token, inside a path, behind one, and with a token or a root after them.
-@pytest.mark.parametrize("count", range(1, 14))
+@functools.cache
+def written(model_type: str) -> list[int]:
+    """What stock mlx-lm writes after `PROMPT`, greedily."""
+    return ids(stock_tokens(build(tiny_config(model_type)), PROMPT, 40))
+
+
+# In the prompt's token, inside a path, behind one, and with a token or a root after them. Steps
+# without drafts are all alike after the first.
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [(policy, n) for policy in ("trees", "both") for n in range(1, 14)]
+    + [("plain", n) for n in (1, 2, 3)],
+)
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "mamba2", *KINDS[-3:]])
-@pytest.mark.parametrize("policy", ["trees", "plain", "both"])
 def test_a_text_that_is_closed_in_the_middle(
     monkeypatch: pytest.MonkeyPatch, model_type: str, count: int, policy: str
 ) -> None:
-    model = build(tiny_config(model_type))
-    text = ids(stock_tokens(model, PROMPT, 40))
+    model, text = build(tiny_config(model_type)), written(model_type)
     cache = make_prompt_cache(model)
     if policy == "both":
         use_policy(monkeypatch, RandomShapes(count))
@@ -267,6 +277,18 @@ def test_a_text_that_is_closed_in_the_middle(
     assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text[:count]]))
 
 
+def four_layers() -> Config:
+    """The config of a model with states before and after a layer with rows."""
+    config = {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4}
+    return {**config, "layer_types": ["mamba", "mamba", "attention", "mamba"]}
+
+
+@functools.cache
+def written_by_four_layers() -> list[int]:
+    """What stock mlx-lm writes after `PROMPT`, greedily."""
+    return ids(stock_tokens(build(four_layers()), PROMPT, 40))
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize(
     ("kind", "number"), [*(("token", n) for n in range(1, 7)), *(("tree", n) for n in range(4))]
@@ -275,9 +297,7 @@ def test_an_interruption_between_two_layers(
     monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int
 ) -> None:
     """In the prompt, in plain steps, and inside trees: the cache holds tokens that were taken."""
-    config = {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4}
-    model = build({**config, "layer_types": ["mamba", "mamba", "attention", "mamba"]})
-    text = ids(stock_tokens(model, PROMPT, 40))
+    model, text = build(four_layers()), written_by_four_layers()
     responses = stream_generate(
         model,
         wrapped_tokenizer(VOCAB_SIZE),

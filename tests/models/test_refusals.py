@@ -12,7 +12,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import ARCHITECTURES, REFUSED, SUPPORTED, WRAPPERS
-from mlx_redrafter.target.inspection import check_config, find_parts, supported_names
+from mlx_redrafter.target.model_parts import check_config, find_parts
+from tests.helpers.models import supported_names
 from tests.models.tiny_models import Config, build, tiny_config
 
 SLIDING: Config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}

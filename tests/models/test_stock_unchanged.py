@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.target.architectures import SUPPORTED
-from mlx_redrafter.target.inspection import find_parts
+from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, flat_parameters, main_rope, tiny_config
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt

@@ -5,6 +5,7 @@ Axes: N nodes of a tree, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from tests.models.tiny_models import (
     VOCAB_SIZE,
     WINDOW,
     WITH_WINDOWS,
+    Config,
     build,
     tiny_config,
     windowed_config,
@@ -54,7 +56,7 @@ from tests.models.trees import (
     verify_after_prompt,
 )
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 # What continues a text: single tokens, then chunks.
 CHUNK = [9, 8, 7, 6, 5, 4, 3]
 
@@ -209,11 +211,22 @@ def read_by_stock(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     return cache
 
 
+def windows_only() -> Config:
+    """The config of a model of two layers with windows."""
+    return {**windowed_config("muse_glimmer"), "layer_types": ["sliding_attention"] * 2}
+
+
+@functools.cache
+def written(model_type: str) -> list[int]:
+    """What stock mlx-lm writes after `PROMPT`, greedily."""
+    config = windows_only() if model_type == "muse_glimmer" else windowed_config(model_type)
+    return ids(stock_tokens(build(config), PROMPT, 40))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 11, 23])
 @pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
 def test_a_text_that_is_closed_in_the_middle(model_type: str, count: int) -> None:
-    model = build(windowed_config(model_type))
-    text = ids(stock_tokens(model, PROMPT, 40))
+    model, text = build(windowed_config(model_type)), written(model_type)
     cache = make_prompt_cache(model)
     drafter: Any = Scripted(text, VOCAB_SIZE, accuracy=0.95)
     responses = stream_generate(
@@ -241,8 +254,7 @@ def test_an_interruption_between_two_layers(
     monkeypatch: pytest.MonkeyPatch, kind: type, number: int, has_drafts: bool, layer: int
 ) -> None:
     """In the prompt, in plain steps, and inside trees: the cache holds tokens that were taken."""
-    model = build({**windowed_config("muse_glimmer"), "layer_types": ["sliding_attention"] * 2})
-    text = ids(stock_tokens(model, PROMPT, 40))
+    model, text = build(windows_only()), written("muse_glimmer")
     responses = stream_generate(
         model,
         wrapped_tokenizer(VOCAB_SIZE),

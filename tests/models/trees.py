@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -61,27 +62,23 @@ def decode_paths(
 ) -> TargetOutputs:
     """The outputs after every node when stock mlx-lm decodes the node's path token by token.
 
+    Nodes continue from a copy of their parent's cache, so stock mlx-lm reads every node once.
     The hidden states are those of hooked models; others have none.
     """
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    leaves = set(range(len(tokens))) - set(parents[1:])
-    logits: dict[int, mx.array] = {}
-    hidden_states: dict[int, mx.array] = {}
-    for leaf in leaves:
-        path = [leaf]
-        while path[0] != 0:
-            path.insert(0, parents[path[0]])
-        cache = make_prompt_cache(model)
-        read_by_stock(model, PROMPT[:-1], cache, quantisation)
-        read_by_stock(model, PROMPT[-1:], cache, quantisation)
-        for node in path:
-            with captured_output() as outputs:
-                logits[node] = read_by_stock(model, [tokens[node]], cache, quantisation)
-            hidden_states[node] = outputs[-1][0, -1] if outputs else mx.zeros((0,))
-    nodes = range(len(tokens))
-    return TargetOutputs(
-        mx.stack([logits[n] for n in nodes]), mx.stack([hidden_states[n] for n in nodes])
-    )
+    cache = make_prompt_cache(model)
+    read_by_stock(model, PROMPT[:-1], cache, quantisation)
+    read_by_stock(model, PROMPT[-1:], cache, quantisation)
+    caches: list[list[Any]] = []
+    logits: list[mx.array] = []
+    hidden_states: list[mx.array] = []
+    for node, token in enumerate(tokens):
+        own = copy.deepcopy(caches[parents[node]] if node else cache)
+        with captured_output() as outputs:
+            logits.append(read_by_stock(model, [token], own, quantisation))
+        hidden_states.append(outputs[-1][0, -1] if outputs else mx.zeros((0,)))
+        caches.append(own)
+    return TargetOutputs(mx.stack(logits), mx.stack(hidden_states))
 
 
 def read_by_stock(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -180,6 +181,12 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "unknown type": ("cannot be used", {"type": "nothing"}),
     "impossible": ("cannot be used", {"type": "integer", "minimum": 5, "maximum": 1}),
     "fetched": ("cannot be used", {"$ref": "http://127.0.0.1:9/schema"}),
+    "nested": ("cannot be used: recursion limit", '{"not":' * 200 + "{}" + "}" * 200),
+    "large number": ("cannot be used: number out of range", {"maximum": 10**400}),
+    "long number": ("must be a JSON schema", '{"maximum":' + "9" * 5000 + "}"),
+    "infinite number": ("must be a JSON schema", '{"maximum":1e400}'),
+    "half a surrogate pair": ("cannot be used", {"const": "\ud800"}),
+    "escape of nothing": ("must be a JSON schema", '{"pattern":"\\q"}'),
     "deep": ("", '{"not":' * 5000 + "{}" + "}" * 5000),
     "many references": ("at most 500 references", _refs(2000)),
     "spelt otherwise": (
@@ -195,10 +202,22 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_schemas_are_refused_in_no_time(name: str) -> None:
+def test_hostile_schemas_are_rejected_in_no_time(name: str) -> None:
     message, schema = HOSTILE[name]
     with pytest.raises(ConfigError, match=f"grammar .*{message}"):
         Grammar.json_schema(schema)
+
+
+@pytest.mark.parametrize("make", [Grammar.regex, Grammar.lark])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(5, "must be a string, got int"), (None, "must be a string"), ('"\ud800"', "cannot be used")],
+)
+def test_other_grammars_are_checked(
+    make: Callable[[Any], Grammar], given: object, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"grammar {message}"):
+        make(given)
 
 
 def test_what_does_not_go_together_is_named() -> None:

@@ -14,6 +14,8 @@ from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import shared_model
 
 GOLDEN_TOKENS = 200
+# Random drafts are wrong nearly always, so that every token is a step.
+RANDOM_TOKENS = 80
 BOS = 1
 
 SHAPES: list[dict[str, Any]] = [
@@ -72,11 +74,13 @@ def test_random_drafter_leaves_the_published_text(
             stories.tokenizer,
             [BOS],
             drafter=stories.drafter,
-            max_tokens=GOLDEN_TOKENS,
+            max_tokens=RANDOM_TOKENS,
             **shape,
         )
     )
-    assert_same_tokens(golden_tokens, [response.token for response in responses], shape)
+    assert_same_tokens(
+        golden_tokens[:RANDOM_TOKENS], [response.token for response in responses], shape
+    )
 
 
 def test_largest_shape_leaves_the_published_text(

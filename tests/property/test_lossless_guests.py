@@ -7,6 +7,7 @@ weights of the same sizes, one that is smaller.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlx_redrafter import stream_generate
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -80,10 +81,32 @@ def _tokens(guest: Any, **options: Any) -> list[int]:
     return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=guest, **options)]
 
 
+# What every guest is compared with, decoded once.
+@cache
+def _greedy() -> list[Scored]:
+    return stock_tokens(MODEL, PROMPT, NUM_TOKENS)
+
+
+@cache
+def _plain(temp: float) -> list[int]:
+    return _tokens(None, temp=temp, seed=11, max_tokens=NUM_TOKENS)
+
+
+@cache
+def _sampled_by_stock(number: int) -> list[Scored]:
+    mx.random.seed(3)
+    return stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(**SAMPLERS[number]))
+
+
+@cache
+def _processed_by_stock(number: int) -> list[Scored]:
+    processors = make_logits_processors(**PROCESSORS[number])
+    return stock_tokens(MODEL, PROMPT, 24, logits_processors=processors)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_greedy_texts_are_stock_mlx_lms(guest: Any, shape: dict[str, Any]) -> None:
-    expected = stock_tokens(MODEL, PROMPT, NUM_TOKENS)
-    assert_same_tokens(expected, _tokens(guest, max_tokens=NUM_TOKENS, **shape))
+    assert_same_tokens(_greedy(), _tokens(guest, max_tokens=NUM_TOKENS, **shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -93,34 +116,31 @@ def test_sampled_texts_are_those_of_plain_decoding(
     guest: Any, shape: dict[str, Any], temp: float, couple: bool
 ) -> None:
     options: dict[str, Any] = {"temp": temp, "seed": 11, "max_tokens": NUM_TOKENS}
-    assert _tokens(guest, couple=couple, **options, **shape) == _tokens(None, **options)
+    assert _tokens(guest, couple=couple, **options, **shape) == _plain(temp)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("number", range(len(SAMPLERS)))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_stock_samplers(guest: Any, sampler: dict[str, Any], shape: dict[str, Any]) -> None:
+def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
+    expected = _sampled_by_stock(number)
     mx.random.seed(3)
-    expected = stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(**sampler))
-    mx.random.seed(3)
-    found = _tokens(guest, max_tokens=24, sampler=make_sampler(**sampler), **shape)
+    found = _tokens(guest, max_tokens=24, sampler=make_sampler(**SAMPLERS[number]), **shape)
     assert_same_tokens(expected, found)
 
 
-@pytest.mark.parametrize("processors", PROCESSORS, ids=str)
+@pytest.mark.parametrize("number", range(len(PROCESSORS)))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_stock_logits_processors(
-    guest: Any, processors: dict[str, Any], shape: dict[str, Any]
-) -> None:
-    options = {"logits_processors": make_logits_processors(**processors)}
-    expected = stock_tokens(MODEL, PROMPT, 24, **options)
-    assert_same_tokens(expected, _tokens(guest, max_tokens=24, **options, **shape))
+def test_stock_logits_processors(guest: Any, number: int, shape: dict[str, Any]) -> None:
+    processors = make_logits_processors(**PROCESSORS[number])
+    found = _tokens(guest, max_tokens=24, logits_processors=processors, **shape)
+    assert_same_tokens(_processed_by_stock(number), found)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_stop_tokens_end_inside_a_draft(guest: Any, shape: dict[str, Any]) -> None:
-    text = ids(stock_tokens(MODEL, PROMPT, NUM_TOKENS))
+    text = ids(_greedy())[:24]  # several drafts of every shape
     for stop in dict.fromkeys(text):
-        found = _tokens(guest, stop_tokens={stop}, max_tokens=NUM_TOKENS, **shape)
+        found = _tokens(guest, stop_tokens={stop}, max_tokens=len(text), **shape)
         assert found == text[: text.index(stop) + 1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
 from tests.helpers.drafts import RandomShapes, make_tree, use_policy
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
@@ -30,6 +31,7 @@ SHAPES: list[dict[str, Any]] = [
     {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
     {"beam_width": 3, "beam_length": 4, "select": "beam"},
 ]
+SAMPLING: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
 MODEL = tiny_llama(seed=4)
 
 
@@ -59,15 +61,23 @@ def _tokens(drafter: Any, **options: Any) -> list[int]:
     return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=drafter, **options)]
 
 
+# What every drafter is compared with, decoded once.
+@cache
+def _greedy() -> list[Scored]:
+    return stock_tokens(MODEL, PROMPT, NUM_TOKENS)
+
+
+@cache
+def _sampled() -> list[int]:
+    return _tokens(None, **SAMPLING)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_texts_are_those_of_plain_decoding(drafter: Any, shape: dict[str, Any]) -> None:
     ahead = SpeculateAhead(drafter)
-    expected = stock_tokens(MODEL, PROMPT, NUM_TOKENS)
-    assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS, **shape))
-    sampling: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
-    expected_sampled = _tokens(None, **sampling)
+    assert_same_tokens(_greedy(), _tokens(ahead, max_tokens=NUM_TOKENS, **shape))
     for couple in (True, False):
-        assert _tokens(ahead, couple=couple, **sampling, **shape) == expected_sampled
+        assert _tokens(ahead, couple=couple, **SAMPLING, **shape) == _sampled()
     if shape:
         assert ahead.hits.passes > 5
 
@@ -77,12 +87,11 @@ def test_any_shape_after_any_other(
     drafter: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
+    expected, expected_sampled = _greedy(), _sampled()
     use_policy(monkeypatch, RandomShapes(seed))
     ahead = SpeculateAhead(drafter, num_outcomes=3)
-    expected = stock_tokens(MODEL, PROMPT, NUM_TOKENS)
     assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS))
-    sampling: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
-    assert _tokens(ahead, **sampling) == _tokens(None, **sampling)
+    assert _tokens(ahead, **SAMPLING) == expected_sampled
     assert ahead.hits.passes > 0
 
 

@@ -324,8 +324,8 @@ def _no_arrays(model: nn.Module) -> list[Any]:
         (_one_empty, "layers of 0 to 3 tokens, but they must hold the same text"),
         (_one_for_all, "one cache object in several layers; make it with"),
         (_of_other_heads, "keys of 2 heads of size 16 in layer 0, the model's are 2 of size 8"),
-        (_without_rows, "layer 2 holds 3 tokens, but has 0 rows of keys"),
-        (_too_long, "layer 0 holds 1000000000 tokens, but has 256 rows of keys"),
+        (_without_rows, "layer 2 holds 3 tokens, but has 0 entries of keys"),
+        (_too_long, "layer 0 holds 1000000000 tokens, but has 256 entries of keys"),
         (_no_arrays, "keys of 0 heads of size 0 in layer 0"),
     ],
 )

@@ -135,7 +135,7 @@ BAD_REQUESTS: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def strict() -> Any:
-    limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000, patience=0.5)
+    limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000, client_timeout=0.5)
     with serving(make_engine(), limits) as one:
         yield one
 

@@ -20,7 +20,7 @@ from tests.server.serving import ABSENT
 
 def test_sigterm_lets_texts_end(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason=ABSENT)
-    command = [sys.executable, "-m", "mlx_redrafter", "serve", "--no-draft", "--port", "0"]
+    command = [sys.executable, "-m", "mlx_redrafter", "serve", "--drafter", "none", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -55,7 +55,7 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(
 
 
 def test_options_are_checked_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("--port", 70000), ("--max-running", 0), ("--patience", 0)):
+    for option, value in (("--port", 70000), ("--max-running", 0), ("--api-key", "")):
         result = run(capsys, "serve", "--model", "/nowhere", option, value)
         assert result.code == 2
         assert result.err.startswith(f"error: {option[2:].replace('-', '_')} must be")

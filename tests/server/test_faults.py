@@ -112,7 +112,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         "messages": [{"role": "user", "content": "AB"}],
         **{"max_tokens": 4000, "n": 2, "stream": True, "logprobs": True, "top_logprobs": 20},
     }
-    limits = Limits(patience=0.5, max_context=4096)
+    limits = Limits(client_timeout=0.5, max_context=4096)
     with serving(make_engine(context=4096), limits) as served:
         begin = time.monotonic()
         with _client(served.port, body, WHOLE, 100):
@@ -163,7 +163,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Texts that were begun are written to their end; nobody is left without an answer."""
-    with _process(tmp_path, "--no-draft", "--max-running", "2") as (server, port):
+    with _process(tmp_path, "--drafter", "none", "--max-running", "2") as (server, port):
         body = {"prompt": "Once upon a time", "max_tokens": 60}
         expected = _ask(port, body)[1]["choices"][0]["text"]
         answers: list[tuple[int, dict[str, Any]]] = []

@@ -30,7 +30,7 @@ def test_it_drafts_for_the_target(
     losses = [float(line.split()[5].strip(",")) for line in capsys.readouterr().out.splitlines()]
     assert losses
     prompt = ("--model", model, "--prompt", "Once upon", "--max-tokens", 40, "--json")
-    plain = run(capsys, "generate", *prompt, "--no-draft")
+    plain = run(capsys, "generate", *prompt, "--drafter", "none")
     drafted = run(capsys, "generate", *prompt, "--draft-model", out, "--beam-width", 1)
     assert drafted.code == 0
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]

@@ -63,7 +63,9 @@ def test_the_folder_is_a_drafter_with_card_and_curves(
     assert rows[0]["step"] == "0"
     assert len(rows) == 4
     assert float(rows[-1]["tokens_per_step"]) > 1.3
-    plain = run(capsys, "generate", "--model", model, "--no-draft", "--prompt", "The", "--json")
+    plain = run(
+        capsys, "generate", "--model", model, "--drafter", "none", "--prompt", "The", "--json"
+    )
     arguments = ("--model", model, "--drafter", out, "--prompt", "The", "--beam-width", "2")
     drafted = run(capsys, "generate", *arguments, "--json")
     assert drafted.code == 0
@@ -247,7 +249,7 @@ def test_a_reduced_head_drafts_for_the_whole_vocabulary(
     assert "90 tokens" in (out / "README.md").read_text()
     prompt = ("--model", model, "--prompt", "Once", "--max-tokens", 40, "--json")
     drafted = run(capsys, "generate", *prompt, "--drafter", out, "--beam-width", 2)
-    plain = run(capsys, "generate", *prompt, "--no-draft")
+    plain = run(capsys, "generate", *prompt, "--drafter", "none")
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 

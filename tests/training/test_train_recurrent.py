@@ -43,7 +43,7 @@ def test_train_generate_and_check(
     assert trained.code == 0, trained.err
 
     prompt = ("--model", hybrid, "--prompt", "Tom has a dog.", "--max-tokens", 24)
-    plain = run(capsys, "generate", *prompt, "--no-draft", "--json")
+    plain = run(capsys, "generate", *prompt, "--drafter", "none", "--json")
     drafted = run(capsys, "generate", *prompt, "--drafter", out, "--json")
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]

@@ -39,6 +39,19 @@ def test_round_trip(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_in_a_folder_is_rejected_and_not_read(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    message = rf"expected a regular file, found a pipe.*{name}; remove it"
+    with pytest.raises(CheckpointError, match=message):
+        find_checkpoint(folder)
+    readers = {"config.json": read_config, "model.safetensors": read_shapes}
+    if name in readers:
+        with pytest.raises(CheckpointError, match=message):
+            readers[name](folder)
+
+
 def test_shards_are_read_together(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), {"c": mx.ones(2)})

@@ -31,7 +31,7 @@ LOOP = [
     "decoding/records",
     "decoding/sampling",
     "decoding/stats",
-    "decoding/text",
+    "decoding/sequence",
     "decoding/verdict",
     "proposers/draft_model",
     "proposers/expansion",
@@ -43,12 +43,12 @@ LOOP = [
     "proposers/search",
     "proposers/suffix_index",
     "target/caches/full",
-    "target/caches/levels",
+    "target/caches/draft_cache",
     "target/caches/tree_cache",
     "target/hooks",
     "target/target",
-    "topk",
-    "tree",
+    "trees/topk",
+    "trees/tree",
 ]
 
 

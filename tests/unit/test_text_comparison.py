@@ -55,7 +55,9 @@ def test_stop_tokens_end_both_texts() -> None:
 def test_first_difference(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
     expected = stock_tokens(model, PROMPT, 12)
-    monkeypatch.setattr(engine, "Text", type("Wrong", (WrongAt,), {"position": position}))
+    monkeypatch.setattr(
+        engine, "SequenceDecoder", type("Wrong", (WrongAt,), {"position": position})
+    )
     found = compare_decoding(model, wrapped_tokenizer(VOCAB_SIZE), drafter, PROMPT, 12)
     difference = found.difference
     assert difference is not None

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.target.inspection import MLX_LM_MODELS
+from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
 # Ending of the model type of a folder with a module alone; its tensors have no prefix.
 SIDECAR = "_mtp"

@@ -31,7 +31,7 @@ from mlx_redrafter.proposers.mtp.families import (
 )
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import quantize_as_stored
-from mlx_redrafter.target.inspection import check_config
+from mlx_redrafter.target.model_parts import check_config
 
 # Index of the shards of a model.
 INDEX = "model.safetensors.index.json"

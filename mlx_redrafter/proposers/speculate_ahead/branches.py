@@ -16,7 +16,7 @@ from mlx_redrafter.proposers.redrafter.beam import RecurrentLevels, score_scale
 from mlx_redrafter.proposers.redrafter.network import RecurrentDrafting
 from mlx_redrafter.proposers.scores import log_probs
 from mlx_redrafter.proposers.search import LevelScorer
-from mlx_redrafter.target.caches.draft_rows import Descent
+from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.trees.tree import TokenTree
 
 # Drafts of the networks that can follow a tree.
@@ -113,9 +113,11 @@ class ModelBranches(DraftLevels):
         # The tree's root has an entry already, which no query sees: its logits are computed again.
         length = drafting.length - 1
         before = mx.array([length - 1], dtype=mx.int32)
-        self._descent = Descent(length, before, drafting.cache.num_rows)
+        self._lineage = DraftLineage(length, before, drafting.cache.num_rows)
         tokens = mx.maximum(tree.tokens, 0)  # padding has no token
-        return log_probs(drafting.read_level(tokens, *self._descent.take_tree(tree)), self.num_rows)
+        return log_probs(
+            drafting.read_level(tokens, *self._lineage.start_at_nodes(tree)), self.num_rows
+        )
 
     def begin(self, nodes: mx.array, tokens: mx.array) -> None:
         self._nodes, self._tokens = nodes, tokens
@@ -130,5 +132,5 @@ class ModelBranches(DraftLevels):
         width, roots = tokens.shape[0], self._nodes.shape[0]
         # A child of a node of depth d stands at d + 2, as the tree's root is at 1.
         depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
-        level = self._descent.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
+        level = self._lineage.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
         return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)

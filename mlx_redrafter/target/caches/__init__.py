@@ -1,1 +1,1 @@
-"""Caches that hold a token tree beside the committed tokens, one file per kind of layer."""
+"""Caches that hold the committed tokens and a token tree, one file per kind of layer."""

@@ -1,8 +1,8 @@
-"""The kinds of mlx-lm's caches that can hold a tree, and how each does it."""
+"""The kinds of mlx-lm's caches that can hold a tree, each with its `LayerCache`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_lm.models.cache import (
@@ -15,30 +15,49 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.target.caches.chunked import ChunkCache
-from mlx_redrafter.target.caches.composite import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import LayerCache
+from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache
 
 
-def _compose(cache: CacheList) -> CompositeCache:
-    return CompositeCache(cache, [LAYER_CACHES[type(part)](part) for part in cache.caches])
+class CompositeCache:
+    """The `LayerCache` of a layer with several caches, such as one for a state and one for K/V."""
+
+    def __init__(self, stock: CacheList):
+        self.stock = stock
+        self.parts = [LAYER_CACHES[type(part)](part) for part in stock.caches]
+
+    def expect(self, step: ForwardPass) -> None:
+        for part in self.parts:
+            part.expect(step)
+
+    def commit(self, path: Sequence[int]) -> None:
+        for part in self.parts:
+            part.commit(path)
+
+    def settle(self, length: int) -> None:
+        for part in self.parts:
+            part.settle(length)
+
+    def __getitem__(self, index: int) -> LayerCache:
+        return self.parts[index]
 
 
+# Constructors of `LayerCache`, by kind of mlx-lm's cache.
 LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
     KVCache: FullCache,
     RotatingKVCache: SlidingCache,
     ChunkedKVCache: ChunkCache,
     QuantizedKVCache: QuantisedCache,
     ArraysCache: RecurrentCache,
-    CacheList: _compose,
+    CacheList: CompositeCache,
 }
 
 
 def parts_of(caches: Iterable[Any]) -> list[Any]:
-    """Caches with the parts of those that are made of several in their place."""
+    """List caches, with the parts of a ``CacheList`` in its place."""
     parts: list[Any] = []
     for cache in caches:
         parts.extend(parts_of(cache.caches) if isinstance(cache, CacheList) else [cache])
@@ -46,14 +65,14 @@ def parts_of(caches: Iterable[Any]) -> list[Any]:
 
 
 def holds_trees(cache: Any) -> bool:
-    """Whether a cache can hold a tree; a ring that keeps the first tokens cannot."""
+    """Whether a cache can hold a tree. A ring that always keeps the first tokens cannot."""
     return type(cache) in LAYER_CACHES and all(
         type(part) in LAYER_CACHES and not getattr(part, "keep", 0) for part in parts_of([cache])
     )
 
 
 def describe(cache: Any) -> str:
-    """The kind of a cache and its sizes, as in ``RotatingKVCache(max_size=512, keep=0)``."""
+    """Name a cache's kind and sizes, as in ``RotatingKVCache(max_size=512, keep=0)``."""
     if isinstance(cache, CacheList):
         return f"CacheList({', '.join(map(describe, cache.caches))})"
     names = "max_size", "keep", "chunk_size", "group_size", "bits"

@@ -1,10 +1,10 @@
-"""A layer that attends to its own chunk of the text: the tokens since the last multiple of C.
+"""A layer that attends to its own chunk: the tokens since the last multiple of C.
 
-Axes: N nodes of the tree, C tokens of a chunk.
+Axes: N nodes of the tree, C tokens per chunk.
 
-mlx-lm's cache is in the order of the text, so it takes the rows of trees as that of a layer that
-attends to all tokens does. Models drop its oldest rows before every forward pass; here more of them
-stay, for texts that end before the newest path does, and they are dropped once in a while.
+mlx-lm keeps the entries of a chunk in order, so trees use its buffers as in `full`. Models drop the
+oldest entries before every forward pass. This cache keeps more of them, for sequences that end
+before the newest path does, and drops them only now and then.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class ChunkCache(FullCache):
 
     @property
     def start_position(self) -> int:
-        """Position of the first row."""
+        """Position of the first entry."""
         return int(self.stock.start_position)
 
     def maybe_trim_front(self) -> None:
-        """Drop rows that no later token sees, where they are many; models ask before each pass."""
+        """Drop entries that no later token needs, if there are many. Models call it every pass."""
         stock = self.stock
         kept = stock.chunk_size + MAX_BEAM_LENGTH
         if stock.offset - stock.start_position <= kept + stock.step:
@@ -43,5 +43,5 @@ class ChunkCache(FullCache):
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """What the nodes of a tree may attend to; for other tokens, models make the mask."""
-        return self._step.chunk_mask(self.stock.chunk_size, self.start_position)
+        """Return the mask of a tree; for committed tokens, models make their own."""
+        return self.step.chunk_mask(self.stock.chunk_size, self.start_position)

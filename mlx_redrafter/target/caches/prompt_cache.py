@@ -1,4 +1,4 @@
-"""Caches from outside: what they must be for the next text to follow theirs exactly."""
+"""Checks of prompt caches that callers give, so that decoding can continue them exactly."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.caches.cache_kinds import describe, parts_of
 
+# Advice at the end of error messages.
 ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"
 
 
 def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
-    """Check that caches hold the rows of one text, and that they are the model's.
+    """Check that caches fit a model and hold one whole sequence.
 
-    Where the model has mlx-lm's ``KVCache``, what mlx-lm makes of it with ``kv_bits`` will do, too.
+    A ``KVCache`` that mlx-lm has quantised, as it does with ``kv_bits``, fits as well.
 
     Args:
-        layers: Caches from outside, one per layer.
-        own: The model's caches after a pass over any token; those of layers that it never uses
-            are empty.
+        layers: The caller's caches, one per layer.
+        own: The model's caches after a pass over any token. Layers that the model never uses have
+            empty caches.
 
     Raises:
-        ConfigError: They are another model's, or hold several texts, or parts of one, or do not
-            say how long their text is.
-        UnsupportedTargetError: One is not of the model's own kind.
+        ConfigError: The caches fit another model, hold several sequences or a part of one, or do
+            not record the length of their sequence.
+        UnsupportedTargetError: A cache has another kind than the model's.
     """
     if len(layers) != len(own):
         raise ConfigError(
@@ -70,7 +71,7 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
 
 
 def num_tokens(layers: Sequence[Any]) -> int | None:
-    """Tokens that caches hold, or None where no layer counts them."""
+    """Return the number of tokens that caches hold, or None if no layer counts them."""
     counts = [layer.offset for layer in parts_of(layers) if not isinstance(layer, ArraysCache)]
     return max(counts) if counts else None
 
@@ -97,12 +98,12 @@ def _check_state(number: int, layer: ArraysCache, example: ArraysCache) -> None:
 
 
 def _quantised_as(layer: Any, example: Any) -> Any:
-    """The example, quantised where the layer is."""
+    """Quantise the example if the layer is quantised."""
     if type(layer) is not QuantizedKVCache or type(example) is not KVCache:
         return example
     try:
         return example.to_quantized(layer.group_size, layer.bits)
-    except (ValueError, TypeError):  # of a damaged file
+    except (ValueError, TypeError):  # bits or a group size from a damaged file
         return example
 
 
@@ -120,18 +121,18 @@ def _check_rows(number: int, layer: Any, example: Any) -> None:
                 f"prompt_cache has {name} of {heads} heads of size {size} in layer {number}, the "
                 f"model's are {expected[1]} of size {expected[3]}; {ADVICE}"
             )
-        # A window keeps its last tokens only.
+        # A ring holds the last tokens only.
         if not isinstance(layer.offset, int) or not (
             0 <= min(layer.offset, getattr(layer, "max_size", layer.offset)) <= num_rows
         ):
             raise ConfigError(
                 f"prompt_cache says that layer {number} holds {layer.offset!r} tokens, but has "
-                f"{num_rows} rows of {name}; {ADVICE}"
+                f"{num_rows} entries of {name}; {ADVICE}"
             )
 
 
 def _named_rows(cache: Any) -> list[tuple[str, Any]]:
-    """Keys and values; where they are quantised, codes, scales and biases each."""
+    """List keys and values, or their codes, scales and biases if they are quantised."""
     rows = [(name, getattr(cache, name)) for name in ("keys", "values")]
     return [
         (name, part)
@@ -141,6 +142,6 @@ def _named_rows(cache: Any) -> list[tuple[str, Any]]:
 
 
 def _shape(rows: Any) -> tuple[int, ...]:
-    """Batch, heads, rows and size of keys or values; zeros where there are none."""
+    """Return batch, heads, entries and size of keys or values, or zeros if there are none."""
     shape = getattr(rows, "shape", ())
     return shape if len(shape) == 4 else (int(rows is not None), 0, 0, 0)

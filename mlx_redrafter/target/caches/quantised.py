@@ -1,7 +1,7 @@
-"""Layers that attend to all tokens and keep quantised rows, as mlx-lm does with ``kv_bits``.
+"""KV cache quantization for layers that attend to all tokens, as mlx-lm does it with ``kv_bits``.
 
-mlx-lm quantises a row before anything attends to it, and each row by itself. So the rows of trees
-are kept aside as they come, and are quantised to the same codes whenever they are written.
+mlx-lm quantises every K/V entry on its own, before anything attends to it. So an entry of a tree
+gets the same codes whenever the cache writes it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class QuantisedCache(FullCache):
 
     @property
     def bits(self) -> int:
-        """Bits of a number; mlx-lm's attention takes codes from a cache that has them."""
+        """Bits per element. mlx-lm's attention expects codes from a cache with this attribute."""
         return int(self.stock.bits)
 
     @property
     def group_size(self) -> int:
-        """Numbers that share a scale."""
+        """Elements per group."""
         return int(self.stock.group_size)
 
 
 class QuantisingCache(TreeCache):
-    """A `TreeCache` whose rows are quantised once the text is long enough.
+    """A `TreeCache` that quantises its entries once the sequence is long enough.
 
     Args:
-        layers: See `TreeCache`.
-        length: See `TreeCache`.
-        quantisation: Quantisation of the rows.
-        given: The caller's list of caches, None for none.
+        layers: The model's ``cache=`` argument.
+        length: Number of committed tokens.
+        quantisation: Bits, group size, and the length at which quantization starts.
+        given: The caller's list of caches, or None.
     """
 
     def __init__(
@@ -60,63 +60,61 @@ class QuantisingCache(TreeCache):
         self._is_due = any(hasattr(layer.stock, "to_quantized") for layer in layers)
 
     def grow(self, num_tokens: int) -> None:
-        """See `TreeCache.grow`; quantises after a forward pass, as mlx-lm does."""
-        super().grow(num_tokens)
+        super().grow(num_tokens)  # after a forward pass, as in mlx-lm
         if self._is_due and self.length >= self._quantisation.start:
             self._quantise()
 
     def takes(self, tree: TokenTree) -> bool:
-        """See `TreeCache.takes`; no tree has nodes before the start and after it."""
+        """Reject a tree with nodes on both sides of the length at which quantization starts."""
         if not self._is_due:
             return True
         return self.length + tree.max_depth < self._quantisation.start
 
     def settle(self, length: int) -> None:
-        """See `TreeCache.settle`; the caller's list has the quantised layers from now on."""
         super().settle(length)
-        if self._given:
+        if self._given:  # as mlx-lm does, replace the caller's caches by quantised ones
             self._given[: len(self.layers)] = self.stock
 
     def _quantise(self) -> None:
         how = self._quantisation
         for number, layer in enumerate(self.layers):
-            if not hasattr(layer.stock, "to_quantized"):  # of another kind, as mlx-lm leaves it
+            if not hasattr(layer.stock, "to_quantized"):  # mlx-lm leaves these kinds alone
                 continue
             layer.settle(self.length)
-            if layer.stock.offset >= how.start:  # unlike that of a layer without rows
+            if layer.stock.offset >= how.start:  # false for a layer that the model never uses
                 quantised = layer.stock.to_quantized(how.group_size, how.bits)
                 self.layers[number] = QuantisedCache(quantised)
-                layer.stock.state = None, None, 0  # the caller may hold it as long as the text
+                layer.stock.state = None, None, 0  # free memory even if the caller holds the cache
         self._is_due = False
 
 
 def check_quantisation(model: nn.Module, quantisation: Quantisation, layers: Sequence[Any]) -> None:
-    """Check that mlx-lm can quantise the rows of a model.
+    """Check that mlx-lm can quantise the K/V cache of a model.
 
     Args:
         model: The model.
-        quantisation: Quantisation of the rows.
-        layers: mlx-lm caches to go on with.
+        quantisation: Bits and group size.
+        layers: mlx-lm caches to continue.
 
     Raises:
-        ConfigError: Caches are quantised in another way already.
-        UnsupportedTargetError: mlx-lm cannot.
+        ConfigError: A cache has other bits or another group size already.
+        UnsupportedTargetError: mlx-lm cannot quantise this model's cache.
     """
     bits, group_size = quantisation.bits, quantisation.group_size
     for layer in layers:
         found = getattr(layer, "bits", bits), getattr(layer, "group_size", group_size)
         if found != (bits, group_size):
             raise ConfigError(
-                f"prompt_cache has rows of {found[0]} bits in groups of {found[1]}; give the same "
-                f"kv_bits and kv_group_size, not {bits} and {group_size}, or neither"
+                f"prompt_cache has entries of {found[0]} bits in groups of {found[1]}; give the "
+                f"same kv_bits and kv_group_size, not {bits} and {group_size}, or neither"
             )
     own: list[Any] = make_prompt_cache(model)
     try:
-        # Never computed: it tells whether there are caches, sizes or attention that cannot.
+        # Never computed: mlx-lm checks sizes, caches and attention while it builds the graph.
         model(mx.array([[0]]), cache=own)
         maybe_quantize_kv_cache(own, 0, group_size, bits)
         model(mx.array([[0]]), cache=own)
-    except Exception as error:  # each model has its own attention
+    except Exception as error:  # each model's attention may raise its own kind
         raise UnsupportedTargetError(
             f"mlx-lm cannot quantise this model's keys and values to {bits} bits in groups of "
             f"{group_size}: {first_line(error)}; leave out kv_bits or choose another kv_group_size"

@@ -1,4 +1,4 @@
-"""The cache of a request while trees are decoded: one cache per layer, each committing itself."""
+"""The cache of a sequence that decodes trees: one cache per layer, each of which commits itself."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mlx_redrafter.trees.tree import TokenTree
 
 
 class ForwardPass:
-    """What a forward pass of the target processes, with masks made once for all layers.
+    """A forward pass of the target, with masks that all layers share.
 
     Attributes:
-        length: Committed tokens before the pass.
-        tree: The tree that is verified; None for committed tokens.
+        length: Number of committed tokens before the pass.
+        tree: The tree that the target verifies; None for a pass over committed tokens.
     """
 
     def __init__(self, length: int, tree: TokenTree | None = None):
@@ -28,7 +28,7 @@ class ForwardPass:
 
     @cached_property
     def tree_mask(self) -> mx.array:
-        """Nodes seeing all committed tokens and their ancestors, bool, shape (N, length + N)."""
+        """Mask of all committed tokens and a node's ancestors, bool, shape (N, length + N)."""
         assert self.tree is not None
         ancestors = self.tree.ancestors
         committed = mx.ones((ancestors.shape[0], self.length), dtype=mx.bool_)
@@ -36,27 +36,27 @@ class ForwardPass:
 
     @cached_property
     def parents(self) -> list[int]:
-        """Parent of each node; waits for the tree, not for the target, unless the host knows it."""
+        """Parent of each node; blocks until the drafter has made the tree, if the host lacks it."""
         assert self.tree is not None
         known = self.tree.known
         return to_ints(self.tree.parents) if known is None else [0, *known.parents]
 
     @cached_property
-    def levels(self) -> list[list[int]]:
-        """Nodes at each depth, the root's first; waits as `parents` does."""
+    def nodes_by_depth(self) -> list[list[int]]:
+        """Nodes at each depth, beginning with the root; blocks as `parents` does."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
-        levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
+        nodes: list[list[int]] = [[] for _ in range(max(depths) + 1)]
         for node, depth in enumerate(depths):
-            levels[depth].append(node)
-        return levels
+            nodes[depth].append(node)
+        return nodes
 
     def window_mask(self, window: int, first: int = 0) -> mx.array:
-        """Nodes seeing the last ``window`` tokens of their own text, themselves included.
+        """Mask all but the last ``window`` tokens of each node's own path, the node included.
 
         Args:
-            window: Tokens that a node sees.
+            window: Number of tokens that a node attends to.
             first: Position of the first token that has a column.
 
         Returns:
@@ -69,10 +69,10 @@ class ForwardPass:
         return mx.concatenate([is_near, ancestors], axis=1)
 
     def chunk_mask(self, chunk: int, first: int) -> mx.array:
-        """Nodes seeing the tokens of their own text since the last multiple of ``chunk``.
+        """Mask all but the tokens of each node's own path since the last multiple of ``chunk``.
 
         Args:
-            chunk: Tokens of a chunk.
+            chunk: Number of tokens per chunk.
             first: Position of the first token that has a column.
 
         Returns:
@@ -87,15 +87,16 @@ class ForwardPass:
         return self._chunk_masks[chunk, first]
 
     def window_rows(self, size: int) -> mx.array:
-        """What a convolution sees of the ``size`` - 1 rows before the root and those of the nodes.
+        """Find the inputs of a convolution over ``size`` tokens, for every node.
 
         Returns:
-            For each node, the last ``size`` rows of its branch, int32, shape (N, size).
+            The last ``size`` rows of each node's branch, int32, shape (N, size). Rows count from
+            the ``size`` - 1 tokens before the root.
         """
         if size not in self._window_rows:
             assert self.tree is not None
             root = size - 1
-            # The row before each row of a branch; no window reaches behind the first one.
+            # Row before each row of a branch. No window reaches beyond the first row.
             above = mx.concatenate([mx.arange(-1, root), self.tree.parents[1:] + root])
             rows = [mx.arange(root, root + self.tree.size)]
             for _ in range(root):
@@ -105,10 +106,10 @@ class ForwardPass:
 
 
 class LayerCache(Protocol):
-    """One layer's cache: what mlx-lm models ask of it, and the steps of a tree.
+    """One layer's cache: the interface that mlx-lm models use, and the steps of a tree.
 
     Attributes:
-        stock: The mlx-lm cache that holds the rows, and that `settle` leaves as mlx-lm would.
+        stock: The mlx-lm cache of the K/V entries, which `settle` leaves as mlx-lm would.
     """
 
     stock: Any
@@ -127,11 +128,11 @@ class LayerCache(Protocol):
 
 
 class TreeCache:
-    """The layers of a request and the number of its committed tokens.
+    """The caches of a sequence's layers, and the number of its committed tokens.
 
     Attributes:
         layers: The model's ``cache=`` argument.
-        length: Committed tokens.
+        length: Number of committed tokens.
     """
 
     def __init__(self, layers: Sequence[LayerCache], length: int):
@@ -156,17 +157,17 @@ class TreeCache:
         self.grow(len(path))
 
     def grow(self, num_tokens: int) -> None:
-        """Count tokens whose rows are there now."""
+        """Count tokens whose K/V entries the cache holds now."""
         self.length += num_tokens
 
     def takes(self, tree: TokenTree) -> bool:
-        """Whether every node of a tree would see what it sees where tokens come one by one."""
+        """Whether the nodes of a tree would attend to the same entries as in plain decoding."""
         return True
 
     def settle(self, length: int) -> None:
         """Leave the stock caches holding exactly the first ``length`` tokens.
 
-        The row of the newest tree's root counts as one that is there. Safe after an interruption.
+        ``length`` may include the root of the newest tree. Safe after an interruption.
         """
         for layer in self.layers:
             layer.settle(length)

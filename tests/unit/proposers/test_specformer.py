@@ -209,7 +209,7 @@ def test_other_targets_are_refused() -> None:
     with pytest.raises(ConfigError, match="beam_length must be at most 5"):
         generate(MODEL, tokenizer, [1, 2], **options)
     without = Target(build(tiny_config("nanochat")))  # its last norm has no weight
-    with pytest.raises(UnsupportedTargetError, match="LM head is given the output of a norm"):
+    with pytest.raises(UnsupportedTargetError, match="LM head gets the output of a norm"):
         without.normalise(mx.zeros((1, without.hidden_size)))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mlx_redrafter.target.ancestor_matrix import Branches, follow_delta_rule, follow_updates
+from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.trees.tree import TokenTree
 
 Array = NDArray[np.float64]
@@ -68,8 +68,8 @@ def by_definition(inputs: Inputs, parents: list[int], is_delta: bool) -> tuple[A
     return read, states
 
 
-def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array, Branches]:
-    """The same by `Branches`."""
+def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array, BranchStates]:
+    """The same by `BranchStates`."""
     state, keys, queries, values, strengths, log_gates = (
         mx.array(x, dtype=mx.float32) for x in inputs
     )
@@ -81,7 +81,7 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
     else:
         updates = values
         read, log_decays = follow_updates(queries, keys, updates, *given)
-    return read, Branches(state, keys, updates, log_decays)
+    return read, BranchStates(state, keys, updates, log_decays)
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

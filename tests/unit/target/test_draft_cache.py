@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.target.caches.draft_rows import LevelMask, attend_in_two_parts
+from mlx_redrafter.target.caches.draft_cache import DraftMask, attend_in_two_parts
 
 
 @pytest.mark.parametrize("heads", [2, 8])
@@ -28,7 +28,7 @@ def test_two_parts_are_attention_over_all_rows(heads: int, width: int) -> None:
     seen = mx.random.uniform(shape=(num_committed,), key=keys[3]) < 0.6
     own = mx.random.uniform(shape=(width, num_aside), key=keys[4]) < 0.6
     own[:, -1] = True
-    mask = LevelMask(seen, own)
+    mask = DraftMask(seen, own)
     found = attend_in_two_parts(queries, committed, aside, mask, 0.3)
     expected = mx.fast.scaled_dot_product_attention(
         queries,
@@ -42,7 +42,7 @@ def test_two_parts_are_attention_over_all_rows(heads: int, width: int) -> None:
 
 def test_rows_that_are_not_seen_count_nothing() -> None:
     ones = mx.ones((1, 1, 4, 8))
-    mask = LevelMask(mx.array([True, True, True, False]), mx.array([[True, False]]))
+    mask = DraftMask(mx.array([True, True, True, False]), mx.array([[True, False]]))
     values = mx.concatenate([ones[..., :3, :], 1e4 * ones[..., :1, :]], axis=2)
     found = attend_in_two_parts(
         mx.ones((1, 1, 1, 8)), (ones, values), (ones[..., :2, :], values[..., 2:, :]), mask, 1.0

@@ -1,6 +1,6 @@
-"""Finding the parts of an mlx-lm model, and refusing what cannot be decoded exactly.
+"""Find the parts of an mlx-lm model, and reject models that would not be decoded exactly.
 
-`check_config` looks at a config alone, before weights are read; `find_parts` at the model itself.
+`check_config` reads a config alone, before any weights. `find_parts` reads the model itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
@@ -20,7 +21,6 @@ from mlx_redrafter.target.architectures import (
     CONTEXT_LENGTH_KEYS,
     REFUSED,
     ROPE_HOOKS,
-    SUPPORTED,
     WRAPPERS,
     Config,
 )
@@ -28,26 +28,24 @@ from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, hold
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.hooks import Hook, HookPoint, capture, install
 
+# Package of mlx-lm's model files.
 MLX_LM_MODELS = "mlx_lm.models."
-# Bounds on what a config file may claim, far above any model.
-MAX_SIZE, MAX_LAYERS = 2**24, 2**12
+# Maximum of a size in a config file, far above any model's.
+MAX_SIZE = 2**24
+# Maximum number of layers in a config file, far above any model's.
+MAX_LAYERS = 2**12
+# Keys of the number of layers, in the configs of different families.
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Keys of sizes that allocate memory.
 SIZE_KEYS = ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head", "head_dim")
+# Keys of rope scaling.
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
 
 
 class Parts(NamedTuple):
-    """The parts of a model that this package needs.
+    """The parts of a model that `Target` needs, and describes.
 
-    Attributes:
-        hooks: Places to hook, for the output that enters the LM head and for the positions of the
-            nodes of a tree.
-        embedding: The input embedding, ids to rows.
-        num_layers: Number of caches.
-        hidden_size: H.
-        vocab_size: Rows of the embedding.
-        context_length: Positions the model was made for, None where the config does not say or no
-            layer counts them.
+    ``hooks`` begins with the hook for the output that enters the LM head.
     """
 
     hooks: list[HookPoint]
@@ -58,24 +56,18 @@ class Parts(NamedTuple):
     context_length: int | None
 
 
-def supported_names() -> list[str]:
-    """What ``model_type`` of a ``config.json`` may be, the names that mlx-lm maps included."""
-    aliases = [alias for alias, name in MODEL_REMAPPING.items() if name in SUPPORTED]
-    return sorted({*SUPPORTED, *aliases}, key=str.lower)
-
-
 def check_config(config: Config) -> None:
     """Check by its ``config.json`` alone that a model can be decoded exactly.
 
     Raises:
-        CheckpointError: A value cannot be any model's.
-        UnsupportedTargetError: It cannot; the message says why.
+        CheckpointError: A value of the config is impossible.
+        UnsupportedTargetError: The model is not supported; the message says why.
     """
     name = config.get("model_type")
     if not isinstance(name, str):
-        raise _refusal("a config.json without model_type", "what it describes is not known")
+        raise _refusal("a config.json without model_type", "its architecture is unknown")
     if config.get("model_file") is not None:
-        raise _refusal(f"model_type {name!r} with code of its own", "that code is not known here")
+        raise _refusal(f"model_type {name!r} with code of its own", "that code is unknown here")
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == "bitnet":
         raise _refusal("bitnet quantization", REFUSED["bitnet"])
@@ -85,7 +77,7 @@ def check_config(config: Config) -> None:
 
 
 def _check_values(config: Config) -> None:
-    """Check what a model would be built from, which may take any time and memory."""
+    """Reject values with which building the model could exhaust time or memory."""
     for key, value in config.items():
         if value is None:
             continue
@@ -95,9 +87,9 @@ def _check_values(config: Config) -> None:
         elif key == "layer_types" and not isinstance(value, list):
             expected = "a list or null"
         elif key in (*LAYER_KEYS, *SIZE_KEYS, *CONTEXT_LENGTH_KEYS):
-            most = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE
-            if type(value) is not int or not 1 <= value <= most:
-                expected = f"an integer from 1 to {most}"
+            high = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE
+            if type(value) is not int or not 1 <= value <= high:
+                expected = f"an integer from 1 to {high}"
         if expected is not None:
             found = reprlib.repr(value)
             raise CheckpointError(
@@ -106,10 +98,10 @@ def _check_values(config: Config) -> None:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Find the parts of a supported model, and check on the model itself that it is one.
+    """Find the parts of a model, and check that it is supported.
 
     Raises:
-        UnsupportedTargetError: The architecture is not known to be decoded exactly.
+        UnsupportedTargetError: No test has compared the architecture with plain decoding.
     """
     name = _file_name(model)
     text_model, text_name = model, name
@@ -128,23 +120,24 @@ def find_parts(model: nn.Module) -> Parts:
     table = getattr(embedding, "embedding", embedding)  # inside a LoRA layer
     positions = list(_find_position_hooks(name, text_name, text_model))
     if not positions:
-        raise _refusal(f"model_type {name!r} without positions", "its tokens cannot be placed")
+        raise _refusal(f"model_type {name!r} without positions", "nothing in it places tokens")
     lengths = () if num_tokens(caches) is None else map(args.get, CONTEXT_LENGTH_KEYS)
     return Parts(
         hooks=[HookPoint(hidden, "__call__", capture), *positions],
         embedding=embedding,
         num_layers=len(caches),
-        hidden_size=getattr(table, "dims", table.weight.shape[-1]),  # quantised weights are packed
+        # Shape of a row that is never computed, because quantised weights are packed.
+        hidden_size=embedding(mx.zeros((1,), dtype=mx.int32)).shape[-1],
         vocab_size=table.weight.shape[0],
         context_length=next(filter(None, lengths), None),
     )
 
 
 def hook_positions(network: nn.Module) -> None:
-    """Let rotary embeddings of mlx-lm in a network rotate nodes of a tree by their own positions.
+    """Let mlx-lm's rotary embeddings in a network rotate tree nodes by their own positions.
 
     Raises:
-        UnsupportedTargetError: There is one of an unknown kind.
+        UnsupportedTargetError: The network has a rotary embedding of an unknown kind.
     """
     for leaf, module in _named_modules(network):
         if "rope" in leaf or "rotary" in leaf:
@@ -153,7 +146,7 @@ def hook_positions(network: nn.Module) -> None:
 
 
 def _find_text_config(name: str, config: Config) -> tuple[str, Config]:
-    """The model type and config of the language model."""
+    """Return the model type and the config of the language model."""
     if name not in WRAPPERS:
         return name, config
     text_config = config.get("text_config")
@@ -178,7 +171,7 @@ def _check_text_config(name: str, text_name: str, config: Config) -> None:
 
 def _rope_kinds(config: Config) -> set[str]:
     scalings = [config.get(key) for key in ROPE_KEYS]
-    # Some families have one for each type of layer.
+    # Some families have one scaling for each type of layer.
     scalings += [
         inner for scaling in scalings if isinstance(scaling, Mapping) for inner in scaling.values()
     ]
@@ -195,7 +188,7 @@ def _check_caches(name: str, caches: list[Any]) -> None:
     if others:
         raise _refusal(
             f"model_type {name!r} with caches {', '.join(sorted(others))}",
-            f"a tree fits into {', '.join(kind.__name__ for kind in LAYER_CACHES)} only",
+            f"only {', '.join(kind.__name__ for kind in LAYER_CACHES)} can hold a tree",
         )
 
 
@@ -214,7 +207,7 @@ def _find_position_hooks(name: str, text_name: str, model: nn.Module) -> Iterato
 
 
 def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules below a model with their own names, quicker than ``named_modules``."""
+    """List all modules of a model by their own names, faster than ``named_modules``."""
     found: list[tuple[str, nn.Module]] = []
     waiting: list[tuple[str, Any]] = [("", model)]
     while waiting:
@@ -235,14 +228,16 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _find_rope_hook(name: str, rope: nn.Module) -> Iterator[HookPoint]:
     kind = type(rope).__name__
     if kind not in ROPE_HOOKS:
-        raise _refusal(f"model_type {name!r} with a {kind}", "its positions are not known here")
+        raise _refusal(
+            f"model_type {name!r} with a {kind}", "this package has no hook for its positions"
+        )
     hook = ROPE_HOOKS[kind]
     if hook is not None:
         yield HookPoint(rope, "__call__", hook)
 
 
 def _find_args(model: nn.Module) -> Config:
-    """What mlx-lm read from the config; model files keep it under two names."""
+    """Return the arguments of a model, which mlx-lm's files keep under two names."""
     return vars(getattr(model, "args", None) or model.config)
 
 
@@ -253,10 +248,10 @@ def _find_module(model: nn.Module, path: str) -> Any:
 
 
 def _file_name(model: nn.Module) -> str:
-    """The model file of mlx-lm that defines this class."""
+    """Return the name of the mlx-lm file that defines the model's class."""
     module = type(model).__module__
     if not module.startswith(MLX_LM_MODELS):
-        raise _refusal(f"a model class from {module}", "that code is not known here")
+        raise _refusal(f"a model class from {module}", "that code is unknown here")
     return module.removeprefix(MLX_LM_MODELS)
 
 

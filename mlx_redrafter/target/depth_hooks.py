@@ -1,8 +1,9 @@
-"""A hook that takes recurrent layers along a tree level by level, whatever their recurrence.
+"""A hook that computes any recurrent layer over a tree, one depth after the other.
 
-All nodes at one depth are a batch of single tokens, each on the state of its parent. Compared with
-the matrix of ancestors, a layer's weights are read once per level, the state of every node is held
-until the next tree, and where the host does not know the tree yet it waits for the draft.
+The nodes at one depth are a batch of single tokens, each with the state of its parent. Unlike the
+hooks in `recurrent_hooks`, this one reads a layer's weights once per depth and keeps the state of
+every node until the next tree. It blocks until MLX has computed the draft if the host does not know
+the tree.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from mlx_redrafter.target.caches.recurrent import RecurrentCache, State
 from mlx_redrafter.target.hooks import Call
 
 
-def follow_levels(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a layer with a state that takes rows, its cache, and nothing else that has rows.
+def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """Hook for a layer with a state whose only input with one row per token is ``x``.
 
     Args:
         call: The layer.
         x: Rows of the N nodes, shape (1, N, H).
-        *args: Arguments that are the same for all rows, among them the layer's cache.
-        **kwargs: The same by name.
+        *args: Further arguments, among them the layer's cache; the same for all rows.
+        **kwargs: Further arguments by name.
 
     Returns:
         Shape (1, N, H).
@@ -43,16 +44,16 @@ def follow_levels(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
 
     if cache.tree is None:
         return run(x, cache.stock)
-    levels, parents = cache.step.levels, cache.step.parents
-    place = {node: index for level in levels for index, node in enumerate(level)}
+    nodes_by_depth, parents = cache.step.nodes_by_depth, cache.step.parents
+    place = {node: index for nodes in nodes_by_depth for index, node in enumerate(nodes)}
     states: list[State] = [list(cache.stock.cache)]
     outputs = []
-    for depth, level in enumerate(levels):
-        above = mx.array([place[parents[node]] if depth else 0 for node in level])
+    for depth, nodes in enumerate(nodes_by_depth):
+        above = mx.array([place[parents[node]] if depth else 0 for node in nodes])
         batch = ArraysCache(len(states[0]))
         for index, array in enumerate(states[depth]):
             batch[index] = None if array is None else array[above]
-        outputs.append(run(x[0][mx.array(level)][:, None], batch))
+        outputs.append(run(x[0][mx.array(nodes)][:, None], batch))
         states.append(list(batch.cache))
 
     def state_after(path: Sequence[int]) -> State:
@@ -60,5 +61,5 @@ def follow_levels(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         return [None if array is None else array[index : index + 1] for array in states[len(path)]]
 
     cache.branch(state_after)
-    order = np.argsort([node for level in levels for node in level])
+    order = np.argsort([node for nodes in nodes_by_depth for node in nodes])
     return mx.concatenate(outputs)[mx.array(order)].swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""Options of the prompt, and its token ids."""
+"""Options of the prompt, and its conversion to token ids."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ ChatTemplateConfig = Annotated[
     str | None,
     typer.Option(
         "--chat-template-config",
-        help="JSON object of options for the chat template.",
+        help='JSON object of options for the chat template, such as {"enable_thinking": false}.',
         rich_help_panel=PROMPT,
     ),
 ]
 SystemPrompt = Annotated[
     str | None,
     typer.Option(
-        "--system-prompt", help="System message for the chat template.", rich_help_panel=PROMPT
+        "--system-prompt",
+        help="System message, for models with a chat template.",
+        rich_help_panel=PROMPT,
     ),
 ]
 
 
 @dataclass(frozen=True)
-class Prompting:
-    """The prompt, and how it becomes token ids."""
+class PromptOptions:
+    """The prompt, the chat template and the prompt cache."""
 
     prompt: Annotated[
         str,
         typer.Option(
             "--prompt",
             "-p",
-            help="The prompt; - reads it from stdin.",
+            help="The prompt; - reads it from standard input.",
             show_default=False,
             rich_help_panel=PROMPT,
         ),
@@ -53,7 +55,7 @@ class Prompting:
         str | None,
         typer.Option(
             "--prompt-cache-file",
-            help="Continue from a cache written by mlx_lm.cache_prompt.",
+            help="Continue after the prompt cache in this file, which mlx_lm.cache_prompt wrote.",
             rich_help_panel=PROMPT,
         ),
     ] = None
@@ -62,7 +64,7 @@ class Prompting:
         parse_template_options(self.chat_template_config)  # checked before anything is loaded
 
     def read(self) -> str:
-        """The prompt's text, from stdin if it is ``-``."""
+        """Read the prompt, from standard input if it is ``-``."""
         is_stdin = self.prompt == "-"
         try:
             text = sys.stdin.read() if is_stdin else self.prompt
@@ -71,9 +73,9 @@ class Prompting:
         return text if is_stdin else text.replace("\\n", "\n").replace("\\t", "\t")
 
     def encode(self, tokenizer: TokenizerWrapper) -> list[int]:
-        """Token ids as `mlx_lm.generate` makes them.
+        """Encode the prompt as `mlx_lm.generate` does.
 
-        After a prompt cache the beginning of the chat template is left out.
+        After a prompt cache, the encoded prompt leaves out the beginning of the chat template.
 
         Raises:
             ConfigError: The prompt is not text, or the chat template rejects it.
@@ -84,8 +86,8 @@ class Prompting:
         if self.ignore_chat_template or not tokenizer.has_chat_template:
             if self.system_prompt is not None:
                 raise ConfigError(
-                    "--system-prompt needs a chat template; the model has none, or "
-                    "--ignore-chat-template is given"
+                    "--system-prompt needs a chat template, but the model has none or "
+                    "--ignore-chat-template is given; leave it out"
                 )
             return encode_question(tokenizer, text, use_template=False)
         messages = [{"role": "user", "content": text}]
@@ -105,10 +107,10 @@ class Prompting:
             ) from error
 
     def load_cache(self, model: str | None) -> list[Any] | None:
-        """The prompt cache of the file, None without one.
+        """Load the prompt cache from its file; return None if no file is given.
 
         Args:
-            model: Name of the target, which must be the cache's.
+            model: Name of the target, which must be the one that the cache names.
 
         Raises:
             ConfigError: The file is damaged, or was made with another model.
@@ -122,7 +124,8 @@ class Prompting:
             cache, metadata = load_prompt_cache(path, return_metadata=True)
         except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"--prompt-cache-file {path} is no cache of mlx_lm.cache_prompt: {error}"
+                f"--prompt-cache-file {path} is no cache of mlx_lm.cache_prompt: {error}; make "
+                "it again"
             ) from error
         if metadata.get("model") != model:
             raise ConfigError(
@@ -133,10 +136,10 @@ class Prompting:
 
 
 def parse_template_options(given: str | None) -> dict[str, Any]:
-    """Options for the chat template, as ``--chat-template-config`` gives them.
+    """Parse the value of ``--chat-template-config``.
 
     Raises:
-        ConfigError: They are not a JSON object.
+        ConfigError: The value is not a JSON object.
     """
     try:
         options = json.loads(given or "{}")
