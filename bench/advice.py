@@ -15,10 +15,12 @@ from mlx_redrafter.bench.model_shape import EXAMPLE, ModelShape, shape_of_config
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY, LOOKUP, MTP, is_word, recognise
+from mlx_redrafter.checkpoints.recognition import is_word, recognise
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.proposers import redrafter
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 from mlx_redrafter.training.resources import format_bytes, read_total_memory
 
@@ -71,9 +73,9 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
         UnsupportedTargetError: The model cannot be decoded exactly.
     """
     subject = _find_model(model)
-    if drafter is None or is_word(drafter, LOOKUP):
+    if drafter is None or is_word(drafter, "lookup"):
         return subject
-    if is_word(drafter, MTP):
+    if is_word(drafter, "mtp"):
         return replace(subject, drafter=drafter)
     return replace(subject, drafter=drafter, refusal=_refuse(drafter, subject.shape))
 
@@ -101,7 +103,7 @@ def _find_model(model: str | None) -> Subject:
 def _refuse(drafter: str, shape: ModelShape) -> str | None:
     try:
         kind, config = recognise(drafter)
-        if kind == "recurrent drafter":
+        if kind is redrafter:
             check_sizes(DrafterConfig.from_dict(config), shape.hidden_size, shape.vocab_size)
     except RedrafterError as error:
         return str(error)
@@ -138,7 +140,7 @@ def advise(
 
 def _drafters(subject: Subject) -> list[str]:
     sentences = [
-        f"{LOOKUP}, the default: prompt lookup. It proposes the tokens that followed the newest "
+        "lookup, the default: prompt lookup. It proposes the tokens that followed the newest "
         "words earlier in the text. It needs no files, and helps if a text repeats its prompt or "
         "itself.",
         "The bundled drafter, which was trained for this model."
@@ -203,7 +205,7 @@ def _recommendation(subject: Subject, forecast: Forecast, trial: DrafterTrial | 
             "Set no draft sizes: the program chooses them in every step.",
         ]
     sentences = [
-        f"Use {LOOKUP}, which decodes plainly if nothing repeats: {use} --drafter {LOOKUP} "
+        f"Use lookup, which decodes plainly if nothing repeats: {use} --drafter lookup "
         '--prompt "..."'
     ]
     if trial is not None:

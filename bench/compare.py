@@ -12,7 +12,6 @@ from mlx_redrafter.bench.runs import Arm, CommonSettings, EncodedPrompt
 from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.bench.turns import decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.policy.profiling import contexts, step_costs, time_steps
-from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 
@@ -80,7 +79,7 @@ def time_shapes(settings: CommonSettings, longest: int, recording: Recording) ->
     """
     target = Target(settings.model)
     is_lookup = isinstance(settings.drafter, Lookup)
-    network = None if is_lookup else as_proposer(settings.drafter)
+    network = None if is_lookup else settings.drafter
     seconds = sum(
         timed(partial(time_steps, target, network, context))
         for context in contexts(target, longest)

@@ -12,9 +12,8 @@ from typing import Any
 
 from mlx_redrafter.bench.machine import describe
 from mlx_redrafter.checkpoint_files import shared_name, write_atomically
-from mlx_redrafter.checkpoints.loading import LoadedDrafter
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, explain
-from mlx_redrafter.proposers.kinds import as_proposer
 
 # Version of the layout of result files.
 FORMAT = 1
@@ -73,7 +72,7 @@ def checkpoint_name(path_or_repo: str | None) -> str:
     return shared_name(path_or_repo)
 
 
-def pair_names(model: str | None, drafter: str | None, loaded: LoadedDrafter) -> dict[str, Any]:
+def pair_names(model: str | None, drafter: str | None, loaded: Proposer) -> dict[str, Any]:
     """Name a pair in a result, with the bits of the drafter's weights if they are quantised.
 
     `load` quantises a recurrent drafter if that is faster, so its name alone is not enough.
@@ -85,8 +84,8 @@ def pair_names(model: str | None, drafter: str | None, loaded: LoadedDrafter) ->
     }
 
 
-def _drafter_bits(drafter: LoadedDrafter) -> int | None:
-    parts = (part for network in as_proposer(drafter).modules for part in network.modules())
+def _drafter_bits(drafter: Proposer) -> int | None:
+    parts = (part for network in drafter.networks for part in network.modules())
     return next((part.bits for part in parts if hasattr(part, "bits")), None)
 
 

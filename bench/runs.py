@@ -15,11 +15,11 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.checkpoints.loading import LoadedDrafter
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.engine.responses import GenerationResponse
-from mlx_redrafter.proposers.speculate_ahead import Predrafted
+from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
 STOCK = "mlx-lm"
 PLAIN = "plain"
@@ -113,7 +113,7 @@ class CommonSettings:
 
     model: nn.Module
     tokenizer: Any
-    drafter: LoadedDrafter | Predrafted
+    drafter: Proposer | SpeculateAhead
     max_tokens: int
     temp: float = 0.0
     seed: int = 0

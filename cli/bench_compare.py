@@ -59,9 +59,8 @@ def compare(
     from mlx_redrafter.bench.runs import STOCK_DRAFT, CommonSettings, stock_arm
     from mlx_redrafter.bench.turns import arm_name, compared_arms
     from mlx_redrafter.checkpoints.loading import load
-    from mlx_redrafter.proposers.kinds import as_proposer
 
-    plans = [plan.within(as_proposer(drafter).max_length) for plan in plans]
+    plans = [plan.within(drafter.max_length) for plan in plans]
     encoded = prompts.encode(tokenizer)
     configuration = {
         **describe_pair(pair, drafter),

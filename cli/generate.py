@@ -63,9 +63,9 @@ class GeneratingPair(WritingPair):
         for token in self.extra_eos_token or ():
             _add_stop_token(tokenizer, token)
         if self.predraft and drafter is not None:
-            from mlx_redrafter.proposers.speculate_ahead import Predrafted
+            from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
-            return model, tokenizer, Predrafted(drafter, self.predraft)
+            return model, tokenizer, SpeculateAhead(drafter, self.predraft)
         return model, tokenizer, drafter
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_redrafter.checkpoints.loading import LoadedDrafter
+    from mlx_redrafter.decoding.protocols import Proposer
 
-    Loaded = tuple[nn.Module, TokenizerWrapper, LoadedDrafter]
+    Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
 
 # The drafter's name that stands for plain decoding.
 NO_DRAFTER = "none"
@@ -142,7 +142,7 @@ class WritingPair(AdaptedPair):
         """Whether there is a drafter."""
         return self.drafter != NO_DRAFTER
 
-    def load_writer(self) -> tuple[nn.Module, TokenizerWrapper, LoadedDrafter | None]:
+    def load_writer(self) -> tuple[nn.Module, TokenizerWrapper, Proposer | None]:
         """Load the target, its tokenizer and the drafter, which is None for plain decoding."""
         model, tokenizer, drafter = self._load(drafter=self.drafter if self.drafts else None)
         return model, tokenizer, drafter if self.drafts else None

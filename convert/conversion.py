@@ -29,17 +29,14 @@ from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.checkpoint import check_token_ids, save_drafter
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.checkpoint import (
-    check_token_ids,
-    quantize_drafter,
-    save_drafter,
-)
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import Target
 
 # Maximum number of padding rows of a head; heads are padded to multiples of 64 or 128 rows.
@@ -153,8 +150,7 @@ def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
         raise ConfigError(
             "--rnn-activation is for recurrent drafters, found Medusa heads; leave it out"
         )
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-    found = read_heads(source.config, shapes)
+    found = read_heads(source.config, source.shapes)
     check_dtypes(found.sources, source.tensors)
     config = found.config
     if options.tree == "static" and options.target is None and config.rank_accuracies is None:

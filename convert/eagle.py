@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter
@@ -24,21 +23,24 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
-from mlx_redrafter.proposers.eagle.checkpoint import new_eagle, read_eagle_config, save_eagle
+from mlx_redrafter.proposers.checkpoint import (
+    CONFIG_ONLY,
+    check_shapes,
+    check_token_ids,
+    save_drafter,
+)
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import (
+    eagle_config,
     is_eagle,
     own_names,
     resolve_offsets,
     rope_of,
     target_of,
 )
-from mlx_redrafter.proposers.redrafter.checkpoint import (
-    check_shapes,
-    check_token_ids,
-    quantize_drafter,
-)
+from mlx_redrafter.proposers.layer_sizes import build
+from mlx_redrafter.proposers.quantization import quantize_drafter
 
 FLOATS, INTEGERS = ("float32", "float16", "bfloat16"), ("int32", "int64")
 
@@ -76,7 +78,7 @@ def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
     """
     names = own_names(source.tensors)
     shapes = {own: source.tensors[name].shape for own, name in names.items()}
-    eagle = new_eagle(read_eagle_config(source.config, shapes))
+    eagle = build(Eagle, eagle_config(source.config, shapes))
     check_shapes(eagle, shapes, source.name, names)
     problems = [
         f"{quote(name)} is {source.tensors[name].dtype}"
@@ -108,7 +110,7 @@ def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafte
     eagle.eval()
     measured = None if options.target is None else _test(eagle, options.target)
     return ConvertedDrafter(
-        partial(save_eagle, eagle),
+        partial(save_drafter, eagle),
         eagle.config,
         named.name_set,
         measured,
@@ -132,6 +134,6 @@ def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
         return None
     other = copy.deepcopy(eagle)
     other.config = config
-    for layer, made in zip(other.layers, new_eagle(config).layers, strict=True):
+    for layer, made in zip(other.layers, build(Eagle, config).layers, strict=True):
         layer.self_attn.rope = made.self_attn.rope
     return other

@@ -14,7 +14,8 @@ from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination,
 from mlx_redrafter.convert.shapes import APPLE_TOP_K
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.redrafter.checkpoint import PATTERNS, load_drafter
+from mlx_redrafter.proposers.checkpoint import PATTERNS
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.version import __version__
 

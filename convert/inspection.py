@@ -59,8 +59,7 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     try:
         if has_medusa(source):
             noun = "Medusa heads"
-            shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-            named = read_heads(source.config, shapes)
+            named = read_heads(source.config, source.shapes)
             config = named.config
         else:
             noun = "a recurrent drafter"

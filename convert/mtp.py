@@ -25,26 +25,20 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers.draft_network import quantization_of
-from mlx_redrafter.proposers.eagle.published import is_eagle
-from mlx_redrafter.proposers.medusa.layouts import is_medusa
-from mlx_redrafter.proposers.mtp.checkpoint import (
-    CONFIG_AND_INDEX,
-    find_module,
-    load_mtp,
-    open_module,
-    published_name,
-    save_mtp,
-)
+from mlx_redrafter.proposers import eagle, medusa
+from mlx_redrafter.proposers.checkpoint import check_finite, save_drafter
+from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
     is_mtp,
     model_type_of,
     one_layer_model,
     prefix_of,
+    published_name,
 )
 from mlx_redrafter.proposers.mtp.network import Mtp, MtpConfig
-from mlx_redrafter.proposers.redrafter.checkpoint import check_finite, quantize_drafter
+from mlx_redrafter.proposers.mtp.tensors import INDEX, find_module, open_module
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
@@ -55,9 +49,9 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    folder = find_checkpoint(path_or_repo, CONFIG_AND_INDEX)
+    folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
-    if not has_family(values) or is_eagle(values, ()) or is_medusa(values, {}):
+    if not has_family(values) or eagle.recognise(values, {}) or medusa.recognise(values, {}):
         return None
     folder, paths = find_module(path_or_repo)
     tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}
@@ -91,7 +85,7 @@ def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
 
 def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     """Convert an MTP module; see `conversion.convert_drafter`."""
-    module, values = load_mtp(source.folder), source.config
+    module = load_mtp(source.folder)
     if quantization_of(module) is not None:
         raise CheckpointError(QUANTISED)
     _cast(module, source, options.dtype)
@@ -102,7 +96,7 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     if options.target is not None:
         measured = SelfTest.of(compare(module, *decode_texts(module, options.target)))
     return ConvertedDrafter(
-        partial(save_mtp, module, values),
+        partial(save_drafter, module),
         module.config,
         "MTP",
         measured,
@@ -112,7 +106,7 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
 
 
 def _has_index(source: Source) -> bool:
-    return (source.folder / CONFIG_AND_INDEX[1]).exists()
+    return (source.folder / INDEX).exists()
 
 
 def _target_of(source: Source) -> str | None:

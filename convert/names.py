@@ -7,7 +7,8 @@ Names without prefixes; i < n residual blocks, the final layer has index n:
     head as a bare module                  0.{i}.linear.*          0.{n}.weight
     TensorRT-LLM            input_proj.*   layers.{i}.linear.*     lm_head.weight
 
-with rnn_u.weight, rnn_u.bias and rnn_w.weight in all of them.
+All of them have rnn_u.weight, rnn_u.bias and rnn_w.weight.
+
 Source: TensorRT-LLM's examples/redrafter/convert_checkpoint.py, which reads the first three.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
-from mlx_redrafter.proposers.redrafter.checkpoint import UNUSED_TENSORS
+from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS
 
 NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
 
@@ -30,7 +31,7 @@ _PROJECTION = re.compile(r"input_projs?\.(weight|bias)")
 _BLOCK = re.compile(r"(?:lm_heads?|0|layers)\.([0-9]{1,4})\.linear\.(weight|bias)")
 _FINAL = re.compile(r"(?:lm_heads?|0)\.([0-9]{1,4})\.weight")
 _TENSORRT_FINAL = "lm_head.weight"
-# Prefixes of the target's tensors in checkpoints of target and drafter.
+# Prefixes of the target's tensors in checkpoints of both networks.
 _TARGET_PREFIXES = ("verifier.", "transformer.", "base_model.")
 
 

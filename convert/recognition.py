@@ -1,34 +1,32 @@
-"""Recognition of checkpoints: Medusa heads, and what is not supported by the name of its kind."""
+"""Recognition of checkpoints: Medusa heads, and kinds that cannot be converted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlx_redrafter import proposers
 from mlx_redrafter.checkpoints.recognition import find_refused
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers.medusa.layouts import heads_of, is_medusa
-from mlx_redrafter.proposers.mtp.families import is_mtp
+from mlx_redrafter.proposers import draft_model, eagle, medusa, mtp, redrafter
+from mlx_redrafter.proposers.medusa.layouts import heads_of
 
-# Kind of each other drafter by the model type in its config.
-_MODEL_TYPES = {
-    "eagle": "an EAGLE checkpoint whose tensors are not those of SafeAILab's files",
-}
+# Kinds that are converted, and the draft model, whose sign is any config of a model.
+_KNOWN = (redrafter, eagle, medusa, mtp, draft_model)
 
 
 def has_medusa(source: Source) -> bool:
-    """Whether a checkpoint seems to be one of Medusa heads."""
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    """Return whether a checkpoint seems to be one of Medusa heads."""
     is_named_so = any(path.name.startswith("medusa") for path in source.files)
-    return is_named_so or is_medusa(source.config, shapes)
+    return is_named_so or medusa.recognise(source.config, source.shapes)
 
 
 def recognise_foreign(source: Source) -> str | None:
-    """Recognise a checkpoint that is not supported.
+    """Name the kind of a checkpoint that cannot be converted.
 
     Returns:
-        Kind of the checkpoint in words, or None if it may be a recurrent drafter or Medusa heads.
+        The kind in words; None if it may be a recurrent drafter or Medusa heads.
     """
     config, names = source.config, list(source.tensors)
     if _is_quantized_mlx(config):
@@ -40,10 +38,12 @@ def recognise_foreign(source: Source) -> str | None:
         )
     if (refusal := find_refused(config)) is not None:
         return f"a {refusal}"
-    for key in ("model_type", "speculators_model_type"):
-        if (model_type := config.get(key)) in tuple(_MODEL_TYPES):
-            return _MODEL_TYPES[model_type]
-    if is_mtp(config, names):
+    if "eagle" in (config.get("model_type"), config.get("speculators_model_type")):
+        return "an EAGLE checkpoint whose tensors are not those of SafeAILab's files"
+    for kind in proposers.KINDS:
+        if kind not in _KNOWN and kind.recognise(config, source.shapes):
+            return f"{kind.NAME}, which `load` reads as it is"
+    if mtp.recognise(config, source.shapes):
         return f"an MTP module of a model of type {quote(str(config.get('model_type')))}"
     if has_medusa(source):
         return None

@@ -22,20 +22,13 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.fit import (
-    TOP_TOKENS,
-    Calibration,
-    ObservedSequence,
-    Prediction,
-    calibrate,
-    predict,
-)
-from mlx_redrafter.proposers.kinds import as_proposer
-from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
+from mlx_redrafter.proposers.fit import TOP_TOKENS, Calibration, ObservedSequence, Prediction
 from mlx_redrafter.proposers.medusa import fit_heads as heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import Activation
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
@@ -176,7 +169,7 @@ def decode_texts(
     """
     model, tokenizer, _ = load(name)
     target = Target(model)
-    as_proposer(network).check_fit(target, tokenizer)
+    network.check_fit(target, tokenizer)
     logger.info(DECODING, len(PROMPTS))
     layers = network.captured_layers(target)
     prompts = [encode_question(tokenizer, prompt) for prompt in PROMPTS]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from mlx.utils import tree_flatten
-
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.proposers.checkpoint import describe_misfits
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
@@ -69,15 +68,12 @@ def infer_drafter_config(
     if rnn_activation is not None:
         variant["rnn_activation"] = rnn_activation
     config = DrafterConfig.from_dict({**inferred, **stated, **variant})
-    _check_shapes(config, named, shapes)
+    if problems := describe_misfits(Drafter(config), shapes, named.sources):
+        raise CheckpointError(
+            f"the tensors do not fit a drafter with {_summarise(config)}: {problems}"
+        )
     check_dtypes(named.sources, tensors)
     return config
-
-
-def list_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """List the shape of every tensor of a drafter; nothing is allocated."""
-    parameters = dict(tree_flatten(Drafter(config).parameters()))
-    return {name: tensor.shape for name, tensor in parameters.items()}
 
 
 def _infer_values(shapes: Shapes) -> dict[str, Any]:
@@ -118,29 +114,6 @@ def _choose_variant(
     rows = cast(int, inferred.get("vocab_size", 0))
     variant.setdefault("draft_top_k", APPLE_TOP_K if rows > APPLE_TOP_K else None)
     return variant
-
-
-def _check_shapes(config: DrafterConfig, named: NamedTensors, found: Shapes) -> None:
-    expected = list_shapes(config)
-    problems = [
-        f"{name} is missing, expected shape {list(expected[name])}"
-        for name in sorted(expected.keys() - found.keys())
-    ]
-    problems += [
-        f"{quote(named.sources[name])} of shape {list(found[name])} is unexpected"
-        for name in sorted(found.keys() - expected.keys())
-    ]
-    problems += [
-        f"{quote(named.sources[name])} has shape {list(found[name])}, "
-        f"expected {list(expected[name])}"
-        for name in sorted(expected.keys() & found.keys())
-        if found[name] != expected[name]
-    ]
-    if problems:
-        raise CheckpointError(
-            f"the tensors do not fit a drafter with {_summarise(config)}: "
-            f"{join_shortened(problems, '; ')}"
-        )
 
 
 def check_dtypes(sources: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:

@@ -53,6 +53,11 @@ class Source:
     files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
     def sha256(self) -> dict[str, str]:
         """SHA-256 of each weight file, by file name."""
         return {path.name: _sha256(path) for path in self.files}

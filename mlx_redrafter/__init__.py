@@ -32,19 +32,19 @@ from mlx_redrafter.version import __version__
 prepare()
 
 if TYPE_CHECKING:
-    from mlx_redrafter.checkpoints.loading import load
+    from mlx_redrafter.checkpoints.loading import load, load_drafter
     from mlx_redrafter.engine.conversation import Conversation
     from mlx_redrafter.engine.engine import Engine
     from mlx_redrafter.engine.generation import generate, generate_batch, stream_generate
     from mlx_redrafter.engine.responses import GenerationResponse
     from mlx_redrafter.errors import RedrafterError
     from mlx_redrafter.grammar import Grammar
+    from mlx_redrafter.proposers.checkpoint import save_drafter
     from mlx_redrafter.proposers.draft_model import DraftModel
     from mlx_redrafter.proposers.lookup import Lookup
-    from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
     from mlx_redrafter.proposers.redrafter.config import DrafterConfig
     from mlx_redrafter.proposers.redrafter.network import Drafter
-    from mlx_redrafter.proposers.speculate_ahead import Predrafted
+    from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
 # Modules of the public names, imported on first use: mlx-lm takes seconds to import, which would
 # delay `redrafter-mlx --help`.
@@ -57,13 +57,13 @@ _HOMES = {
     "GenerationResponse": "engine.responses",
     "Grammar": "grammar",
     "Lookup": "proposers.lookup",
-    "Predrafted": "proposers.speculate_ahead",
     "RedrafterError": "errors",
+    "SpeculateAhead": "proposers.speculate_ahead",
     "generate": "engine.generation",
     "generate_batch": "engine.generation",
     "load": "checkpoints.loading",
-    "load_drafter": "proposers.redrafter.checkpoint",
-    "save_drafter": "proposers.redrafter.checkpoint",
+    "load_drafter": "checkpoints.loading",
+    "save_drafter": "proposers.checkpoint",
     "stream_generate": "engine.generation",
 }
 
@@ -76,8 +76,8 @@ __all__ = [
     "GenerationResponse",
     "Grammar",
     "Lookup",
-    "Predrafted",
     "RedrafterError",
+    "SpeculateAhead",
     "__version__",
     "generate",
     "generate_batch",

@@ -1,4 +1,4 @@
-"""What was timed on this machine, kept in the user's cache folder until something changes."""
+"""Timings on this machine, kept in the user's cache folder until something changes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from statistics import quantiles
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -20,22 +21,38 @@ from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# No step takes longer.
+# Seconds of a step that no machine needs: stored times of an hour or more are damaged.
 MOST_SECONDS = 3600.0
-# Measurements of what was disturbed, each in a run of its own; the fastest times of all count.
+# Number of runs that time steps which other work disturbed; the fastest times of all count.
 MOST_RUNS = 3
+# Key of the number of further runs that may time.
 RUNS_LEFT = "runs left"
-# How often use has shown that less time is taken than was measured, and the most times that this
-# counts: parts of steps may seem to take less for ever.
-DOUBTS, MOST_DOUBTS = "doubts", 2
+# Key of the number of times that steps in use were faster than the stored times.
+DOUBTS = "doubts"
+# Number of doubts that lead to new timings: parts of steps may seem faster in use for ever.
+MOST_DOUBTS = 2
+# Key of the ratios of paired timings.
+RATIOS = "ratios"
+
+
+# Errors of files that are missing or damaged.
+DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 class Timed(NamedTuple):
-    """What was measured.
+    """A measurement.
 
     Attributes:
         seconds: Seconds by key.
-        is_doubtful: Whether something disturbed it: the next run measures it again.
+        is_doubtful: Whether other work disturbed it, so that the next run measures again.
     """
 
     seconds: Mapping[str, float]
@@ -48,16 +65,17 @@ def load_or_measure(
     keys: Collection[str],
     measure: Callable[[], Timed],
 ) -> dict[str, float]:
-    """Seconds by key: from a file if they were measured before, else measured and written to it.
+    """Return the stored seconds by key, or measure and store them.
 
-    What was disturbed when it was measured is measured again by the next runs, `MOST_RUNS` at most.
+    If other work disturbed a measurement, the next runs repeat it, `MOST_RUNS` in all.
 
     Args:
-        what: Says what is timed; its ``repr`` counts.
-        modules: Networks timed: names, shapes and dtypes of their weights count, as do the device
-            and the versions of MLX and of this package.
+        what: Description of the measurement; its ``repr`` is part of the file's name, and so are
+            names, shapes and dtypes of the weights, the device, and the versions of MLX and of this
+            package.
+        modules: Networks that are timed.
         keys: Names of the seconds.
-        measure: Finds it.
+        measure: Function that measures.
     """
     path = _path(what, modules)
     stored = _read(path, keys)
@@ -73,13 +91,13 @@ def load_or_measure(
 
 
 def measure_again(what: object, modules: Collection[nn.Module], keys: Collection[str]) -> bool:
-    """Have what took less time in use than was measured measured once more, when it is next asked.
+    """Let the next run measure again, as steps in use are faster than the stored seconds.
 
     The arguments are those of `load_or_measure`.
 
     Returns:
-        Whether it will be; not where this has been asked `MOST_DOUBTS` times before, or where the
-        file cannot be written.
+        Whether it will. It will not after `MOST_DOUBTS` such calls, or if the file cannot be
+        written.
     """
     path = _path(what, modules)
     stored = _read(path, keys)
@@ -88,13 +106,39 @@ def measure_again(what: object, modules: Collection[nn.Module], keys: Collection
     return _write(path, Stored(stored.seconds, max(1, stored.runs), stored.doubts + 1))
 
 
+def load_or_compare(
+    what: object, modules: Collection[nn.Module], time_pairs: Callable[[], list[float]], gain: float
+) -> bool:
+    """Return whether one of two ways is faster by a margin, from paired timings kept in a file.
+
+    A load that changes in between shifts both timings of a pair alike. If at least a quarter of the
+    pairs are beyond the margin, the next run times pairs once more, and all pairs decide for good:
+    one disturbed moment does not. Three quarters of the pairs have to be beyond the margin.
+
+    Args:
+        what: As in `load_or_measure`.
+        modules: As in `load_or_measure`.
+        time_pairs: Function that returns, for several pairs, the seconds of the slower way over
+            those of the faster one.
+        gain: The margin, a ratio above 1.
+    """
+    path = _path(what, modules)
+    ratios, runs = _read_ratios(path)
+    if runs:
+        is_first = not ratios
+        ratios = [*ratios, *time_pairs()]
+        may_gain = quantiles(ratios, n=4)[2] > gain
+        _write_values(path, {RATIOS: ratios, RUNS_LEFT: int(is_first and may_gain)})
+    return quantiles(ratios, n=4)[0] > gain
+
+
 class Stored(NamedTuple):
-    """What a file holds.
+    """Content of a file.
 
     Attributes:
-        seconds: Seconds by key, none where the file is damaged.
+        seconds: Seconds by key, none if the file is damaged.
         runs: Number of further runs that may measure them.
-        doubts: Number of times that use has shown them to be too long.
+        doubts: Number of times that steps in use were faster.
     """
 
     seconds: dict[str, float]
@@ -103,14 +147,18 @@ class Stored(NamedTuple):
 
 
 def _write(path: Path, stored: Stored) -> bool:
-    """Whether the file is written; a warning says so if not."""
     counts = {name: n for name, n in ((RUNS_LEFT, stored.runs), (DOUBTS, stored.doubts)) if n}
-    text = json.dumps(stored.seconds | counts)
+    return _write_values(path, {**stored.seconds, **counts})
+
+
+def _write_values(path: Path, values: Mapping[str, object]) -> bool:
+    """Write a file, or warn; return whether it is written."""
+    text = json.dumps(values)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
-        logger.warning("what was timed is not kept for the next run: %s", error)
+        logger.warning("timings are not kept for the next run: %s", error)
         return False
     return True
 
@@ -121,16 +169,20 @@ def _read(path: Path, keys: Collection[str]) -> Stored:
         runs = range(MOST_RUNS).index(stored.get(RUNS_LEFT, 0))
         doubts = range(MOST_DOUBTS + 1).index(stored.get(DOUBTS, 0))
         return Stored({key: _check_seconds(stored[key]) for key in keys}, runs, doubts)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ):
+    except DAMAGED:
         return Stored({}, MOST_RUNS, 0)
+
+
+def _read_ratios(path: Path) -> tuple[list[float], int]:
+    """Read ratios of pairs, and the number of further runs that may time; none from a bad file."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        ratios = [_check_seconds(ratio) for ratio in stored[RATIOS]]
+        runs = range(2).index(stored[RUNS_LEFT])
+        quantiles(ratios, n=4)
+        return ratios, runs
+    except DAMAGED:
+        return [], 1
 
 
 def _path(what: object, modules: Collection[nn.Module]) -> Path:
@@ -138,12 +190,12 @@ def _path(what: object, modules: Collection[nn.Module]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where timings are kept: ``mlx-redrafter`` in the user's cache folder."""
+    """Return the folder of stored timings: ``mlx-redrafter`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-redrafter"
 
 
 def _check_seconds(value: object) -> float:
-    """Raise ValueError unless it is a time that something may have taken."""
+    """Return the time in seconds, or raise ValueError if no step can have taken it."""
     seconds = float(value)  # type: ignore[arg-type]
     if not 0 < seconds < MOST_SECONDS:
         raise ValueError(f"{seconds} is no time of a step")

@@ -21,11 +21,10 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import load
-from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.engine import engine
 from mlx_redrafter.policy.candidates import SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model
 
@@ -90,7 +89,7 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts from the same random state, and no choice depends on a clock.
 
     Plain decoding seems so slow that drafts are never given up, and 12 nodes so slow that fixed
-    trees with as many or a few less are padded; drafters stay as they are.
+    trees with as many or a few less are padded.
     """
     mx.random.seed(0)
     verify = {size: 1 + 0.01 * size for size in SIZES}
@@ -99,4 +98,3 @@ def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engine, "step_costs", lambda target, proposer, *_: costs if proposer else lookups
     )
-    monkeypatch.setattr(loading, "choose_precision", lambda drafter, embed: drafter)

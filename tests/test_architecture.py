@@ -160,9 +160,11 @@ WITHOUT_MLX_LM = (
     "decoding/records",
     "proposers/expansion",
     "proposers/search",
-    "proposers/suffix_index",
+    "proposers/lookup/suffix_index",
     "proposers/redrafter/beam",
+    "proposers/redrafter/recurrence",
     "proposers/redrafter/network",
+    "proposers/scores",
 )
 
 

@@ -193,7 +193,7 @@ def random_twin(drafter: Drafter, seed: int) -> Drafter:
         if isinstance(module, nn.QuantizedLinear)
     }
     nn.quantize(twin, class_predicate=lambda name, _: quantised.get(name, False))
-    if drafter.has_draft_vocab:
+    if drafter.row_ids is not None:
         twin.token_ids = drafter.token_ids
     mx.eval(twin.parameters())
     twin.eval()

@@ -38,7 +38,6 @@ from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -262,7 +261,7 @@ class _EnduranceJobs:
         longest: int,
     ):
         self.target, self.drafter = target, drafter
-        proposer = RecurrentProposer(drafter)
+        proposer = drafter
         chosen = (
             AdaptivePolicy(step_costs(target, proposer, len(prompt)))
             if plan is None

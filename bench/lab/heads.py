@@ -30,10 +30,9 @@ from mlx_redrafter.bench.runs import (
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.bench.turns import decode_in_turns, make_turns, part_of, reference_arm
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.checkpoints.loading import LoadedDrafter
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.profiling import step_costs
-from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 
@@ -56,7 +55,7 @@ class Head:
     """
 
     name: str
-    drafter: LoadedDrafter
+    drafter: Proposer
     trained_tokens: int | None = None
     kind: str = ""
 
@@ -149,7 +148,7 @@ def compare_heads(
     """
     target = Target(setting.model)
     for head in heads:  # some were loaded with another copy of the target
-        as_proposer(head.drafter).check_fit(target, setting.tokenizer)
+        head.drafter.check_fit(target, setting.tokenizer)
     longest = max(len(prompt.ids) for prompt in prompts)
     plans = {head.name: _chain(head, length) for head in heads}
     per_temp = len(prompts) * repeats
@@ -179,7 +178,7 @@ def compare_heads(
 
 def _chain(head: Head, length: int) -> DraftPlan:
     plan = DraftPlan.of(1, length, length)
-    return plan.within(as_proposer(head.drafter).max_length)
+    return plan.within(head.drafter.max_length)
 
 
 def _arms(
@@ -205,13 +204,13 @@ def _prepare(
 
 
 def _cost(setting: CommonSettings, head: Head, plan: DraftPlan, longest: int) -> HeadCost:
-    proposer = as_proposer(head.drafter)
+    proposer = head.drafter
     network = None if isinstance(head.drafter, Lookup) else proposer
     costs = step_costs(Target(setting.model), network, longest)
     return HeadCost(
         name=head.name,
         trained_tokens=head.trained_tokens,
-        bytes=sum(_size(module) for module in proposer.modules),
+        bytes=sum(_size(module) for module in proposer.networks),
         plain=costs.plain,
         first=costs.first.get(1, 0.0),
         level=costs.level.get(1, 0.0),

@@ -31,7 +31,6 @@ from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.target import Target
@@ -229,7 +228,7 @@ def _drafted_tokens(
     caches = make_prompt_cache(target.model) if caches is None else caches
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
-    drafting = RecurrentProposer(drafter).open(target, prompt, True, [])
+    drafting = drafter.open(target, prompt, True, [])
     cache = target.new_cache(caches)
     return caches, decode(
         SequenceDecoder(target, cache, chooser, request, drafting, FixedPolicy(plan))

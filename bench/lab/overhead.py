@@ -34,7 +34,6 @@ from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -245,7 +244,7 @@ class _OverheadJobs:
     def _begin(self) -> None:
         """Begin the text, drafted and with stock mlx-lm."""
         request = Request(self.prompt, prefill_step_size=PREFILL_STEP)
-        drafting = RecurrentProposer(self.drafter).open(self.target, self.prompt, True, [])
+        drafting = self.drafter.open(self.target, self.prompt, True, [])
         cache, policy = self.target.new_cache(), _ReadingPolicy(self.plan)
         self.text = SequenceDecoder(self.target, cache, self.chooser, request, drafting, policy)
         self.texts.append(self.text.stats)

@@ -36,7 +36,9 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.convert.publication import check_new, publish
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.quantization import quantization_of
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import FINAL
@@ -156,7 +158,7 @@ def widened_drafter(
 ) -> Drafter:
     """Make a drafter that computes the same from a hidden state that ends in zeros."""
     old = drafter.config
-    if drafter.quantization is not None:
+    if quantization_of(drafter) is not None:
         raise ConfigError("a quantised drafter cannot be widened; use the one it was made from")
     if hidden_size < old.hidden_size:
         raise ConfigError(f"hidden_size must be at least {old.hidden_size}, got {hidden_size}")

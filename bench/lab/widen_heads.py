@@ -25,17 +25,17 @@ from mlx_redrafter.checkpoint_files import (
     read_config,
     write_checkpoint,
 )
-from mlx_redrafter.checkpoints.recognition import Kind
 from mlx_redrafter.convert.publication import check_new, publish
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.draft_network import quantization_of
-from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
+from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.mtp.checkpoint import load_mtp, save_mtp
+from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.specformer.checkpoint import load_specformer, save_specformer
+from mlx_redrafter.proposers.quantization import quantization_of
+from mlx_redrafter.proposers.specformer import load as load_specformer
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 
 # Layers that read no states, but what is within the head.
@@ -46,7 +46,7 @@ SLOTS = ("positional",)
 Widened = tuple[nn.Module, Callable[[Path], None]]
 
 
-def widen_head(kind: Kind, source: str | Path, destination: Path, hidden_size: int) -> None:
+def widen_head(kind: str, source: str | Path, destination: Path, hidden_size: int) -> None:
     """Write a float32 copy of a head for the widened target; it proposes the same drafts.
 
     Args:
@@ -86,7 +86,7 @@ def _widen_eagle(folder: Path, hidden_size: int) -> Widened:
     sizes = _layer_sizes(vars(config), hidden_size)
     new = Eagle(replace(config, **sizes))
     _fill(old, new, config.hidden_size, hidden_size)
-    return new, partial(save_eagle, new)
+    return new, partial(save_drafter, new)
 
 
 def _widen_specformer(folder: Path, hidden_size: int) -> Widened:
@@ -94,7 +94,7 @@ def _widen_specformer(folder: Path, hidden_size: int) -> Widened:
     config = old.config
     new = SpecFormer(replace(config, **_layer_sizes(vars(config), hidden_size)))
     _fill(old, new, config.hidden_size, hidden_size)
-    return new, partial(save_specformer, new)
+    return new, partial(save_drafter, new)
 
 
 def _widen_mtp(folder: Path, hidden_size: int) -> Widened:
@@ -103,7 +103,7 @@ def _widen_mtp(folder: Path, hidden_size: int) -> Widened:
     values = {**values, **sizes}
     new = Mtp(values)
     _fill(old, new, old.config.hidden_size, hidden_size)
-    return new, partial(save_mtp, new, values)
+    return new, partial(save_drafter, new)
 
 
 def _layer_sizes(values: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _places(size: int, hidden: int, wide: int) -> np.ndarray[Any, Any]:
     return (np.arange(size // hidden)[:, None] * wide + np.arange(hidden)).flatten()
 
 
-KINDS: Mapping[Kind, Callable[[Path, int], Widened]] = {
+KINDS: Mapping[str, Callable[[Path, int], Widened]] = {
     "Medusa heads": _widen_medusa,
     "EAGLE head": _widen_eagle,
     "MTP module": _widen_mtp,

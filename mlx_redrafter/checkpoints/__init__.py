@@ -1,1 +1,1 @@
-"""Loading a target and its drafter from folders or repositories, and the bundled pair."""
+"""Loading of a target and its proposer from folders or repositories, and the bundled pair."""

@@ -1,7 +1,6 @@
-"""The pair that ships with the package: a small target, and the drafter made for it.
+"""The bundled pair: a small target, and the drafter made for it, to try everything offline.
 
-With it everything can be tried without a download. The cards beside the weights say what the two
-were trained on and how good they are.
+The cards in the folders of their weights describe training data and quality.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "pair"
 
 
 def find_bundled(part: Literal["target", "drafter"]) -> Path:
-    """Checkpoint folder of a half of the pair.
+    """Return the checkpoint folder of one part of the pair.
 
     Raises:
         CheckpointError: This installation lacks it.

@@ -1,31 +1,23 @@
-"""What a drafter's name or folder stands for, from its config and the headers of its tensors."""
+"""Recognition of drafters: the kind of a name or folder, from config and tensor headers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.eagle.published import is_eagle
-from mlx_redrafter.proposers.medusa.layouts import is_medusa
-from mlx_redrafter.proposers.mtp.families import is_mtp
-from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
-from mlx_redrafter.proposers.specformer.config import MODEL_TYPE as SPECFORMER
+from mlx_redrafter.proposers import draft_model, redrafter
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
+from mlx_redrafter.proposers.kind import Kind
 from mlx_redrafter.target.model_parts import check_config
 
-CONFIG_ONLY = ["config.json"]
+# Endings of files with pickled weights.
 PICKLES = (".bin", ".pt")
-LOOKUP, MTP = "lookup", "mtp"
-WORDS = {LOOKUP: "drafts out of the text itself", MTP: "the MTP module of the model itself"}
-
-Kind = Literal[
-    "recurrent drafter", "EAGLE head", "Medusa heads", "MTP module", "SpecFormer", "draft model"
-]
-Shapes = Mapping[str, tuple[int, ...]]
-# Formats that are not supported, as configs name them, without signs between the letters.
+# Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
     "dflash": "DFlash drafter, which drafts blocks from states of many layers",
     "dspark": "DSpark drafter, which drafts blocks",
@@ -35,39 +27,8 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def _is_recurrent(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    has_tensors = any(name.startswith(("rnn_u.", "rnn_w.", "lm_head.0.")) for name in shapes)
-    return config.get("model_type") == MODEL_TYPE or has_tensors
-
-
-def _is_specformer(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return config.get("model_type") == SPECFORMER
-
-
-# Signs of networks that `load` takes.
-NETWORKS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
-    "EAGLE head": is_eagle,
-    "Medusa heads": is_medusa,
-    "MTP module": is_mtp,
-    "SpecFormer": _is_specformer,
-}
-
-
-def _is_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    others = _is_recurrent(config, {}), *(sign(config, shapes) for sign in NETWORKS.values())
-    return "model_type" in config and not any(others)
-
-
-# Signs of every kind: config.json, and the tensors.
-SIGNS: Mapping[Kind, Callable[[Mapping[str, Any], Shapes], bool]] = {
-    "recurrent drafter": _is_recurrent,
-    **NETWORKS,
-    "draft model": _is_model,
-}
-
-
 def is_word(drafter: str | Path | None, word: str) -> bool:
-    """Whether a word that stands for no checkpoint is meant, such as `LOOKUP`.
+    """Return whether a drafter's name is a word that stands for a kind, such as "lookup".
 
     Raises:
         ConfigError: There is a folder of that name, too.
@@ -76,14 +37,20 @@ def is_word(drafter: str | Path | None, word: str) -> bool:
         return False
     if Path(word).is_dir():
         raise ConfigError(
-            f"{word!r} means {WORDS[word]}, and is a folder here as well; say ./{word} for the "
-            "folder, or go to another one"
+            f"{word!r} means a drafter ({proposers.WORDS[word].NAME}), and is a folder here as "
+            f"well; say ./{word} for the folder, or go to another one"
         )
     return True
 
 
+def find_kind(drafter: str | Path) -> Kind:
+    """Return the kind that a word, a folder or a repository stands for; see `recognise`."""
+    named = (kind for word, kind in proposers.WORDS.items() if is_word(drafter, word))
+    return next(named, None) or recognise(drafter)[0]
+
+
 def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
-    """The kind of a drafter, with its config; reads no weights.
+    """Return the kind of a folder or repository, and its config; reads no weights.
 
     Raises:
         CheckpointError: Files are missing or damaged, or have the signs of several kinds.
@@ -97,7 +64,7 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
             "head, Medusa heads, an MTP module, a SpecFormer or a smaller model of the same tokens"
         )
-    # A repository is downloaded once its config says what it is.
+    # `load` downloads the weights of a repository after its config has named the kind.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
     pickles = [path for suffix in PICKLES for path in folder.glob(f"*{suffix}")]
     if folder.is_dir() and not shapes and pickles:
@@ -105,21 +72,23 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
             f"expected model*.safetensors in {folder}, found pickled weights; those of drafters "
             "become loadable by `redrafter-mlx convert`"
         )
-    kinds = [kind for kind, is_kind in SIGNS.items() if is_kind(config, shapes)]
+    kinds = [kind for kind in proposers.KINDS if kind.recognise(config, shapes)]
+    if len(kinds) > 1:  # a published head may copy the config of a model
+        kinds = [kind for kind in kinds if kind is not draft_model]
     if len(kinds) > 1:
         raise CheckpointError(
-            f"{drafter} has the signs of several kinds of drafters: {', '.join(kinds)} (model_type "
-            f"{config.get('model_type')!r} in config.json, and the tensors of a recurrent drafter);"
-            " give a folder with one of them"
+            f"{drafter} has the signs of several kinds of drafters: "
+            f"{', '.join(kind.NAME for kind in kinds)}; give a folder with one of them"
         )
-    kind = kinds[0] if kinds else "recurrent drafter"
-    if kind == "draft model":
+    # The recurrent drafter's loader reports what its config lacks.
+    kind = kinds[0] if kinds else redrafter
+    if kind is draft_model:
         check_config(config)
     return kind, config
 
 
 def find_refused(config: Mapping[str, Any]) -> str | None:
-    """What a config describes, if it is a kind of drafter that is not supported."""
+    """Name the format that a config describes, if it is one that is not supported."""
     architectures = config.get("architectures")
     speculator = config.get("speculators_model_type")
     said = [config.get("model_type"), speculator]

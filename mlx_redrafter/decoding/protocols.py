@@ -23,8 +23,8 @@ class Proposer(Protocol):
     """Weights or tables that propose tokens for any number of sequences; threads may share it."""
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Networks, none for prompt lookup; step times are stored by their tensors."""
+    def networks(self) -> tuple[nn.Module, ...]:
+        """Its networks, none for prompt lookup; step times are stored by their tensors."""
         ...
 
     @property

@@ -45,18 +45,15 @@ from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.joint import JointPolicy
 from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.proposers.kinds import as_proposer
-from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.proposers.lookup_first import LookupFirst
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 # A cache may go from one engine to another.
 _claims = CacheLocks()
 
-AnyDrafter = Drafter | KvNetwork | Proposer | Literal["lookup"] | None
+AnyDrafter = Proposer | Literal["lookup"] | None
 CostFunction = Callable[..., StepCosts]
 
 
@@ -227,7 +224,7 @@ class Engine:
     def new_prompt_cache(self) -> list[Any]:
         """Make a ``prompt_cache``: layers of the target, then those of the proposer."""
         proposer = self.proposer
-        networks = proposer.modules if proposer is not None and proposer.num_layers else ()
+        networks = proposer.networks if proposer is not None and proposer.num_layers else ()
         return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
 
     def close(self) -> None:
@@ -389,13 +386,12 @@ def _find_proposer(drafter: AnyDrafter, memory: LearnedState) -> Proposer | None
         return None
     if isinstance(drafter, str) and drafter == "lookup":
         return memory.lookup
-    proposer = as_proposer(drafter)
-    if not isinstance(proposer, Proposer):
+    if not isinstance(drafter, Proposer):
         raise ConfigError(
             "drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, got "
             f"{reprlib.repr(drafter)}"
         )
-    return proposer
+    return drafter
 
 
 def _check_pair(model: object, tokenizer: object) -> None:

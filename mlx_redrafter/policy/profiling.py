@@ -30,7 +30,7 @@ from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.measured import Timed, load_or_measure, measure_again
 from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.proposers.speculate_ahead import Predrafted
+from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -185,7 +185,7 @@ def time_steps(
         quantisation: Quantisation of the rows of all of them; None for none.
     """
     schedule = _Schedule(TIMED_LOOKUPS)
-    if isinstance(proposer, Predrafted):
+    if isinstance(proposer, SpeculateAhead):
         proposer = proposer.proposer  # what drafting ahead takes or saves, steps show themselves
     if proposer is not None:
         schedule = _Schedule(TIMED, proposer.max_length)
@@ -230,7 +230,7 @@ def _description(
 ) -> tuple[object, tuple[nn.Module, ...]]:
     """What is timed, and the networks."""
     kinds = tuple(_kinds(proposer).values())
-    modules = () if proposer is None else proposer.modules
+    modules = () if proposer is None else proposer.networks
     return (kinds, context, quantisation, *choices(target.model)), (target.model, *modules)
 
 

@@ -1,1 +1,17 @@
-"""What proposes the tokens that the target verifies, one file or folder per kind."""
+"""Proposers of draft tokens: a folder or a file for each kind, with the names of `Kind`.
+
+A new kind is a folder and an entry in `KINDS`. Kinds import the files next to the folders, and
+never another kind. `speculate_ahead` is no kind: it wraps proposers of two kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlx_redrafter.proposers import draft_model, eagle, lookup, medusa, mtp, redrafter, specformer
+from mlx_redrafter.proposers.kind import Kind
+
+# Every kind that `load` reads.
+KINDS: tuple[Kind, ...] = (redrafter, eagle, medusa, mtp, specformer, draft_model, lookup)
+# Kinds that a word stands for, instead of a folder or repository.
+WORDS: Mapping[str, Kind] = {"lookup": lookup, "mtp": mtp}

@@ -1,19 +1,18 @@
-"""A smaller model of the same family as the proposer: any supported mlx-lm model of the same ids.
+"""Draft models: any supported mlx-lm model with the token ids of the target.
 
-Axes: N nodes of a tree, R roots, W beam width, L beam length, V token ids that both models have, n
-tokens.
+Axes: W beam width, L beam length, V token ids that both models have, n tokens.
 
-The state of a text is the K/V rows of its committed tokens. The accepted drafts of a tree are read
-again together with the new root, in one pass of L rows of which the device knows how many count;
-what is beyond is junk that nobody sees, and is overwritten. So rolling back is setting an offset,
-and nothing is read by the host. The drafts of a chain have their rows in the order of the text, so
-those accepted stay, as in mlx-lm; the host has to know how many they are.
+The state of a sequence is the K/V entries of its committed tokens. After a tree, one pass of L rows
+reads the accepted drafts again together with the new root, and only the device knows how many of
+the rows count. Entries beyond are junk that no query sees, until later ones overwrite it. So
+rolling back sets an offset, and the host reads nothing. Drafts of a chain have their entries in the
+order of the sequence, so accepted ones stay, as in mlx-lm, and the host has to know their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,11 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.search import LevelScorer, Rank, search
+from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kv_drafting import READ_STEP_SIZE
+from mlx_redrafter.proposers.scores import Rank, log_probs, ranking
+from mlx_redrafter.proposers.search import LevelScorer, search
+from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
 from mlx_redrafter.target.caches.draft_cache import (
     DraftCache,
@@ -34,26 +37,33 @@ from mlx_redrafter.target.caches.draft_cache import (
     hook_attention,
 )
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
-# Most tokens per forward pass while the model reads what it has not seen yet.
-READ_STEP_SIZE = 512
-# Weight of the target's noise in the ranking of drafts. All of it: the model's distribution is its
-# own, not one that was fitted to greedy choices.
-COUPLING_WEIGHT = 1.0
+NAME = "draft model"
+
+
+def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Return whether a config names a model; published heads may copy a model's config."""
+    return "model_type" in config
+
+
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> DraftModel:
+    """Load a model; only the target's repository may run code, so this one does not."""
+    return DraftModel(*load_model(str(path_or_repo)))
 
 
 class DraftModel:
-    """A draft model among the proposers; see `Proposer`.
+    """A draft model, as `Proposer`.
 
     Args:
         model: A supported mlx-lm model.
         tokenizer: Its tokenizer.
 
     Raises:
-        UnsupportedTargetError: Trees of this architecture would not be exact, or the rows of
-            drafts do not fit into its caches.
+        UnsupportedTargetError: Trees of this architecture would not be exact, or the K/V entries
+            of drafts do not fit into its caches.
     """
 
     max_length: int | None = None
@@ -70,28 +80,24 @@ class DraftModel:
         hook_attention(model)
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """See `Proposer.modules`."""
+    def networks(self) -> tuple[nn.Module, ...]:
         return (self.target.model,)
 
     @property
     def num_layers(self) -> int:
-        """See `Proposer.num_layers`."""
         return self.target.num_layers
 
     @property
     def num_rows(self) -> int:
-        """See `Proposer.num_rows`."""
         return self.target.vocab_size
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `Proposer.check_fit`; tokens must have the same ids."""
+        """Raise `CheckpointError` unless tokens have the same ids."""
         check_ids(self.tokenizer, tokenizer)
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> ModelDrafting:
-        """See `Proposer.open`."""
         return ModelDrafting(self.target, target.vocab_size, prompt, couple_noise, cached)
 
 
@@ -115,18 +121,18 @@ def check_ids(draft: Any, target: Any) -> None:
 
 
 def _other_caches(layers: Sequence[Any]) -> str:
-    """The caches that drafts do not fit into."""
+    """Name the caches that drafts do not fit into."""
     return ", ".join(sorted({describe(layer) for layer in layers if type(layer) is not KVCache}))
 
 
 class ModelDrafting:
-    """One text's drafts; see `Drafting`.
+    """Drafts of one sequence.
 
     Args:
         model: The draft model.
         vocab_size: Token ids of the target.
         prompt: Token ids of the prompt.
-        couple_noise: Whether drafts are ranked with the target's noise.
+        couple_noise: Whether the target's noise ranks drafts.
         cached: mlx-lm caches to continue, [] for new ones.
     """
 
@@ -152,22 +158,22 @@ class ModelDrafting:
             )
         self.cache = DraftCache(layers)
         self._is_shared = bool(cached)
-        # Rows whose tokens the host knows, and known tokens without a row.
+        # Number of entries whose tokens the host knows.
         self.length = self.cache.num_rows
+        # Tokens that the host knows and that have no entry yet.
         self._unread = list(prompt)
-        # Rows here beyond those of the target; other than 0 where a cache holds the target's only.
+        # Number of entries beyond the target's; not 0 if a prompt cache held the target's alone.
         self._excess: int | None = None
-        # Rows of the drafts of a chain, after those.
+        # Number of entries of a chain's drafts, after those.
         self._ahead = 0
-        # A pass after which was drafted: the rows of its tokens are there, the host learns later
-        # how many they are.
+        # The pass after which the model drafted a tree last. The entries of its tokens exist
+        # already, and the host reads their number later.
         self._flight: PendingPass | None = None
 
     def outlook(self) -> None:
-        """See `Drafting.outlook`."""
+        """Return None, as a network always has something to propose."""
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        """See `Drafting.propose`."""
         self._count_flight(flight)
         levels: LevelScorer
         if plan.shape.width == 1:
@@ -176,28 +182,16 @@ class ModelDrafting:
             levels, self._flight, self._ahead = _TreeLevels(self, flight), flight, 0
         return build_tree(search(levels, plan.shape, self.rank(noise)), flight.root, plan)
 
-    def branch(
-        self, tree: TokenTree, origin: mx.array | None, noise: GumbelNoise | None
-    ) -> _Branches:
-        """See `Branching.branch`."""
-        return _Branches(self, tree)
-
     def rank(self, noise: GumbelNoise | None) -> Rank | None:
-        """See `Branching.rank`."""
-        if noise is None or not self.couple_noise:
-            return None
-        return partial(noise.rank, token_ids=None, weight=COUPLING_WEIGHT)
-
-    def origin(self, flight: PendingPass) -> None:
-        """See `Branching.origin`; the rows of the text are enough."""
+        """Return the function that ranks drafts, given the noise of the target's choices."""
+        return ranking(noise if self.couple_noise else None, None)
 
     def skip(self, flight: PendingPass) -> None:
-        """See `Drafting.skip`."""
         self._count_flight(flight)
         self._take(flight.tokens)
 
     def settle(self, length: int) -> None:
-        """See `Drafting.settle`; the model reads what it has not."""
+        """Make the entries that are missing, and keep exactly those of the sequence."""
         if not self._is_shared or self._excess is None:
             return
         self._count_flight()
@@ -209,7 +203,7 @@ class ModelDrafting:
         self.cache.keep(min(num_rows, self.cache.num_rows))
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Process tokens of the text, after the rows that are there; waits for the device."""
+        """Process tokens after the entries that exist; waits for the device."""
         self._forward(mx.array(list(tokens), dtype=mx.int32))
         mx.eval([layer.stock.state for layer in self.cache.layers])
 
@@ -225,7 +219,7 @@ class ModelDrafting:
         return logits[num_known + flight.num_accepted]
 
     def read_level(self, tokens: mx.array, mask: DraftMask, positions: TreePositions) -> mx.array:
-        """Process the newest tokens of the beams, (W,), on rows aside; logits, shape (W, V)."""
+        """Process the newest tokens of the beams, (W,), on entries aside; logits, shape (W, V)."""
         self.cache.expect_drafts(mask)
         with tree_positions(positions):
             return self._forward(tokens)
@@ -241,7 +235,7 @@ class ModelDrafting:
         return logits[-1:]
 
     def read_known(self) -> None:
-        """Process all tokens that the host knows, and forget the rows of drafts aside."""
+        """Process all tokens that the host knows, and forget the entries of drafts aside."""
         self._count_flight()
         if self._unread:
             self.cache.keep(self.length)
@@ -252,7 +246,7 @@ class ModelDrafting:
         self.cache.keep(self.cache.num_rows)
 
     def read_draft(self, token: mx.array) -> mx.array:
-        """Process the newest token of a chain, (1,), on a row behind; logits, shape (1, V)."""
+        """Process the newest token of a chain, (1,), on an entry behind; logits, shape (1, V)."""
         logits = self._forward(token)
         self._ahead += 1
         # Several writes to one buffer in a graph would copy it each time.
@@ -260,14 +254,14 @@ class ModelDrafting:
         return logits
 
     def _take(self, tokens: Sequence[int]) -> None:
-        """Learn of a pass's tokens: the accepted drafts of a chain have their rows."""
+        """Count a pass's tokens: the accepted drafts of a chain have their entries already."""
         num_there = min(self._ahead, len(tokens) - 1)
         self.length += num_there
         self._unread += tokens[num_there:]
         self._ahead = 0
 
     def _shorten_unread(self) -> None:
-        """Process all but the last known tokens without a row."""
+        """Process all but the last known tokens without an entry."""
         while len(self._unread) > READ_STEP_SIZE:
             self.read(self._unread[:READ_STEP_SIZE])
             self.length += READ_STEP_SIZE
@@ -284,35 +278,32 @@ class ModelDrafting:
             self._excess = self.length + len(self._unread) - (following.length + 1)
 
 
-class _DraftLevels:
-    """A draft model after some root; see `LevelScorer`. Both have the same token ids."""
+class DraftLevels:
+    """A draft model after one root; a `LevelScorer`. Rows of its head are token ids."""
 
     def __init__(self, drafting: ModelDrafting):
         self.drafting = drafting
         self.num_rows = drafting.num_rows
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
-        """See `LevelScorer.to_token_ids`."""
         return rows.astype(mx.int32)
 
 
-class _ChainLevels(_DraftLevels):
-    """A draft model that drafts a chain; waits for the pass."""
+class _ChainLevels(DraftLevels):
+    """A draft model that drafts a chain; the host waits for the pass."""
 
     def __init__(self, drafting: ModelDrafting, flight: PendingPass):
         super().__init__(drafting)
         self.flight = flight
 
     def first(self) -> mx.array:
-        """See `LevelScorer.first`."""
         return log_probs(self.drafting.read_tokens(self.flight.tokens), self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `LevelScorer.following`."""
         return log_probs(self.drafting.read_draft(tokens), self.num_rows)
 
 
-class _TreeLevels(_DraftLevels):
+class _TreeLevels(DraftLevels):
     """A draft model that drafts a tree, each level in one pass."""
 
     def __init__(self, drafting: ModelDrafting, flight: PendingPass):
@@ -320,7 +311,6 @@ class _TreeLevels(_DraftLevels):
         self.flight = flight
 
     def first(self) -> mx.array:
-        """See `LevelScorer.first`."""
         logits = self.drafting.read_flight(self.flight)
         length = self.drafting.length
         root = length + self.flight.num_accepted
@@ -328,54 +318,7 @@ class _TreeLevels(_DraftLevels):
         return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `LevelScorer.following`."""
         logits = self.drafting.read_level(
             tokens, *self._lineage.extend(beams, tokens.shape[0], depth)
         )
         return log_probs(logits, self.num_rows)
-
-
-class _Branches(_DraftLevels):
-    """A draft model along a tree; see `Branches`. All its nodes stay aside, the root too."""
-
-    def __init__(self, drafting: ModelDrafting, tree: TokenTree):
-        super().__init__(drafting)
-        self.tree = tree
-
-    def after_nodes(self) -> mx.array:
-        """See `Branches.after_nodes`."""
-        drafting, tree = self.drafting, self.tree
-        drafting.read_known()
-        # The row of the tree's root is there, and not seen: its logits are asked for again.
-        length = drafting.length - 1
-        before = mx.array([length - 1], dtype=mx.int32)
-        self._lineage = DraftLineage(length, before, drafting.cache.num_rows)
-        tokens = mx.maximum(tree.tokens, 0)  # padding has no token
-        return log_probs(
-            drafting.read_level(tokens, *self._lineage.start_at_nodes(tree)), self.num_rows
-        )
-
-    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
-        """See `Branches.begin`."""
-        self._nodes, self._tokens = nodes, tokens
-
-    def first(self) -> mx.array:
-        """See `LevelScorer.first`."""
-        return self._extend(self._nodes, self._tokens, 0)
-
-    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `LevelScorer.following`."""
-        return self._extend(beams, tokens, depth)
-
-    def _extend(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        width, roots = tokens.shape[0], self._nodes.shape[0]
-        # What follows a node of depth d stands at d + 2, as the tree's root is at 1.
-        depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
-        level = self._lineage.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
-        return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)
-
-
-def log_probs(logits: mx.array, num_rows: int) -> mx.array:
-    """Natural log-probabilities of the first tokens, float32, shape (W, ``num_rows``)."""
-    logits = logits[:, :num_rows].astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

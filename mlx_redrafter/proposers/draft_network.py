@@ -1,17 +1,22 @@
-"""What networks have in common whose heads propose all or some tokens of a target."""
+"""Networks that propose tokens of a target from its states; each of them is a `Proposer`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.decoding.protocols import Drafting
+from mlx_redrafter.proposers.target_facts import check_sizes
+from mlx_redrafter.target.target import Target
+
 
 class DraftNetwork(nn.Module):
-    """A network with a head.
+    """A network with a head, or one that uses the target's head.
 
-    ``token_ids``, integer of shape (V,), maps rows of the head to token ids of the target when the
+    ``token_ids``, integer of shape (V,), maps rows of the head to token ids of the target if the
     head covers only part of the vocabulary (``config.draft_vocab_size``); otherwise it is absent.
 
     Attributes:
@@ -22,35 +27,64 @@ class DraftNetwork(nn.Module):
     token_ids: mx.array
 
     @property
-    def output(self) -> Any:
-        """A linear layer with a row for every token that is proposed, quantised or not."""
+    def networks(self) -> tuple[nn.Module, ...]:
+        return (self,)
+
+    @property
+    def num_layers(self) -> int:
+        return 0
+
+    @property
+    def num_rows(self) -> int:
+        rows: int = self.config.head_rows
+        return rows
+
+    @property
+    def max_length(self) -> int | None:
+        return None
+
+    @property
+    def row_ids(self) -> mx.array | None:
+        """Token ids of the rows of the head; None if row and id are the same."""
+        ids: mx.array | None = self.get("token_ids")
+        return ids
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> Drafting:
         raise NotImplementedError
 
-    @property
-    def has_draft_vocab(self) -> bool:
-        """Whether the head covers only part of the vocabulary."""
-        return self.config.draft_vocab_size is not None
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The floating-point dtype the network computes in."""
-        head = self.output
-        dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
-        return dtype
-
-    @property
-    def quantization(self) -> dict[str, int] | None:
-        """``group_size`` and ``bits`` of quantised weights; None where there are none."""
-        return quantization_of(self)
-
     def to_token_ids(self, rows: mx.array) -> mx.array:
-        """Token ids, int32, of rows of the head; any shape."""
-        if not self.has_draft_vocab:
-            return rows.astype(mx.int32)
-        return self.token_ids[rows].astype(mx.int32)
+        """Return token ids, int32, of rows of the head; any shape."""
+        ids = self.row_ids
+        return (rows if ids is None else ids[rows]).astype(mx.int32)
+
+    def stored_config(self) -> dict[str, Any]:
+        """Return the keys of ``config.json`` that describe the network."""
+        values: dict[str, Any] = self.config.to_dict()
+        return values
+
+    def stored_name(self, own: str) -> str:
+        """Return the name that a parameter has in the network's checkpoint."""
+        return own
 
 
-def quantization_of(network: nn.Module) -> dict[str, int] | None:
-    """``group_size`` and ``bits`` of quantised weights; None where there are none."""
-    layer: Any = next((module for module in network.modules() if "scales" in module), None)
-    return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+class ResBlock(nn.Module):
+    """``x + silu(linear(x))``, shape (W, D) to (W, D)."""
+
+    def __init__(self, dims: int, bias: bool = True):
+        super().__init__()
+        self.linear = nn.Linear(dims, dims, bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the block to ``x``, shape (..., D)."""
+        return x + nn.silu(self.linear(x))
+
+
+def dtype_of(layer: Any) -> mx.Dtype:
+    """Return the floating-point dtype that a linear layer computes in, quantised or not."""
+    dtype: mx.Dtype = layer.scales.dtype if "scales" in layer else layer.weight.dtype
+    return dtype

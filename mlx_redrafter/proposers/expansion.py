@@ -1,4 +1,4 @@
-"""From scored continuations to the tree that is verified, for every proposer that scores levels.
+"""Selection of the nodes to verify among scored continuations, for proposers that score levels.
 
 Axes: W beam width, L beam length, K nodes scored per level, M in all, N nodes of the tree.
 """
@@ -15,15 +15,15 @@ from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 
 class Expansion(NamedTuple):
-    """The nodes that a search scored, as many per level and the best first.
+    """Nodes that a search scored, equally many per level and the best first.
 
-    Node ids count from 0 in their order. The first W of every level were expanded; those of the
-    last level are what the W beams end with.
+    Node ids count from 0 in their order. The search expanded the first W of every level; those of
+    the last level are the ends of the W beams.
 
     Attributes:
         tokens: Token ids, int32, shape (M,).
         scores: Sum of natural log-probabilities from the root, float32, shape (M,).
-        parents: Node id of the parent, int32, shape (M,); -1 where it is the root.
+        parents: Node id of the parent, int32, shape (M,); -1 for the root.
     """
 
     tokens: mx.array
@@ -31,22 +31,22 @@ class Expansion(NamedTuple):
     parents: mx.array
 
     def of_root(self, root: int) -> Expansion:
-        """That of one root, out of arrays with an axis of roots before their own."""
+        """Select the nodes of one root from arrays with an axis of roots before their own."""
         return Expansion(*(array[root] for array in self))
 
     @property
     def alone(self) -> Expansion:
-        """That of the only root, in fewer operations."""
+        """The nodes of the only root, in fewer operations than `of_root`."""
         return Expansion(*(array.squeeze(0) for array in self))
 
 
 def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
-    """The tree that a plan asks for.
+    """Build the tree of a plan, of the best nodes or of merged beams.
 
     Args:
         expansion: Scored nodes, M.
         root: The newest token, integer, shape (1,).
-        plan: Shape of the search, how nodes are selected, and N.
+        plan: Shape of the search, the selection of nodes, and N.
     """
     if plan.shape.select == "beam":
         return merge_beams(expansion, root, plan.shape)
@@ -54,12 +54,12 @@ def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
 
 
 def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
-    """The tree of the N - 1 most probable nodes of an expansion, the root and then by probability.
+    """Build the tree of the N - 1 most probable nodes, ordered by probability after the root.
 
-    Accepted paths then often are the first nodes in order, whose K/V rows stay where they are. A
-    child is never more probable than its parent and comes after it, so the best nodes, the first
+    In this order an accepted path often is the first nodes, whose K/V entries stay where they are.
+    A child is never more probable than its parent and comes after it, so the best nodes, the first
     of equals preferred, always form a tree. It maximises the expected number of accepted drafts
-    when the scores are true (OPT-Tree, arXiv 2406.17276).
+    if the scores are true (OPT-Tree, arXiv 2406.17276).
 
     Args:
         expansion: Scored nodes, M.
@@ -76,18 +76,18 @@ def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
 
 
 def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
-    """The first nodes of a search of width 1: each is the only child of the one before."""
+    """Build the tree of a search of width 1, in which each node is the child of the one before."""
     drafts = expansion.tokens[: num_nodes - 1]
     tokens = mx.concatenate([root.astype(mx.int32), drafts])
     return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
-    """The paper's dynamic tree attention: the W beams with shared prefixes merged.
+    """Merge shared prefixes of the W beams: the paper's dynamic tree attention.
 
-    Node for node what deduplicating and packing the W x L beams gives (``dedup_prefix`` and
-    ``pack_beam`` of ml-recurrent-drafter). Of several beams the number of nodes is read, so the
-    device is waited for.
+    The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter
+    (``dedup_prefix`` and ``pack_beam``). With several beams the host reads the number of nodes, so
+    it waits for the device.
 
     Args:
         expansion: Scored nodes, M.

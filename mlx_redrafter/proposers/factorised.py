@@ -1,4 +1,4 @@
-"""Levels whose probabilities depend on the depth alone, not on the drafts above.
+"""Levels whose probabilities depend on the depth alone, and not on the drafts above.
 
 Axes: W beam width, V tokens that the network proposes.
 """
@@ -11,13 +11,13 @@ import mlx.core as mx
 
 
 class FactorisedLevels:
-    """A network that scores the tokens of every depth by themselves; see `LevelScorer`.
+    """A network that scores the tokens of every depth by themselves; a `LevelScorer`.
 
     Args:
         log_probs: Function from a depth, 0 for the children of the root, to natural
             log-probabilities of the tokens after nodes of it, float32, shape (1, V).
-        num_rows: See `LevelScorer.num_rows`.
-        to_token_ids: See `LevelScorer.to_token_ids`.
+        num_rows: Number of tokens that the network proposes, V.
+        to_token_ids: Function from indices into V to token ids, int32.
     """
 
     def __init__(
@@ -31,9 +31,7 @@ class FactorisedLevels:
         self.to_token_ids = to_token_ids
 
     def first(self) -> mx.array:
-        """See `LevelScorer.first`."""
         return self.log_probs(0)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """See `LevelScorer.following`; equal for all beams."""
         return mx.broadcast_to(self.log_probs(depth), (tokens.shape[0], self.num_rows))

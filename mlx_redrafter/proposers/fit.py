@@ -1,13 +1,14 @@
-"""Calibration: two scalars that make a drafter's probabilities the chances of being accepted.
+"""Calibration: two scalars that make a drafter's probabilities the chances of acceptance.
 
-Trees are made of the drafts with the largest products of probabilities, so what is too sharp makes
-them too narrow and what is too flat makes them too broad. A greedy target's choice is certain
-where a drafter trained on its distributions says what is probable, so most score scales are above
-1. At a temperature drafts are ranked with a weight of the noise that the target chooses with: the
-more of it, the better the drafter knows the target's distribution; all of it would outweigh what a
-poor one knows.
+A tree has the drafts with the largest products of probabilities, so probabilities that are too
+sharp make it too narrow, and flat ones too broad. Greedy decoding chooses the most probable token
+for certain, while a drafter is trained on the target's distributions, so most score scales are
+above 1. With sampling, a share of the target's noise ranks drafts. A drafter that knows the
+target's distribution well does best with a large share; with all of it, the noise would outweigh
+the knowledge of a poor one.
 
-Axes: n tokens of a text, k most probable tokens, p predictions, V rows of the head, H hidden size.
+Axes: n tokens of a sequence, k most probable tokens, p predictions, V rows of the head, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
-from mlx_redrafter.proposers.stored_config import KEYS
+from mlx_redrafter.proposers.stored_config import COUPLING_WEIGHT, INVERSE_TEMPERATURE, KEYS
 
+# Inverse temperatures to try: eight per octave, from a quarter to 8.
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
+# Weights of the noise to try, from a fifth to all of it.
 WEIGHTS = tuple(twentieths / 20 for twentieths in range(4, 21))
-# Texts are mostly sampled near this temperature; the best weight changes little with it.
+# Temperature of the target's samples. Users choose similar ones, and the best weight hardly
+# changes with it.
 TEMP = 0.8
-# Most probable tokens of the target that are looked at. At a temperature even an improbable one is
-# drawn now and then: for the bundled model's second drafter the best weight seemed to be 0.85 with
-# 32 of the 4,096 tokens, with 512 it was 0.95, as it was with all.
+# Number of most probable tokens of the target to sample from. Sampling also draws improbable ones:
+# for the bundled model's second drafter the best weight seemed to be 0.85 with 32 of the 4,096
+# tokens, with 512 it was 0.95, as it was with all.
 TOP_TOKENS = 512
-# Predictions that are looked at, at least where there are as many, and at once.
+# Predictions to fit the scalars to; further ones hardly change them.
 ENOUGH = 8192
+# Predictions to compute at once, which bounds memory.
 BATCH = 128
 
 C = TypeVar("C")
@@ -41,24 +44,24 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Calibration:
-    """The scalars of `DrafterConfig` that say how drafts are ranked.
+    """Scalars of a drafter's config that rank its drafts.
 
     Attributes:
         inverse_temperature: Factor on the drafter's logits that maximises the likelihood of the
             target's greedy tokens.
-        coupling_weight: Weight of the noise that makes most first ranks what the target samples at
-            `TEMP`.
+        coupling_weight: Weight of the noise with which the first rank equals the token that the
+            target samples at `TEMP` in the largest number of places.
     """
 
-    inverse_temperature: float = DrafterConfig.inverse_temperature
-    coupling_weight: float = DrafterConfig.coupling_weight
+    inverse_temperature: float = INVERSE_TEMPERATURE
+    coupling_weight: float = COUPLING_WEIGHT
 
     def to_dict(self) -> dict[str, float]:
-        """The scalars under their keys in a ``config.json``."""
+        """Return the scalars under their keys in a ``config.json``."""
         return {KEYS[name]: value for name, value in asdict(self).items()}
 
     def applied(self, config: C) -> C:
-        """The config of a drafter of any kind with these scalars."""
+        """Return the config of a drafter of any kind with these scalars."""
         return replace(  # type: ignore[type-var]
             config,
             inverse_temperature=self.inverse_temperature,
@@ -67,12 +70,12 @@ class Calibration:
 
 
 class ObservedSequence(NamedTuple):
-    """A text as a target has processed it.
+    """A sequence that a target has processed.
 
     Attributes:
         tokens: Token ids, integer, shape (n,).
         hidden_states: The target's last hidden states that predicted them, shape (n, H).
-        top_ids: The tokens that it found most probable there, best first, integer, shape (n, k).
+        top_ids: The target's most probable tokens there, best first, integer, shape (n, k).
         top_log_probs: Their natural log-probabilities, shape (n, k).
     """
 
@@ -83,7 +86,7 @@ class ObservedSequence(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Drafts where the drafts before them were right.
+    """Drafts of one depth, each after drafts that were right.
 
     Attributes:
         logits: The drafter's, shape (p, V).
@@ -101,37 +104,12 @@ class Prediction(NamedTuple):
         return self.top_ids[:, 0]
 
 
-def predict(
-    drafter: Drafter, embed: Embed, text: ObservedSequence
-) -> tuple[Prediction, Prediction]:
-    """First and second drafts with each token of a text, of at least three, as the root."""
-    entered = drafter.project_input(embed(text.tokens))
-    hidden_states = text.hidden_states.astype(drafter.dtype)
-    ids, log_probs = text.top_ids, text.top_log_probs
-    state = drafter.start(entered[:-1])
-    firsts = Prediction(drafter.logits(hidden_states[:-1], state), ids[1:], log_probs[1:])
-    state = drafter.advance(state[:-1], entered[1:-1])
-    seconds = Prediction(drafter.logits(hidden_states[:-2], state), ids[2:], log_probs[2:])
-    return firsts, seconds
-
-
-def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[ObservedSequence]) -> Calibration:
-    """The scalars that fit texts; waits for the device.
-
-    Args:
-        drafter: The network.
-        embed: The target's input embedding.
-        texts: Any number of texts; those beyond `ENOUGH` predictions are not read.
-    """
-    return fit(drafter, (predict(drafter, embed, part) for text in texts for part in parts(text)))
-
-
 def fit(drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]) -> Calibration:
-    """The scalars that fit predictions; waits for the device.
+    """Fit the scalars to predictions; waits for the device.
 
     Args:
         drafter: The network.
-        predictions: Its predictions, part by part; parts beyond `ENOUGH` are not asked for.
+        predictions: Its predictions, part by part; parts after `ENOUGH` predictions stay unread.
     """
     nats, matches, count = [0.0] * len(SCALES), [0] * len(WEIGHTS), 0
     for part in predictions:
@@ -149,7 +127,7 @@ def fit(drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]) -> C
 
 
 def parts(text: ObservedSequence, least: int = 3) -> Iterator[ObservedSequence]:
-    """Parts of `BATCH` tokens; those with fewer than ``least`` are left out."""
+    """Split a sequence into parts of `BATCH` tokens, without those of fewer than ``least``."""
     length = text.tokens.shape[0]
     for start in range(0, length, BATCH):
         part = ObservedSequence(*(array[start : start + BATCH] for array in text))
@@ -158,7 +136,7 @@ def parts(text: ObservedSequence, least: int = 3) -> Iterator[ObservedSequence]:
 
 
 def _nats(drafter: DraftNetwork, prediction: Prediction) -> list[float]:
-    """Nats of the choices under each of `SCALES`; those that the head cannot propose count 0."""
+    """Sum the nats of the choices under each of `SCALES`; 0 for tokens that the head lacks."""
     logits = prediction.logits.astype(mx.float32)
     is_row = drafter.to_token_ids(mx.arange(logits.shape[-1])) == prediction.chosen[:, None]
     row = mx.argmax(is_row, axis=-1, keepdims=True)
@@ -171,7 +149,7 @@ def _nats(drafter: DraftNetwork, prediction: Prediction) -> list[float]:
 
 
 def _matches(drafter: DraftNetwork, prediction: Prediction, key: mx.array) -> list[int]:
-    """Under each of `WEIGHTS`, how many first ranks are what the target samples."""
+    """Count the first ranks that equal the target's sample, under each of `WEIGHTS`."""
     rows = prediction.logits.shape[0]
     noise = mx.random.gumbel((rows, drafter.config.vocab_size), key=key)
     top_noise = mx.take_along_axis(noise, prediction.top_ids, axis=-1)

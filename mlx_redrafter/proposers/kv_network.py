@@ -1,6 +1,6 @@
-"""What `KvDrafting` asks of a network with K/V rows of its own: EAGLE, MTP, SpecFormer.
+"""Networks with K/V entries of their own that draft from states of the target.
 
-Axes: n tokens, S width of the target's states, H hidden size, V rows of the head.
+Axes: n tokens, S width of the target's states, H hidden size.
 """
 
 from __future__ import annotations
@@ -10,44 +10,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.target.caches.draft_cache import hook_attention
+from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
 
 
-class KvNetwork(nn.Module, ABC):
+class KvNetwork(DraftNetwork, ABC):
     """A network that drafts from pairs: a state of the target, and the token that came after it.
 
-    Its layers attend to all pairs before, with `mlx_lm`'s attention and rotary embeddings.
+    Its layers attend to all pairs before, with mlx-lm's attention and rotary embeddings.
     """
 
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Number of its layers, each with K/V rows."""
-
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """Number of tokens that it proposes, V."""
-
-    @property
-    @abstractmethod
-    def row_ids(self) -> mx.array | None:
-        """Token ids of the rows of its head, integer, shape (V,); None for the first V tokens."""
-
-    @abstractmethod
-    def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `Proposer.check_fit`."""
+        """Number of its layers, each with K/V entries."""
 
     @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """Layers of the target whose inputs it reads, and `target.FINAL`."""
+        """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
 
     @abstractmethod
     def fuse(self, states: mx.array) -> mx.array:
-        """What it makes of the target's states, shape (n, S) to (n, H)."""
+        """Compute features from the target's states, shape (n, S) to (n, H)."""
 
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -56,24 +44,26 @@ class KvNetwork(nn.Module, ABC):
         Args:
             features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
             embeddings: Rows of the target's input embedding, shape (n, H).
-            caches: A cache for every layer, which says what the pairs see (``make_mask``).
+            caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
 
         Returns:
             Shape (n, H).
         """
 
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        super().check_fit(target, tokenizer)
+        self.hook()
+        target.watch(self.captured_layers(target))
+
+    def hook(self) -> None:
+        """Let the layers work on trees: their attention, and their rotary embeddings.
+
+        Raises:
+            UnsupportedTargetError: There is a rotary embedding of an unknown kind.
+        """
+        hook_attention(self)
+        hook_positions(self)
+
     def make_cache(self) -> list[KVCache]:
-        """New caches of its layers, where mlx-lm's ``make_prompt_cache`` looks for them."""
+        """Make new caches for its layers; mlx-lm's ``make_prompt_cache`` calls this."""
         return [KVCache() for _ in range(self.num_layers)]
-
-
-class AutoregressiveNetwork(KvNetwork):
-    """One that drafts a token at a time: it reads what it made of the draft before."""
-
-    @abstractmethod
-    def feed_back(self, outputs: mx.array) -> mx.array:
-        """What stands for the target's states after drafts, shape (n, H) to (n, H)."""
-
-    @abstractmethod
-    def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """Logits of the token after each pair, shape (n, H) to (n, V), or more columns."""

@@ -4,47 +4,40 @@ Axes: R roots, W beam width, L beam length (root included), K nodes scored per l
 tokens that the network proposes.
 
 A search never duplicates a prefix: the nodes that it scores are distinct continuations of distinct
-prefixes, so they are already a tree. `expansion.py` selects the nodes of it that are verified.
+prefixes, so they are already a tree. `expansion.py` selects the nodes that the target verifies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.proposers.scores import Rank, bounded
 from mlx_redrafter.trees.topk import TopK, top_k
-
-# Stands for log-probabilities that are NaN or minus infinity, so that order stays defined.
-LEAST_LOG_PROB = -1e30
-
-# From log-probabilities of the tokens after nodes of one depth to what nodes are ranked by;
-# or of nodes of several depths, int32, one for each row.
-Rank = Callable[[mx.array, int | mx.array], mx.array]
 
 
 class LevelScorer(Protocol):
-    """A network about to draft after R roots, mostly one: it scores one level after another."""
+    """A network about to draft after R roots, mostly one; it scores one level after another."""
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens that it proposes, V."""
+        """Number of tokens that the network proposes, V."""
         ...
 
     def first(self) -> mx.array:
-        """Natural log-probabilities of the tokens after the roots, float32, shape (R, V)."""
+        """Return natural log-probabilities of tokens after the roots, float32, shape (R, V)."""
         ...
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """Natural log-probabilities of the tokens after the beams, each longer by one token.
+        """Return natural log-probabilities of the tokens after the beams, one token longer each.
 
         Args:
-            beams: For each beam, the beam of the level before that it continues, int32, shape
-                (R * W,), those of a root beside each other; None where every beam continues the
-                beam of its own index, or the only root.
+            beams: For each beam, the index of the one that it continues, int32, shape (R * W,);
+                the beams of a root are neighbours. None if every beam continues the beam of its own
+                index, or the only root.
             tokens: Newest tokens of the beams, int32, shape (R * W,).
             depth: Depth of those tokens, 1 for the children of the roots.
 
@@ -54,32 +47,26 @@ class LevelScorer(Protocol):
         ...
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
-        """Token ids, int32, of indices into V; any shape."""
+        """Return token ids, int32, of indices into V; any shape."""
         ...
-
-
-def bounded(scores: mx.array) -> mx.array:
-    """The same scores, none of them below `LEAST_LOG_PROB` and none NaN."""
-    return mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
 
 
 def search(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """Score the best continuations of the root, and those of the W best nodes of every level.
 
+    The host reads nothing.
+
     Args:
         levels: The network, after one root.
-        shape: W, L and how many nodes of a level are scored, at most V; M is all of them.
+        shape: W, L and the number of nodes to score per level, at most V.
         rank: Function that replaces log-probabilities, shape (W, V), by others of that shape; None
             ranks by the network's own.
-
-    Returns:
-        The scored nodes. Nothing is read by the host.
     """
     return search_all(levels, shape, rank).alone
 
 
 def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
-    """`search` for every root by itself, all in the same calls of the network.
+    """Search from every root by itself, as `search` does, in the same calls of the network.
 
     Args:
         levels: The network.
@@ -93,7 +80,7 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     roots, count = log_probs.shape[0], min(shape.level_nodes, rows)
 
     def best_of(log_probs: mx.array, before: mx.array | None, depth: int) -> TopK:
-        """The best continuations of nodes with scores (R, W) or of the roots, (R, K) of (W * V)."""
+        """Choose the best continuations of nodes with scores (R, W), or of the roots."""
         if rank is not None:
             log_probs = rank(log_probs, depth)
         if before is not None:

@@ -1,44 +1,68 @@
-"""Keys and checks that the configs of all drafters with a head have in common."""
+"""Configs of networks as their ``config.json`` stores them: reading, writing, common checks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from typing import Any, ClassVar, Self
 
 from mlx_redrafter.checks import is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
-# Bounds on what a config file may claim, far above any model.
+# Largest size that a config file may claim, far above any model.
 MAX_DIMENSION = 2**24
+# Largest inverse temperature that a config file may claim, far above any fit.
 MAX_SCORE_SCALE = 100
+# Inverse temperature of a drafter that was not calibrated.
+INVERSE_TEMPERATURE = 1.0
+# Coupling weight of a drafter that was not calibrated.
+COUPLING_WEIGHT = 0.5
 # Keys of the file that have other names here.
 KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
 
 
-C = TypeVar("C")
+class StoredConfig:
+    """A config whose fields are keys of a ``config.json``; subclasses are frozen dataclasses."""
 
+    model_type: ClassVar[str]
 
-def read_fields(cls: type[C], values: Mapping[str, Any], required: Collection[str]) -> C:
-    """A config of a class out of a ``config.json``; keys of other programs are ignored.
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read a ``config.json``; keys that belong to other programs are ignored.
 
-    Raises:
-        CheckpointError: A required key is missing, or a value is out of range.
-    """
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise CheckpointError(f"the drafter's config.json lacks {', '.join(missing)}")
-    names = {KEYS.get(field.name, field.name): field.name for field in fields(cls)}  # type: ignore[arg-type]
-    try:
-        return cls(**{names[key]: value for key, value in values.items() if key in names})
-    except ConfigError as error:
-        raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
+        Raises:
+            CheckpointError: The file describes another kind of model, lacks a key, or has a value
+                out of range.
+        """
+        model_type = values.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise CheckpointError(
+                f"expected a drafter with model_type {cls.model_type!r}, found {model_type!r}; "
+                "a PyTorch drafter is made loadable by `redrafter-mlx convert`"
+            )
+        stored = {KEYS.get(field.name, field.name): field for field in fields(cls)}  # type: ignore[arg-type]
+        missing = [
+            key for key, field in stored.items() if field.default is MISSING and key not in values
+        ]
+        if missing:
+            raise CheckpointError(f"the drafter's config.json lacks {', '.join(missing)}")
+        try:
+            return cls(
+                **{stored[key].name: value for key, value in values.items() if key in stored}
+            )
+        except ConfigError as error:
+            raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys of ``config.json`` that describe this network."""
+        values = {KEYS.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
+        return {"model_type": self.model_type, **values}
 
-def write_fields(config: Any, model_type: str) -> dict[str, Any]:
-    """The keys of ``config.json`` for a config."""
-    values = {KEYS.get(name, name): value for name, value in asdict(config).items()}
-    return {"model_type": model_type, **values}
+    @property
+    def head_rows(self: Any) -> int:
+        """Number of tokens that the network proposes."""
+        rows: int = self.draft_vocab_size or self.vocab_size
+        return rows
 
 
 def check_ranking(inverse_temperature: object, coupling_weight: object) -> None:

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 from mlx_redrafter.checkpoint_files import write_checkpoint
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 

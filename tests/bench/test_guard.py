@@ -27,7 +27,7 @@ from mlx_redrafter.bench.runs import (
 )
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.bench.commands import run_lab

@@ -21,7 +21,6 @@ from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.bench.commands import run_lab
@@ -54,7 +53,7 @@ def test_chains_are_as_long_as_the_drafter_reaches(folders):
     model, tokenizer, _ = load(*folders)
     heads = Medusa(MedusaConfig(320, 32, 2, 1))
     mx.eval(heads.parameters())
-    found = compare(model, tokenizer, [Head("two heads", MedusaProposer(heads))], length=6)
+    found = compare(model, tokenizer, [Head("two heads", heads)], length=6)
     assert found.costs[0].chain == 3
 
 

@@ -16,8 +16,8 @@ from mlx_redrafter.bench.lab.widen import widen_drafter, widen_target, widened_d
 from mlx_redrafter.checkpoint_files import write_checkpoint
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.beam import expand
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter, shared_model

@@ -43,7 +43,7 @@ def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     student.save(tmp_path / "head", {})
     shape = widen_target(source, tmp_path / "wide", 16_000_000)
     kind, _ = recognise(tmp_path / "head")
-    widen_head(kind, tmp_path / "head", tmp_path / "wide-head", shape.hidden_size)
+    widen_head(kind.NAME, tmp_path / "head", tmp_path / "wide-head", shape.hidden_size)
     model, _, drafter = load(str(tmp_path / "wide"), drafter=str(tmp_path / "wide-head"))
     wide = Target(model)
     other = new_student(wide, NetworkOptions(head, beam_length=LENGTH))

@@ -17,9 +17,9 @@ import numpy as np
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.export import export_drafter
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.hooks import captured_output

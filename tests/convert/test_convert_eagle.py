@@ -19,7 +19,8 @@ from mlx_redrafter.convert.eagle import ROPE_REMEDY, with_rope  # noqa: E402
 from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
 from mlx_redrafter.convert.selftest import SelfTest  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
-from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
+from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
+from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.eagle.network import Eagle  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
@@ -99,7 +100,7 @@ def test_the_target_tells_how_much_it_accepts(
         rope_theta=3.0,
         **sizes,
     )
-    save_eagle(Eagle(config), tmp_path / "source")
+    save_drafter(Eagle(config), tmp_path / "source")
     options = ConversionOptions(target=target, dtype="float32")
     conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
     measured = conversion.provenance["self_test"]

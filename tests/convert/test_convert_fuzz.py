@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.medusa import load as load_medusa
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
 from tests.convert.handmade import state_dict, text
 

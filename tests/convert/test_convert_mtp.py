@@ -17,7 +17,7 @@ from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization
 from mlx_redrafter.convert.inspection import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
-from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import FAMILIES
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
@@ -46,7 +46,7 @@ def test_a_converted_module_is_the_published_one(model_type: str, tmp_path: Path
     expected = load_mtp(source)
     conversion = convert(source, tmp_path / "out")
     assert conversion.config == expected.config
-    assert recognise(tmp_path / "out")[0] == "MTP module"
+    assert recognise(tmp_path / "out")[0].NAME == "MTP module"
     converted = load_mtp(tmp_path / "out")
     found, weights = named_parameters(converted), named_parameters(expected)
     assert found.keys() == weights.keys()
@@ -162,7 +162,7 @@ BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], st
         changed("input_proj.weight", mx.ones((32, 32))),
         {},
         CheckpointError,
-        r"input_proj\.weight has shape \[32, 32\], expected \[32, 64\]",
+        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
     ),
     "too large": (
         changed("final_layernorm.weight", mx.full((32,), 1e6)),

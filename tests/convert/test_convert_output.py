@@ -22,7 +22,8 @@ from mlx_redrafter.convert.conversion_options import (
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.convert.vocabulary import choose_rows
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.version import __version__
 from tests.convert import handmade
 from tests.helpers.models import random_drafter

@@ -14,7 +14,7 @@ from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.inspection import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
 from tests.convert.handmade import CONFIG
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file  # noqa: E402
 from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
 from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
 from mlx_redrafter.draft_plan import DraftShape  # noqa: E402
+from mlx_redrafter.proposers.redrafter import load as load_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402
 from tests.convert import handmade  # noqa: E402
 from tests.convert.published import PublishedDrafter  # noqa: E402

@@ -15,7 +15,7 @@ from mlx_redrafter.convert.conversion import (
 )
 from mlx_redrafter.convert.inspection import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
+from mlx_redrafter.proposers.medusa import load as load_medusa
 from tests.convert import handmade
 
 Values = dict[str, np.ndarray]
@@ -49,9 +49,9 @@ BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
     "shape": (
         with_("2.0.linear.weight", (8, 9)),
         CONFIG,
-        r"2\.0\.linear\.weight has shape \[8, 9\], expected \[8, 8\]",
+        r"2\.0\.linear\.weight' has shape \[8, 9\], expected \[8, 8\]",
     ),
-    "rows": (with_("1.1.weight", (71, 8)), CONFIG, r"1\.1\.weight has shape \[71, 8\], expected"),
+    "rows": (with_("1.1.weight", (71, 8)), CONFIG, r"1\.1\.weight' has shape \[71, 8\], expected"),
     "unexpected": (with_("norm.weight", (8,)), CONFIG, "not part of Medusa heads: 'norm.weight'"),
     "twice": (with_("medusa_head.0.1.weight", (70, 8)), CONFIG, "both stand for heads.0.1.weight"),
     "whole model": (
@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
 def test_what_does_not_fit_is_named(tmp_path: Path, case: str) -> None:
     values, config, message = BAD[case]
     source = write(tmp_path / "source", values, config)
-    assert recognise(source)[0] == "Medusa heads"
+    assert recognise(source)[0].NAME == "Medusa heads"
     with pytest.raises(CheckpointError, match=message):
         load_medusa(source)
     with pytest.raises(CheckpointError, match=message):

@@ -21,7 +21,7 @@ from mlx_redrafter.convert.conversion_options import (
 )
 from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
+from mlx_redrafter.proposers.medusa.network import Medusa
 from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_medusa
@@ -78,8 +78,8 @@ def test_converted_heads_give_the_targets_text(
         again = convert_drafter(tmp_path / "out", tmp_path / "again", ConversionOptions("float32"))
         assert again.config == conversion.config
     model, tokenizer, heads = load(stories.folder, drafter=tmp_path / "out")
-    assert isinstance(heads, MedusaProposer)
-    assert heads.network.config.tree == ("static" if name == "static" else "dynamic")
+    assert isinstance(heads, Medusa)
+    assert heads.config.tree == ("static" if name == "static" else "dynamic")
     plain = generate(model, tokenizer, PROMPT, drafter=None, max_tokens=60)
     for shape in ({}, {"beam_width": 1, "beam_length": 3}, {"beam_length": 3, "tree_nodes": 9}):
         *_, last = stream_generate(model, tokenizer, PROMPT, drafter=heads, max_tokens=60, **shape)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
 from mlx_redrafter.device_read import to_ints  # noqa: E402
-from mlx_redrafter.proposers.medusa.checkpoint import load_medusa  # noqa: E402
+from mlx_redrafter.proposers.medusa import load as load_medusa  # noqa: E402
 from mlx_redrafter.proposers.medusa.network import Medusa  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import Engine, load
+from mlx_redrafter import Engine, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
-from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
-from tests.helpers import mimo
+from tests.helpers import mimo, toy
 from tests.helpers.cli import run
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
@@ -51,7 +50,7 @@ def write_eagle(folder: Path, version: int) -> Path:
     layers = {"captured_layers": (0, 1, 1)} if version == 3 else {}
     mx.random.seed(version)
     config = EagleConfig(version, num_attention_heads=4, num_key_value_heads=2, **sizes, **layers)
-    save_eagle(Eagle(config), folder)
+    save_drafter(Eagle(config), folder)
     return folder
 
 
@@ -60,12 +59,19 @@ def write_specformer(folder: Path) -> Path:
     sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
     mx.random.seed(5)
     config = SpecFormerConfig(**sizes, **heads, captured_layers=(0, 1, 1, -1), num_slots=5)
-    save_specformer(SpecFormer(config), folder)
+    save_drafter(SpecFormer(config), folder)
     return folder
 
 
 def write_heads(folder: Path, heads: Any) -> Path:
     save_drafter(heads, folder)
+    return folder
+
+
+def write_toy(folder: Path) -> Path:
+    network = toy.Toy(toy.ToyConfig(VOCAB_SIZE, 32))
+    network.table = mx.random.normal((VOCAB_SIZE, VOCAB_SIZE), scale=3.0, key=mx.random.key(6))
+    save_drafter(network, folder)
     return folder
 
 
@@ -79,9 +85,18 @@ KINDS: dict[str, Callable[[Path], Path | str]] = {
     "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),
     "MTP": lambda folder: "mtp",
     "SpecFormer": write_specformer,
+    "toy": write_toy,
     "draft model": lambda folder: write_model(folder, {**CONFIG, "num_hidden_layers": 1}),
     "lookup": lambda folder: "lookup",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_more_kind() -> Iterator[None]:
+    """The entry that a new kind needs in the package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proposers, "KINDS", (*proposers.KINDS, toy))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +182,29 @@ def test_check_and_compare(
     assert result.code == 0, result.err
     rows = json.loads(out.read_text())["found"]["rows"]
     assert {row["num_different"] for row in rows if "auto" in row["arm"]} == {0}
+
+
+def test_a_new_kind_needs_a_folder_and_an_entry(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loading, generating, and inspection; the tests above have the rest."""
+    folder = write_toy(tmp_path / "toy")
+    network = load(target, drafter=folder)[2]
+    assert isinstance(network, toy.Toy)
+    pair = ("--model", target, "--prompt", PROMPTS[0], "-m", 12, "--temp", 0)
+    drafted = run(capsys, "generate", *pair, "--drafter", folder, "--beam-width", 2, "--json")
+    plain = run(capsys, "generate", *pair, "--no-draft", "--json")
+    assert (drafted.code, drafted.err) == (0, "")
+    assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
+    inspected = run(capsys, "convert", "inspect", folder)
+    assert inspected.code == 0
+    assert f"{toy.NAME}, which `load` reads as it is" in " ".join(inspected.out.split())
+    refused = run(capsys, "convert", folder, tmp_path / "out")
+    assert refused.code != 0
+    assert toy.NAME in refused.err
+
+
+def test_a_new_kind_checks_sizes_before_weights(target: Path, tmp_path: Path) -> None:
+    save_drafter(toy.Toy(toy.ToyConfig(VOCAB_SIZE, 48)), tmp_path)
+    with pytest.raises(CheckpointError, match="hidden_size 48 does not match the target's 32"):
+        load(target, drafter=tmp_path)

@@ -35,7 +35,7 @@ from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import Timed, load_or_measure
-from mlx_redrafter.proposers.redrafter.checkpoint import save_drafter
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 

@@ -17,7 +17,7 @@ from mlx_redrafter.engine import engine
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.policy.profiling import step_costs
-from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
+from mlx_redrafter.proposers.medusa.network import Medusa
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
@@ -45,11 +45,11 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 @pytest.fixture(scope="module", params=["dynamic", "static"])
-def heads(request: pytest.FixtureRequest, model: nn.Module) -> MedusaProposer:
+def heads(request: pytest.FixtureRequest, model: nn.Module) -> Medusa:
     """Heads that are right in a good part of the greedy text."""
     text = ids(stock_tokens(model, PROMPT, NUM_TOKENS))
     network = fitted_medusa(model, [*PROMPT, *text[: NUM_TOKENS // 2]])
-    return MedusaProposer(with_static_tree(network) if request.param == "static" else network)
+    return with_static_tree(network) if request.param == "static" else network
 
 
 def _responses(model: nn.Module, drafter: Any, **options: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
     return [response.token for response in _responses(model, drafter, **options)]
 
 
-def test_greedy_texts_are_stock_mlx_lms(model: nn.Module, heads: MedusaProposer) -> None:
+def test_greedy_texts_are_stock_mlx_lms(model: nn.Module, heads: Medusa) -> None:
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
     for shape in SHAPES:
         responses = _responses(model, heads, **shape)
@@ -73,7 +73,7 @@ def test_greedy_texts_are_stock_mlx_lms(model: nn.Module, heads: MedusaProposer)
             assert sum(counts[2:]) > 0, "nothing was accepted"
 
 
-def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: MedusaProposer) -> None:
+def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: Medusa) -> None:
     options = {"temp": 0.8, "top_p": 0.95, "seed": 11}
     expected = _tokens(model, None, **options)
     for shape in (*SHAPES[:3], {**SHAPES[2], "couple": False}):
@@ -81,7 +81,7 @@ def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: Medu
 
 
 def test_a_stock_sampler() -> None:
-    model, heads = tiny_llama(seed=4), MedusaProposer(random_medusa(num_heads=4))
+    model, heads = tiny_llama(seed=4), random_medusa(num_heads=4)
     mx.random.seed(3)
     expected = stock_tokens(model, PROMPT, 16, sampler=make_sampler(temp=0.8))
     mx.random.seed(3)
@@ -90,7 +90,7 @@ def test_a_stock_sampler() -> None:
     assert_same_tokens(expected, found)
 
 
-def test_turns_on_one_prompt_cache(model: nn.Module, heads: MedusaProposer) -> None:
+def test_turns_on_one_prompt_cache(model: nn.Module, heads: Medusa) -> None:
     for shape in SHAPES[:3]:
         stock, cache = make_prompt_cache(model), make_prompt_cache(model)
         for turn in (PROMPT, [60], [7, 8, 9]):
@@ -100,7 +100,7 @@ def test_turns_on_one_prompt_cache(model: nn.Module, heads: MedusaProposer) -> N
 
 
 def test_threads_share_the_heads() -> None:
-    model, heads = tiny_llama(seed=4), MedusaProposer(random_medusa(num_heads=4))
+    model, heads = tiny_llama(seed=4), random_medusa(num_heads=4)
     shared = Engine(model, wrapped_tokenizer(VOCAB_SIZE), heads)
     prompts = [[*PROMPT, i] for i in range(1, 5)]
 
@@ -116,7 +116,7 @@ def test_the_policy_never_asks_for_more_than_the_heads_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_llama(seed=4)
-    heads = MedusaProposer(random_medusa(num_heads=2))
+    heads = random_medusa(num_heads=2)
     asked: list[int] = []
     original = heads.open
 
@@ -145,6 +145,6 @@ def test_the_policy_never_asks_for_more_than_the_heads_reach(
     [((64, 16), "hidden_size 16 does not match"), ((65, 32), "vocab_size 65 does not match")],
 )
 def test_heads_for_another_model_are_refused(sizes: tuple[int, int], message: str) -> None:
-    heads = MedusaProposer(random_medusa(*sizes))
+    heads = random_medusa(*sizes)
     with pytest.raises(CheckpointError, match=message):
         Engine(tiny_llama(), wrapped_tokenizer(VOCAB_SIZE), heads)

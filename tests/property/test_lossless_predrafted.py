@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import DraftModel, Engine, Predrafted, stream_generate
+from mlx_redrafter import DraftModel, Engine, SpeculateAhead, stream_generate
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers import draft_model
@@ -74,7 +74,7 @@ def _sampled() -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_texts_are_those_of_plain_decoding(drafter: Any, shape: dict[str, Any]) -> None:
-    ahead = Predrafted(drafter)
+    ahead = SpeculateAhead(drafter)
     assert_same_tokens(_greedy(), _tokens(ahead, max_tokens=NUM_TOKENS, **shape))
     for couple in (True, False):
         assert _tokens(ahead, couple=couple, **SAMPLING, **shape) == _sampled()
@@ -89,7 +89,7 @@ def test_any_shape_after_any_other(
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
     expected, expected_sampled = _greedy(), _sampled()
     use_policy(monkeypatch, RandomShapes(seed))
-    ahead = Predrafted(drafter, num_outcomes=3)
+    ahead = SpeculateAhead(drafter, num_outcomes=3)
     assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS))
     assert _tokens(ahead, **SAMPLING) == expected_sampled
     assert ahead.hits.passes > 0
@@ -101,12 +101,12 @@ def test_stock_samplers(drafter: Any) -> None:
         expected = stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(temp=0.7))
         mx.random.seed(3)
         sampler = make_sampler(temp=0.7)
-        found = _tokens(Predrafted(drafter), max_tokens=24, sampler=sampler, **shape)
+        found = _tokens(SpeculateAhead(drafter), max_tokens=24, sampler=sampler, **shape)
         assert_same_tokens(expected, found)
 
 
 def test_turns_on_one_prompt_cache(drafter: Any) -> None:
-    ahead = Predrafted(drafter)
+    ahead = SpeculateAhead(drafter)
     for shape in SHAPES[1:3]:
         for is_shared in (False, isinstance(drafter, DraftModel)):
             stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
@@ -121,7 +121,7 @@ def test_turns_on_one_prompt_cache(drafter: Any) -> None:
 
 def test_batches_and_threads(drafter: Any) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    engine = Engine(MODEL, tokenizer, Predrafted(drafter))
+    engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
     prompts = [PROMPT, [7, 8, 9], [60]]
     options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 16, "beam_width": 2}
     expected = [_tokens(None, prompt=one, temp=0.8, seed=4, max_tokens=16) for one in prompts]
@@ -140,7 +140,7 @@ def test_batches_and_threads(drafter: Any) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
 def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]) -> None:
     """The target's own noise tells the token after the drafts at a temperature, too."""
-    ahead = Predrafted(DraftModel(MODEL, None))
+    ahead = SpeculateAhead(DraftModel(MODEL, None))
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
     *_, last = stream_generate(MODEL, tokenizer, PROMPT, drafter=ahead, **options)
@@ -178,6 +178,6 @@ def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
 
 def test_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="found a drafter of the kind Medusa"):
-        Predrafted(random_medusa(VOCAB_SIZE, 32))
+        SpeculateAhead(random_medusa(VOCAB_SIZE, 32))
     with pytest.raises(ConfigError, match="predraft must be an integer from 1 to 64"):
-        Predrafted(random_drafter(VOCAB_SIZE, 32), 0)
+        SpeculateAhead(random_drafter(VOCAB_SIZE, 32), 0)

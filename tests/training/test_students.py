@@ -16,7 +16,6 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter import load, load_drafter, stream_generate
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     NetworkOptions,
@@ -197,7 +196,7 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
     if isinstance(student, RecurrentStudent):  # at first it reads the last hidden state alone
         network.fusion.weight += 0.3 * mx.random.normal(network.fusion.weight.shape)
         student.network.fusion.weight = network.fusion.weight
-    drafter = MedusaProposer(network) if head == "medusa" else network
+    drafter = network
     tokenizer = wrapped_tokenizer(VOCAB, set())
     sequences, tokens, steps = [], 0, 0
     for prompt in ([1, 2, 3], [5, 4, 3, 2, 1, 6, 7]):

@@ -14,12 +14,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import TOP_TOKENS
-from mlx_redrafter.proposers.redrafter.checkpoint import (
-    load_drafter,
-    quantize_drafter,
-    save_drafter,
-)
+from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import preparation, resources

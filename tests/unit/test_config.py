@@ -122,9 +122,9 @@ def test_keys_of_other_programs_are_ignored() -> None:
         ({"rnn_activation": "relu"}, "must be 'silu' or 'identity', got 'relu'"),
         ({"draft_top_k": 101}, "drafter draft_top_k must be an integer from 1 to 100, got 101"),
         ({"draft_vocab_size": 0}, "drafter draft_vocab_size must be an integer from 1 to 100"),
-        ({"captured_layers": 3}, "captured_layers must be 1 to 64 layers, got 3"),
-        ({"captured_layers": []}, r"captured_layers must be 1 to 64 layers, got \[\]"),
-        ({"captured_layers": [-2]}, "each of the drafter's captured_layers must be an integer"),
+        ({"captured_layers": 3}, "captured_layers must be a list of 1 to 64 layers, got 3"),
+        ({"captured_layers": []}, r"captured_layers must be a list of 1 to 64 layers, got \[\]"),
+        ({"captured_layers": [-2]}, "each of captured_layers must be an integer"),
     ],
     ids=str,
 )

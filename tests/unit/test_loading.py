@@ -14,9 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Drafter, generate, load, save_drafter
-from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.proposers import redrafter
+from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.redrafter.precision import bits_of, quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
@@ -34,7 +35,8 @@ def test_loads_all_three(stories: Trained, drafter_folder: Path) -> None:
 def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
     stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "choose_precision", lambda drafter, embed: quantised_copy(drafter))
+    monkeypatch.setattr(redrafter, "tune", lambda drafter, target: quantised_copy(drafter))
+    assert bits_of(load(stories.folder, drafter=drafter_folder, tune=False)[2]) is None
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
     assert isinstance(drafter, Drafter)
     assert bits_of(drafter) == 8
@@ -44,9 +46,8 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
 
 @pytest.mark.parametrize("is_precise", [False, True])
 def test_what_drafts_for_a_float32_model_is_in_float32_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_precise: bool
+    tmp_path: Path, is_precise: bool
 ) -> None:
-    monkeypatch.setattr(loading, "choose_precision", lambda drafter, target: drafter)
     folder = tmp_path / "target"
     shutil.copytree(find_bundled("target"), folder)
     if is_precise:
@@ -94,7 +95,7 @@ def test_sizes_are_compared_before_any_weights_are_read(
 ) -> None:
     save_drafter(random_drafter(vocab_size, hidden_size), tmp_path)
     monkeypatch.setattr(mlx_lm, "load", _fail)
-    monkeypatch.setattr(loading, "load_drafter", _fail)
+    monkeypatch.setattr(Checkpoint, "fill", _fail)
     with pytest.raises(CheckpointError, match=message):
         load(stories.folder, drafter=tmp_path)
 
@@ -134,6 +135,6 @@ def test_a_missing_adapter_is_found_first(
     stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlx_lm, "load", _fail)
-    monkeypatch.setattr(loading, "load_drafter", _fail)
+    monkeypatch.setattr(Checkpoint, "fill", _fail)
     with pytest.raises(CheckpointError, match="no such adapter folder: /no/such"):
         load(stories.folder, drafter=drafter_folder, adapter_path="/no/such")

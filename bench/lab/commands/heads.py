@@ -29,10 +29,11 @@ from mlx_redrafter.bench.prompts import describe_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
 from mlx_redrafter.bench.result_file import checkpoint_name
-from mlx_redrafter.checkpoints.loading import LoadedDrafter, load
+from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.train import RUN_FILE, RunOptions
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import ConfigError
 
 
@@ -87,7 +88,7 @@ def _load(model: str | None, drafters: Sequence[str]) -> tuple[Any, Any, list[He
             raise ConfigError(f"two drafters are called {name}; rename one of the folders")
     target, tokenizer, first = Pair(model, drafters[0]).load()
     # `load` returns each further drafter with a second copy of the target, which is dropped.
-    others = (cast("LoadedDrafter", load(model, drafter)[2]) for drafter in drafters[1:])
+    others = (cast("Proposer", load(model, drafter)[2]) for drafter in drafters[1:])
     loaded = [first, *others]
     heads = [
         Head(name, drafter, *_training(Path(path)))

@@ -1,76 +1,49 @@
-"""The shape of an EAGLE head, as stored in the ``config.json`` beside its weights."""
+"""The shape of an EAGLE head, as stored in the ``config.json`` next to its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.layer_sizes import SIZES, check_captured_layers, check_layer
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
 
 MODEL_TYPE = "redrafter_eagle"
+# Largest number of decoder layers that a config file may claim, far above any head.
 MAX_LAYERS = 16
-FLAGS = (
-    "attention_bias",
-    "mlp_bias",
-    "fc_bias",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-)
+# Decoder layers of mlx-lm that heads have.
 LAYER_TYPES = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(LayerSizes):
     """The shape of an EAGLE head.
 
-    EAGLE-2 has the weights of EAGLE-1, and a tree that depends on the drafts, as all are here.
+    EAGLE-2 has the weights of EAGLE-1, and a tree that depends on the drafts, as all trees here.
 
     Attributes:
         version: 1 reads the target's hidden state after its final norm, 3 the inputs of several of
             its layers.
-        hidden_size: Hidden size of the head and of the target, H.
-        intermediate_size: Width of the MLP.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key heads.
-        vocab_size: Size of the target's vocabulary.
-        draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
-        head_dim: Size of a head; None for H divided by the query heads.
+        draft_vocab_size: Rows of the head if it proposes only part of the vocabulary, else None.
         num_hidden_layers: Decoder layers.
-        layer_type: "llama", or "qwen3", whose queries and keys are normalised.
-        rms_norm_eps: Epsilon of the norms.
-        rope_theta: Base of the rotary embedding.
-        rope_scaling: Its scaling, as mlx-lm reads it; None for none.
-        max_position_embeddings: Positions that the head was made for.
+        layer_type: "llama", or "qwen3", which normalises queries and keys.
         attention_bias: Whether the projections of the attention have biases.
-        mlp_bias: Whether those of the MLP do.
-        fc_bias: Whether the layer that joins the inputs does.
-        captured_layers: EAGLE-3: layers of the target whose inputs are read; None for layers 2,
+        mlp_bias: Whether the projections of the MLP have biases.
+        fc_bias: Whether the layer ``fc``, which joins the inputs, has a bias.
+        captured_layers: EAGLE-3: layers of the target whose inputs it reads; None for layers 2,
             L // 2 and L - 3 of its L.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
-        norm_before_fc: EAGLE-3: whether the states are normalised as one row before ``fc``.
-        fc_norm: EAGLE-3: whether those of every layer are.
-        norm_output: EAGLE-3: whether what is fed back is normalised (EAGLE 3.1).
+        norm_before_fc: EAGLE-3: whether the head normalises the states as one row before ``fc``.
+        fc_norm: EAGLE-3: whether it normalises the states of every layer.
+        norm_output: EAGLE-3: whether it normalises the output that it feeds back (EAGLE 3.1).
     """
 
+    model_type: ClassVar[str] = MODEL_TYPE
     version: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
     draft_vocab_size: int | None = None
-    head_dim: int | None = None
     num_hidden_layers: int = 1
     layer_type: str = "llama"
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
@@ -85,47 +58,19 @@ class EagleConfig:
             raise ConfigError(f"EAGLE version must be 1 or 3, got {self.version!r}")
         if self.layer_type not in LAYER_TYPES:
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
-        check_layer(self)
+        super().__post_init__()
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if self.draft_vocab_size is not None:
             check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be true or false, got {value!r}")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         if self.captured_layers is not None:
-            check_captured_layers(self.captured_layers)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EagleConfig:
-        """Read a ``config.json``; keys that belong to other programs are ignored.
-
-        Raises:
-            CheckpointError: The file lacks a key, or has a value out of range.
-        """
-        missing = [name for name in ("version", *SIZES) if name not in values]
-        if missing:
-            raise CheckpointError(f"the EAGLE head's config.json lacks {', '.join(missing)}")
-        known = {field.name for field in fields(cls)}
-        given = {name: value for name, value in values.items() if name in known}
-        layers = given.get("captured_layers")
-        if isinstance(layers, list):
-            given["captured_layers"] = tuple(layers)
-        elif layers is not None:
-            raise CheckpointError(
-                f"captured_layers in the EAGLE head's config.json must be a list, got {layers!r}"
-            )
-        try:
-            return cls(**given)
-        except ConfigError as error:
-            raise CheckpointError(
-                f"the EAGLE head's config.json is out of range: {error}"
-            ) from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys of ``config.json`` that describe this head."""
-        return {"model_type": MODEL_TYPE, **asdict(self)}
+            layers = check_captured_layers(self.captured_layers)
+            object.__setattr__(self, "captured_layers", layers)
 
     @property
     def name(self) -> str:
@@ -146,8 +91,3 @@ class EagleConfig:
         if self.version == 1:
             return 1
         return 3 if self.captured_layers is None else len(self.captured_layers)
-
-    @property
-    def head_rows(self) -> int:
-        """Tokens that it proposes."""
-        return self.draft_vocab_size or self.vocab_size

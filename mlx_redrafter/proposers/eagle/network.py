@@ -1,4 +1,4 @@
-"""The networks of EAGLE-1 and EAGLE-3, and nothing about search.
+"""The networks of EAGLE-1 and EAGLE-3.
 
 Axes: n tokens, H hidden size, C states of the target, V rows of the head.
 
@@ -16,17 +16,16 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
-from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
 
 
 class FirstLayer(nn.Module):
-    """A decoder layer of mlx-lm whose attention begins differently.
+    """A decoder layer of mlx-lm with another input to its attention.
 
-    That of EAGLE-1 has no norm there. With ``e`` the embedding and ``g`` the feature, EAGLE-3's is
+    EAGLE-1 has no norm there. With ``e`` the embedding and ``g`` the feature, EAGLE-3's is
 
         h = r + attention([input_layernorm(e), hidden_norm(g)])
         h = h + mlp(post_attention_layernorm(h))
@@ -49,7 +48,7 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
 
     def __call__(self, features: mx.array, embeddings: mx.array, mask: Any, cache: Any) -> mx.array:
-        """Features and embeddings, shape (1, n, H), to that shape; EAGLE-1's know the tokens."""
+        """Process features and embeddings, shape (1, n, H); EAGLE-1's features hold the tokens."""
         x = features
         if self.config.version == 3:
             normalised = self.hidden_norm(features)
@@ -89,31 +88,14 @@ class Eagle(AutoregressiveNetwork):
 
     @property
     def num_layers(self) -> int:
-        """See `KvNetwork.num_layers`."""
         return self.config.num_hidden_layers
 
     @property
-    def num_rows(self) -> int:
-        """See `KvNetwork.num_rows`."""
-        return self.config.head_rows
-
-    @property
-    def row_ids(self) -> mx.array | None:
-        """See `KvNetwork.row_ids`."""
-        return self.get("token_ids")
-
-    @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype the network computes in."""
+        """The floating-point dtype that the network computes in."""
         return self.layers[0].post_attention_layernorm.weight.dtype
 
-    def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `KvNetwork.check_fit`."""
-        config = self.config
-        check_sizes(config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
-
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """See `KvNetwork.captured_layers`."""
         if self.config.version == 1:
             return (FINAL,)
         if self.config.captured_layers is not None:
@@ -122,7 +104,7 @@ class Eagle(AutoregressiveNetwork):
         return 2, num_blocks // 2, num_blocks - 3
 
     def fuse(self, states: mx.array) -> mx.array:
-        """See `KvNetwork.fuse`; EAGLE-1 takes the states as they are."""
+        """Join the captured states; EAGLE-1 uses the target's state as it is."""
         if self.config.version == 1:
             return states
         states = states.astype(self.dtype)
@@ -135,7 +117,6 @@ class Eagle(AutoregressiveNetwork):
         return self.fc(states)
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """See `KvNetwork.__call__`."""
         h, embeddings = (rows[None].astype(self.dtype) for rows in (features, embeddings))
         if self.config.version == 1:
             h = self.fc(mx.concatenate([embeddings, h], axis=-1))
@@ -146,18 +127,16 @@ class Eagle(AutoregressiveNetwork):
         return h[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
-        """See `AutoregressiveNetwork.feed_back`."""
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """See `AutoregressiveNetwork.logits`."""
         if self.config.version == 1:
             return target.logits(outputs)
         return self.lm_head(self.norm(outputs))
 
 
 def _decoder_layer(config: EagleConfig) -> nn.Module:
-    """A layer of mlx-lm with the sizes of a head."""
+    """Make a layer of mlx-lm with the sizes of a head."""
     values = {
         **layer_arguments(config),
         "model_type": config.layer_type,

@@ -4,63 +4,63 @@
     SafeAILab EAGLE-3     fc, midlayer.*, norm, lm_head, d2t, t2d
     speculators EAGLE-3   fc, layers.{i}.*, norm, lm_head, d2t, t2d, embed_tokens, verifier_*
 
-Their config.json often says no more than that of a language model, so names decide.
+Their config.json often has no other keys than a language model's, so names of tensors decide.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
+from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
-# The target's own tensors, and a mask that only training needs.
+# Tensors that are not read: the target's own, and a mask that only training needs.
 LEFT_OUT = (
     "embed_tokens.weight",
     "t2d",
     "verifier_norm.weight",
     "verifier_lm_head.weight",
 )
-# Offsets from rows of the head to token ids.
+# Name of the offsets from rows of the head to token ids.
 OFFSETS = "d2t"
-# Keys that a language model's config has under the same name.
+# Projections of which the first layer of a head has one: full attention, and latent attention.
+FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
+# Keys that the config here has under the same name.
 SAME_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-    "head_dim",
+    *(field.name for field in fields(LayerSizes)),
     "num_hidden_layers",
-    "rms_norm_eps",
-    "max_position_embeddings",
     "attention_bias",
     "mlp_bias",
 )
+# Keys of variants of the network, likewise.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Key of the captured layers.
 CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a config and the names of tensors are those of an EAGLE head."""
+    """Return whether a config and the names of tensors are those of an EAGLE head."""
     if config.get("model_type") == MODEL_TYPE or config.get("speculators_model_type") == "eagle3":
         return True
     if names:
         own = set(map(_own_name, names))
         has_norm = "layers.0.input_layernorm.weight" in own
-        has_layer = "layers.0.self_attn.q_proj.weight" in own
+        has_layer = not own.isdisjoint(f"layers.0.self_attn.{name}.weight" for name in FIRST)
         is_third = "layers.0.hidden_norm.weight" in own
-        return "fc.weight" in own and has_layer and (is_third or not has_norm)
+        return has_layer and (is_third or ("fc.weight" in own and not has_norm))
     return "eagle3" in str(config.get("architectures")).lower() or (
         "draft_vocab_size" in config and config.get("model_type") == "llama"
     )
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Published names by those of `Eagle`, without what is left out.
+    """Map names of `Eagle` to the published ones, without those that are not read.
 
     Raises:
         CheckpointError: Two names stand for the same tensor.
@@ -78,10 +78,17 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def eagle_config(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> EagleConfig:
+    """Read the config in a ``config.json`` of this package or as published."""
+    if values.get("model_type") == MODEL_TYPE:
+        return EagleConfig.from_dict(values)
+    return published_config(values, shapes)
+
+
 def published_config(
     values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> EagleConfig:
-    """The config of a published head.
+    """Read the config of a published head.
 
     Args:
         values: Its ``config.json``.
@@ -92,7 +99,7 @@ def published_config(
     """
     nested = values.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else values
-    _check_variant(values, layer)
+    _check_variant(values, layer, shapes)
     is_third = "layers.0.hidden_norm.weight" in shapes
     config = {key: layer[key] for key in SAME_KEYS if layer.get(key) is not None}
     heads = layer.get("num_attention_heads")
@@ -114,7 +121,7 @@ def published_config(
 
 
 def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
-    """Put token ids, int32, in the place of offsets from rows of the head to them, shape (V,).
+    """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
 
     Args:
         weights: Tensors by the names of `Eagle`.
@@ -126,7 +133,7 @@ def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> N
 
 
 def target_of(values: Mapping[str, Any]) -> str | None:
-    """The model that a published config says it was trained for."""
+    """Return the name of the model that a published config was trained for, if it has one."""
     for path in (("speculators_config", "verifier", "name_or_path"), ("base_model_name_or_path",)):
         found: Any = values
         for key in path:
@@ -137,7 +144,7 @@ def target_of(values: Mapping[str, Any]) -> str | None:
 
 
 def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of the rotary embedding in a config, which newer ones have in one object."""
+    """Read base and scaling of the rotary embedding, which newer configs have in one object."""
     joined = layer.get("rope_parameters")
     joined = joined if isinstance(joined, Mapping) else {}
     scaling = layer.get("rope_scaling")
@@ -158,9 +165,15 @@ def _captured(values: Mapping[str, Any]) -> Any:
     return nested.get(CAPTURED) if given is None and isinstance(nested, Mapping) else given
 
 
-def _check_variant(values: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
+def _check_variant(
+    values: Mapping[str, Any], layer: Mapping[str, Any], names: Container[str]
+) -> None:
     found = None
-    if layer.get("hidden_act", "silu") != "silu":
+    if "layers.0.hidden_norm.weight" in names and "fc.weight" not in names:
+        found = "states of one layer only, without the tensor fc.weight that joins several"
+    elif "layers.0.self_attn.kv_a_proj_with_mqa.weight" in names:
+        found = "layers with latent attention (kv_a_proj_with_mqa)"
+    elif layer.get("hidden_act", "silu") != "silu":
         found = f"hidden_act {layer['hidden_act']!r}, not 'silu'"
     elif values.get("embed_requires_grad"):
         found = "embed_requires_grad, an embedding that is not the target's"
@@ -170,5 +183,5 @@ def _check_variant(values: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
         found = f"target_hidden_size {values['target_hidden_size']!r}, not its own hidden_size"
     if found is not None:
         raise CheckpointError(
-            f"this EAGLE head's config.json has {found}, which is not supported; use another head"
+            f"this EAGLE head has {found}, which is not supported; use another head"
         )

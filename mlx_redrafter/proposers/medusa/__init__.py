@@ -1,1 +1,32 @@
 """Medusa heads (arXiv 2401.10774): each proposes the tokens of one depth, all from one state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
+from mlx_redrafter.proposers.medusa.layouts import is_medusa, read_heads
+from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
+
+NAME = "Medusa heads"
+
+
+def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    return is_medusa(config, shapes)
+
+
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Medusa:
+    """Load heads from a folder of this package, or from published safetensors files."""
+    stored = Checkpoint(path_or_repo)
+    if stored.config.get("model_type") == MODEL_TYPE:
+        config, sources = MedusaConfig.from_dict(stored.config), None
+    else:
+        found = read_heads(stored.config, stored.shapes)
+        config, sources = found.config, found.sources
+    target.check(config)
+    return stored.fill(Medusa(config), sources)

@@ -1,30 +1,33 @@
-"""The shape of Medusa heads, as stored in the ``config.json`` beside their weights."""
+"""The shape of Medusa heads, as stored in the ``config.json`` next to their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mlx_redrafter.checks import check_int, is_number
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
+    COUPLING_WEIGHT,
+    INVERSE_TEMPERATURE,
     MAX_DIMENSION,
+    StoredConfig,
     check_ranking,
-    read_fields,
-    write_fields,
 )
 
 MODEL_TYPE = "redrafter_medusa"
-MAX_HEADS = MAX_LAYERS = 64
-# Most ranks of a head whose accuracies are stored.
+# Largest number of heads that a config file may claim, far above any checkpoint.
+MAX_HEADS = 64
+# Largest number of blocks of a head that a config file may claim, likewise.
+MAX_LAYERS = 64
+# Number of ranks of a head whose accuracies are stored.
 MAX_RANKS = 32
 
 Tree = Literal["dynamic", "static"]
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(StoredConfig):
     """The shape of Medusa heads, as stored in their ``config.json``.
 
     Attributes:
@@ -33,17 +36,17 @@ class MedusaConfig:
         num_heads: Number of heads, K; head k proposes the drafts k + 1 after the root.
         num_layers: Number of residual SiLU blocks of a head before its final linear layer.
         bias: Whether the blocks have biases.
-        draft_vocab_size: Rows of the heads when they propose only part of the vocabulary, else
-            None.
+        draft_vocab_size: Rows of the heads if they propose only part of the vocabulary, else None.
         tree: "dynamic" for the drafts with the largest products of the heads' probabilities,
-            "static" for those with the largest products of ``rank_accuracies``, which is the same
-            tree of ranks at every step, as in the paper.
+            "static" for those with the largest products of ``rank_accuracies``: the same tree of
+            ranks at every step, as in the paper.
         rank_accuracies: Chances that the target's token is the r-th most probable one of head k, a
-            tuple for each head; None where they have not been measured.
+            tuple for each head; None if nobody has measured them.
         inverse_temperature: See `DrafterConfig.inverse_temperature`.
         coupling_weight: See `DrafterConfig.coupling_weight`.
     """
 
+    model_type: ClassVar[str] = MODEL_TYPE
     vocab_size: int
     hidden_size: int
     num_heads: int
@@ -52,8 +55,8 @@ class MedusaConfig:
     draft_vocab_size: int | None = None
     tree: Tree = "dynamic"
     rank_accuracies: tuple[tuple[float, ...], ...] | None = None
-    inverse_temperature: float = 1.0
-    coupling_weight: float = 0.5
+    inverse_temperature: float = INVERSE_TEMPERATURE
+    coupling_weight: float = COUPLING_WEIGHT
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size"):
@@ -73,31 +76,6 @@ class MedusaConfig:
         elif self.tree == "static":
             raise ConfigError("drafter tree 'static' needs rank_accuracies")
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MedusaConfig:
-        """Read a ``config.json``; keys that belong to other programs are ignored.
-
-        Raises:
-            CheckpointError: The file describes another kind of model, lacks a key, or has a value
-                out of range.
-        """
-        model_type = values.get("model_type")
-        if model_type != MODEL_TYPE:
-            raise CheckpointError(
-                f"expected heads with model_type {MODEL_TYPE!r}, found {model_type!r}"
-            )
-        required = ("vocab_size", "hidden_size", "num_heads", "num_layers")
-        return read_fields(cls, values, required)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys of ``config.json`` that describe these heads."""
-        return write_fields(self, MODEL_TYPE)
-
-    @property
-    def head_rows(self) -> int:
-        """Rows of the final linear layers."""
-        return self.draft_vocab_size or self.vocab_size
-
     @property
     def static_accuracies(self) -> tuple[tuple[float, ...], ...] | None:
         """``rank_accuracies`` if the tree is static, else None."""
@@ -113,18 +91,18 @@ class MedusaConfig:
 
     @property
     def head_names(self) -> list[str]:
-        """Tensors with a row for every token that is proposed."""
+        """Tensors with a row for every token that a head proposes."""
         return [f"heads.{k}.{self.num_layers}.weight" for k in range(self.num_heads)]
 
     def reduced(self, num_rows: int) -> MedusaConfig:
-        """The same heads with ``num_rows`` tokens."""
+        """Return the config of the same heads with ``num_rows`` tokens."""
         table = self.rank_accuracies
         kept = None if table is None else tuple(row[:num_rows] for row in table)
         return replace(self, draft_vocab_size=num_rows, rank_accuracies=kept)
 
 
 def _as_table(values: Any, num_heads: int, num_rows: int) -> tuple[tuple[float, ...], ...]:
-    """Accuracies of ranks out of a file."""
+    """Check accuracies of ranks from a file."""
     num_ranks = min(MAX_RANKS, num_rows)
     is_table = isinstance(values, (list, tuple)) and len(values) == num_heads
     if is_table and all(isinstance(row, (list, tuple)) for row in values):

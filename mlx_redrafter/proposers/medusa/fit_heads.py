@@ -1,6 +1,6 @@
-"""What Medusa heads get right in texts of their target: calibration, and accuracies of ranks.
+"""Calibration of Medusa heads, and accuracies of their ranks, on sequences of their target.
 
-Axes: n tokens of a text, p predictions, R ranks, V rows of a head.
+Axes: p predictions, R ranks, V rows of a head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_redrafter.proposers.medusa.network import Medusa
 
 
 def predict(network: Medusa, text: ObservedSequence) -> list[Prediction]:
-    """What each head predicts with each token of a text as the root, as far as the text goes."""
+    """Predict with each head and each token of a sequence as the root, up to its end."""
     length = text.tokens.shape[0]
     return [
         Prediction(
@@ -36,7 +36,7 @@ def predict(network: Medusa, text: ObservedSequence) -> list[Prediction]:
 
 
 def calibrate(network: Medusa, texts: Iterable[ObservedSequence]) -> Calibration:
-    """The scalars that fit texts, the same for all heads; waits for the device."""
+    """Fit the scalars, the same for all heads, to sequences; waits for the device."""
     found = (predict(network, part) for text in texts for part in parts(text, 2))
     return fit(network, found)
 
@@ -44,13 +44,13 @@ def calibrate(network: Medusa, texts: Iterable[ObservedSequence]) -> Calibration
 def rank_accuracies(
     network: Medusa, texts: Iterable[ObservedSequence]
 ) -> tuple[tuple[float, ...], ...]:
-    """Chances that the target's token is the r-th most probable one of each head.
+    """Estimate the chances that the target's token is the r-th most probable one of each head.
 
-    Half a token more is counted for every rank, as even what a few texts never show may happen.
-    Waits for the device.
+    The count of every rank begins with half a token, as even a rank that few texts never show has
+    some chance. Waits for the device.
 
     Returns:
-        For each head the chances of `MAX_RANKS` ranks, or of as many as there are tokens.
+        For each head the chances of `MAX_RANKS` ranks, or of all if it has fewer tokens.
     """
     config = network.config
     num_ranks = min(MAX_RANKS, config.head_rows)

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.proposers.checkpoint import describe_misfits
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 
@@ -39,7 +40,7 @@ _FINAL: Mapping[NameSet, re.Pattern[str]] = {
 }
 _TOKEN_IDS = ("token_ids", "token_map")
 _BASE = "embed_tokens.weight"
-# Our keys by those of published configs, which no tensor may contradict; the last is vLLM's alone.
+# Our keys by those of published configs, which no tensor may contradict.
 _STATED = {
     "hidden_size": "hidden_size",
     "medusa_num_layers": "num_layers",
@@ -66,7 +67,7 @@ class NamedHeads(NamedTuple):
 
 
 def is_medusa(values: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Whether a config or tensors say Medusa.
+    """Return whether a config or tensors are those of Medusa heads.
 
     A single stack "0.*" can be a recurrent drafter's head as well, whose layers are twice as wide
     as the target's hidden state.
@@ -83,7 +84,7 @@ def is_medusa(values: Mapping[str, Any], shapes: Shapes) -> bool:
 
 
 def heads_of(names: Iterable[str]) -> set[int]:
-    """Numbers of the stacks that are named as FasterDecoding names heads."""
+    """Return the numbers of the stacks with FasterDecoding's names of heads."""
     patterns = _BLOCK["fasterdecoding"], _FINAL["fasterdecoding"]
     matches = (pattern.fullmatch(name) for name in names for pattern in patterns)
     return {int(match[1]) for match in matches if match}
@@ -97,8 +98,8 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
         shapes: Shapes of its tensors.
 
     Raises:
-        CheckpointError: Tensors are missing, unexpected or of other shapes, all of them named; the
-            config contradicts them; or the heads belong to a base that was trained with them.
+        CheckpointError: Tensors are missing, unexpected or of other shapes; the config contradicts
+            them; or the heads belong to a base that was trained with them.
     """
     bases = [name for name in shapes if name.endswith(_BASE)]
     if bases:
@@ -136,7 +137,15 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
         config = MedusaConfig.from_dict(values)
     else:
         config = _infer_config(values, shapes, sources, num_layers, notes)
-    _check_shapes(config, name_set, sources, shapes)
+    network = Medusa(config)
+    names = {own: _name_in_file(own, name_set) for own in named_parameters(network)}
+    stored = {own: shapes[name] for own, name in sources.items()}
+    if problems := describe_misfits(network, stored, {**names, **sources}):
+        raise CheckpointError(
+            f"the tensors do not fit {config.num_heads} Medusa heads of hidden_size "
+            f"{config.hidden_size}, {config.num_layers} blocks and {config.head_rows} tokens: "
+            f"{problems}"
+        )
     return NamedHeads(config, name_set, sources, tuple(notes))
 
 
@@ -173,7 +182,7 @@ def _infer_config(
     num_layers: int,
     notes: list[str],
 ) -> MedusaConfig:
-    """The shape of published heads; fills ``sources`` in where they share their final layer."""
+    """Infer the config of published heads; add to ``sources`` the final layer that heads share."""
     num_heads = 1 + max((int(own.split(".")[1]) for own in sources if "." in own), default=-1)
     first = f"heads.0.{num_layers}.weight"
     final = shapes[sources[first]] if first in sources else ()
@@ -222,28 +231,3 @@ def _check_stated(values: Mapping[str, Any], found: Mapping[str, int], notes: li
                 f"config.json says {key} {stated!r}, but the tensors are those of {own} "
                 f"{found[own]}; check that the checkpoint is complete"
             )
-
-
-def _check_shapes(
-    config: MedusaConfig, name_set: NameSet, sources: Mapping[str, str], shapes: Shapes
-) -> None:
-    expected = {name: tensor.shape for name, tensor in named_parameters(Medusa(config)).items()}
-    problems = [
-        f"{_name_in_file(own, name_set)} is missing, expected shape {list(expected[own])}"
-        for own in sorted(expected.keys() - sources.keys())
-    ]
-    problems += [
-        f"{sources[own]} of shape {list(shapes[sources[own]])} is unexpected"
-        for own in sorted(sources.keys() - expected.keys())
-    ]
-    problems += [
-        f"{sources[own]} has shape {list(shapes[sources[own]])}, expected {list(expected[own])}"
-        for own in sorted(expected.keys() & sources.keys())
-        if tuple(shapes[sources[own]]) != tuple(expected[own])
-    ]
-    if problems:
-        raise CheckpointError(
-            f"the tensors do not fit {config.num_heads} Medusa heads of hidden_size "
-            f"{config.hidden_size}, {config.num_layers} blocks and {config.head_rows} tokens: "
-            f"{join_shortened(problems, '; ')}"
-        )

@@ -1,4 +1,4 @@
-"""Medusa heads as a network, and nothing about trees.
+"""Medusa heads: their network, which proposes from the target's newest state alone.
 
 Axes: K heads, H hidden size of the target, V rows of a head, n states.
 
@@ -8,14 +8,24 @@ behind ``heads.``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
+from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
+from mlx_redrafter.proposers.expansion import build_tree
+from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.redrafter.network import ResBlock
+from mlx_redrafter.proposers.medusa.ranks import ranked_levels
+from mlx_redrafter.proposers.scores import log_probs, ranking
+from mlx_redrafter.proposers.search import search
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class Medusa(DraftNetwork):
@@ -23,7 +33,7 @@ class Medusa(DraftNetwork):
 
         x = h;  x = x + silu(linear_k,i(x));  y = output_k(x)
 
-    Head k proposes the tokens k + 1 after the root, whatever stands between them.
+    Head k proposes the tokens k + 1 after the root, whatever tokens stand between them.
 
     Attributes:
         config: Sizes, the calibration of the ranking, and the kind of tree.
@@ -43,12 +53,28 @@ class Medusa(DraftNetwork):
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
-    def output(self) -> Any:
-        """See `DraftNetwork.output`; that of the first head."""
-        return self.heads[0][-1]
+    def dtype(self) -> mx.Dtype:
+        """The floating-point dtype that the network computes in."""
+        return dtype_of(self.heads[0][-1])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens that a head proposes; with a static tree, the number of ranks."""
+        accuracies = self.config.static_accuracies
+        return self.config.head_rows if accuracies is None else len(accuracies[0])
+
+    @property
+    def max_length(self) -> int:
+        """The root and a token for every head."""
+        return min(1 + self.config.num_heads, MAX_BEAM_LENGTH)
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> MedusaDrafting:
+        return MedusaDrafting(self, couple_noise)
 
     def logits(self, hidden: mx.array, head: int) -> mx.array:
-        """Logits of one head.
+        """Compute the logits of one head.
 
         Args:
             hidden: The target's last hidden states after its final norm, shape (n, H).
@@ -63,12 +89,49 @@ class Medusa(DraftNetwork):
         return x
 
     def log_probs(self, hidden: mx.array, head: int, scale: float = 1.0) -> mx.array:
-        """Natural log-probabilities of one head, float32, shape (n, V).
+        """Compute natural log-probabilities of one head, float32, shape (n, V).
 
         Args:
             hidden: As in `logits`.
             head: As in `logits`.
             scale: Factor on the logits.
         """
-        logits = self.logits(hidden, head).astype(mx.float32) * scale
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
+
+
+class MedusaDrafting:
+    """Drafts of one sequence; it keeps no state between steps."""
+
+    reader = None
+
+    def __init__(self, network: Medusa, couple_noise: bool):
+        self.network = network
+        self.couple_noise = couple_noise
+
+    def outlook(self) -> None:
+        """Return None, as a network always has something to propose."""
+
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        network, config = self.network, self.network.config
+        hidden = flight.hidden_state[None]
+        rank = ranking(
+            noise if self.couple_noise else None, network.row_ids, config.coupling_weight
+        )
+        # The target's noise makes its choices as uncertain as the probabilities say.
+        scale = config.inverse_temperature if rank is None else 1.0
+
+        def score(depth: int) -> mx.array:
+            found = network.log_probs(hidden, depth, scale)
+            return found if rank is None else rank(found, depth)
+
+        if config.static_accuracies is None:
+            levels = FactorisedLevels(score, config.head_rows, network.to_token_ids)
+        else:
+            levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
+        return build_tree(search(levels, plan.shape), flight.root, plan)
+
+    def skip(self, flight: PendingPass) -> None:
+        """Ignore a pass without drafts."""
+
+    def settle(self, length: int) -> None:
+        """Leave everything, as there are no caches."""

@@ -1,8 +1,8 @@
 """The paper's static tree: drafts by their ranks among each head's tokens.
 
-A path of ranks is worth the product of the accuracies that its ranks have had, whatever the
-probabilities are at this step. The best paths of as many nodes as there are to be are those that
-the paper finds one by one on calibration data, adding the best neighbour each time.
+The score of a path of ranks is the product of their measured accuracies, whatever the
+probabilities are at this step. The best paths are those that the paper finds one by one on
+calibration data, adding the best neighbour each time.
 
 Axes: K heads, R ranks, V rows of a head.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_redrafter.proposers.factorised import FactorisedLevels
-from mlx_redrafter.proposers.search import bounded
+from mlx_redrafter.proposers.scores import bounded
 from mlx_redrafter.trees.topk import top_k
 
 
@@ -23,7 +23,7 @@ def ranked_levels(
     accuracies: Sequence[Sequence[float]],
     to_token_ids: Callable[[mx.array], mx.array],
 ) -> FactorisedLevels:
-    """Levels that propose ranks instead of rows of a head.
+    """Make levels that propose ranks instead of rows of a head.
 
     Args:
         log_probs: Function from a depth to log-probabilities that rank its tokens; see
@@ -33,7 +33,7 @@ def ranked_levels(
     """
     num_ranks = len(accuracies[0])
     logs = mx.log(mx.array([list(row) for row in accuracies], dtype=mx.float32))
-    # Token ids by rank at the depth that was scored last.
+    # Token ids by rank, at the depth scored last.
     newest = mx.zeros((num_ranks,), dtype=mx.int32)
 
     def score(depth: int) -> mx.array:

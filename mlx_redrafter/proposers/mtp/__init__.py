@@ -1,1 +1,57 @@
 """MTP modules: a layer that a model was trained with, and mlx-lm leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.errors import first_line
+from mlx_redrafter.proposers.checkpoint import check_finite, check_floating
+from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.mtp.families import is_mtp
+from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.mtp.tensors import find_module, misfit, open_module
+from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
+
+NAME = "MTP module"
+# Word for the module in the target's own files.
+WORD = "mtp"
+
+
+def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    return is_mtp(config, shapes)
+
+
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Mtp:
+    """Load a model's MTP module, the first one if it has several.
+
+    Args:
+        path_or_repo: The model's folder or repository, of which only the files are fetched that its
+            index names for the module; or a folder with its ``config.json`` and its MTP tensors
+            alone; or `WORD` for the target's own files.
+        target: Facts about the target.
+
+    Raises:
+        CheckpointError: There are no such tensors, or they do not fit the config; or the config has
+            values out of range.
+        ConfigError: The model is of a kind whose modules are not supported.
+        NonFiniteError: A weight is NaN or infinite.
+    """
+    if path_or_repo == WORD and target.name is not None:
+        path_or_repo = target.name
+    folder, paths = find_module(path_or_repo)
+    module, weights, names = open_module(folder, paths)
+    target.check(module.config)
+    check_floating(module, weights, folder, names)
+    try:
+        mx.eval(list(weights.values()))
+    except Exception as error:  # computing on damaged files may raise anything
+        raise misfit(folder, first_line(error)) from error
+    module.load_weights(list(weights.items()))
+    check_finite(module, folder, names)
+    module.eval()
+    mx.eval(module.parameters())
+    return module

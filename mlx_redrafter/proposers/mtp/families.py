@@ -1,13 +1,13 @@
-"""How families of models name and join the parts of their MTP modules.
+"""Families of MTP modules: names of their tensors, and the order of their parts.
 
     DeepSeek-V3, GLM-4.5, GLM-4.7-Flash  model.layers.{num_hidden_layers}.*, experts one by one
     Qwen3-Next, Qwen3.5                  mtp.*, or no prefix in mlx-vlm's files; norms minus one
     MiMo                                 model.mtp_layers.0.*
 
 Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py`` and ``mimo_mtp.py``,
-and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is not here, as its sources contradict one another. In
-PaddlePaddle's training code a module reads the state before the model's last norm, which is applied
-to its output; FastDeploy's ``ernie4_5_mtp.py`` reads the state after that norm; vLLM's
+and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is missing, as its sources contradict one another. In
+PaddlePaddle's training code a module reads the state before the model's last norm, and applies
+that norm to its output; FastDeploy's ``ernie4_5_mtp.py`` reads the state after that norm; vLLM's
 ``ernie_mtp.py`` and SGLang's ``ernie4_eagle.py`` do so, too, and apply no norm to the output.
 """
 
@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
-# Ending of the model types of folders with nothing but a module, whose names have no prefix.
+# Ending of the model type of a folder with a module alone; its tensors have no prefix.
 SIDECAR = "_mtp"
 # Prefixes that no language model's own tensors have.
 OWN_PREFIXES = ("mtp.", "model.mtp_layers.")
@@ -35,15 +35,15 @@ class Family:
     """The MTP modules of a family of models.
 
     Attributes:
-        prefix: Beginning of the names of the first module's tensors; ``{layer}`` stands for the
+        prefix: Beginning of the names of the first module's tensors, with ``{layer}`` for the
             number of the model's layers.
-        names: Beginnings of the names after that, and those of `Mtp` in their place; other tensors
-            are of the decoder layer.
+        names: Beginnings of the names after that, with the names of `Mtp` that replace them; other
+            tensors belong to the decoder layer.
         left_out: Beginnings of the names of tensors that are the target's own.
         layer: Keys of the config that make the decoder layer of a model of one layer that of the
             module.
-        hidden_first: Whether the state stands before the embedding in what is joined.
-        feeds_norm: Whether the output after the last norm stands for the target's state.
+        hidden_first: Whether the joined row begins with the state, and not with the embedding.
+        feeds_norm: Whether the output after the last norm replaces the target's state.
         norm_offset: Number to add to the published weights of norms.
     """
 
@@ -102,7 +102,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def model_type_of(values: Mapping[str, Any]) -> str:
-    """The type of the model that a ``config.json`` describes, or is the sidecar of.
+    """Return the type of the model that a ``config.json``, or its sidecar, describes.
 
     Raises:
         ConfigError: Modules of that type are not supported.
@@ -116,17 +116,17 @@ def model_type_of(values: Mapping[str, Any]) -> str:
 
 
 def has_family(values: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a model with an MTP module, or of the module alone."""
+    """Return whether a config is that of a model with an MTP module, or of the module alone."""
     return str(values.get("model_type")).removesuffix(SIDECAR) in FAMILIES
 
 
 def is_sidecar(values: Mapping[str, Any]) -> bool:
-    """Whether a config says that there is nothing but a module."""
+    """Return whether a config is that of a folder with a module alone."""
     return has_family(values) and str(values["model_type"]).endswith(SIDECAR)
 
 
 def prefix_of(values: Mapping[str, Any]) -> str:
-    """Beginning of the names of the tensors of a model's first module."""
+    """Return the beginning of the names of the tensors of a model's first module."""
     if is_sidecar(values):
         return ""
     prefix = FAMILIES[model_type_of(values)].prefix
@@ -134,7 +134,7 @@ def prefix_of(values: Mapping[str, Any]) -> str:
 
 
 def is_mtp(values: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether a folder has the tensors of MTP modules and none of a model's."""
+    """Return whether a folder has the tensors of MTP modules and none of a model's."""
     if is_sidecar(values):
         return True
     known = str(values.get("model_type")) in FAMILIES
@@ -144,16 +144,24 @@ def is_mtp(values: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model in a ``config.json``."""
+    """Return the config of the language model in a ``config.json``."""
     nested = values.get("text_config")
     return nested if isinstance(nested, Mapping) else values
 
 
 def one_layer_model(values: Mapping[str, Any]) -> nn.Module:
-    """A model of mlx-lm whose one layer is that of a module, with random weights not computed."""
+    """Make a model of mlx-lm with the one layer of a module; MLX computes no random weights."""
     model_type = model_type_of(values)
     module = importlib.import_module(MLX_LM_MODELS + model_type)
     changed = {"model_type": model_type, "num_hidden_layers": 1, **FAMILIES[model_type].layer}
     arguments = {**copy.deepcopy(dict(text_values(values))), **changed}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
     return model
+
+
+def published_name(own: str, family: Family, prefix: str) -> str:
+    """Return the name that a tensor of `Mtp` has in a checkpoint."""
+    for published, name in family.names.items():
+        if own.startswith(name):
+            return prefix + published + own.removeprefix(name)
+    return prefix + own.removeprefix("block.")

@@ -1,4 +1,4 @@
-"""MTP modules as networks, and nothing about search.
+"""Networks of MTP modules.
 
 Axes: n tokens, H hidden size.
 """
@@ -6,38 +6,44 @@ Axes: n tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
+    SIDECAR,
     model_type_of,
     one_layer_model,
+    published_name,
     text_values,
 )
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
+
+# Keys of a model's config.json that a folder with its module alone does not need.
+OF_THE_MODEL = ("architectures", "quantization", "quantization_config")
 
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """What a module must have in common with its target.
+    """The config of a module, of the sizes that it shares with its target.
 
     Attributes:
         model_type: Type of the model that it was trained with.
         hidden_size: Hidden size of both, H.
         vocab_size: Size of the vocabulary.
+        values: The ``config.json`` of the model.
     """
 
     model_type: str
     hidden_size: int
     vocab_size: int
-    # Its head is the target's, whole.
+    values: Mapping[str, Any] = field(repr=False, compare=False)
+    # The module uses the target's whole head.
     draft_vocab_size: ClassVar[None] = None
 
     @property
@@ -46,8 +52,14 @@ class MtpConfig:
         return f"MTP module of a model of type {self.model_type}, hidden_size {self.hidden_size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The values by their names."""
-        return asdict(self)
+        """Return the sizes by their names."""
+        names = ("model_type", "hidden_size", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def head_rows(self) -> int:
+        """Number of tokens that the module proposes."""
+        return self.vocab_size
 
 
 class Mtp(AutoregressiveNetwork):
@@ -56,14 +68,14 @@ class Mtp(AutoregressiveNetwork):
         x = join([embedding_norm(e), hidden_norm(h)])     (the other way round with hidden_first)
         y = block(x);  logits = the target's head of norm(y)
 
-    It was trained for one step; for further drafts ``y`` or ``norm(y)`` stands for ``h``.
+    It was trained for one step; for further drafts ``y`` or ``norm(y)`` replaces ``h``.
 
     Args:
         values: The ``config.json`` of the model.
 
     Attributes:
         config: Type and sizes of the model.
-        family: Order of what is joined, and what is fed back.
+        family: Order of the joined parts, and the output that it feeds back.
     """
 
     def __init__(self, values: Mapping[str, Any]):
@@ -71,8 +83,8 @@ class Mtp(AutoregressiveNetwork):
         self.block = one_layer_model(values).layers[0]
         norm = self.block.input_layernorm
         hidden = norm.weight.shape[0]
-        model_type = model_type_of(values)
-        self.config = MtpConfig(model_type, hidden, text_values(values)["vocab_size"])
+        model_type, vocab_size = model_type_of(values), text_values(values)["vocab_size"]
+        self.config = MtpConfig(model_type, hidden, vocab_size, values)
         self.family = FAMILIES[model_type]
         self.embedding_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
@@ -81,48 +93,40 @@ class Mtp(AutoregressiveNetwork):
 
     @property
     def num_layers(self) -> int:
-        """See `KvNetwork.num_layers`."""
         return 1
 
-    @property
-    def num_rows(self) -> int:
-        """See `KvNetwork.num_rows`."""
-        return self.config.vocab_size
-
-    @property
-    def row_ids(self) -> None:
-        """See `KvNetwork.row_ids`; the head is the target's."""
-
-    def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `KvNetwork.check_fit`."""
-        check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
-
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """See `KvNetwork.captured_layers`; the output of the last one alone."""
+        """Return the output of the last layer alone."""
         return (FINAL,)
 
     def fuse(self, states: mx.array) -> mx.array:
-        """See `KvNetwork.fuse`; they stay as they are."""
+        """Return the states as they are."""
         return states
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """See `KvNetwork.__call__`."""
         dtype = self.embedding_norm.weight.dtype
         h, e = (rows[None].astype(dtype) for rows in (features, embeddings))
         pairs = [self.embedding_norm(e), self.hidden_norm(h)]
         if self.family.hidden_first:
             pairs.reverse()
         x = self.join(mx.concatenate(pairs, axis=-1))
-        # Attention to latent rows takes no mask but an array.
+        # Latent attention accepts no mask except an array.
         is_latent = "kv_a_proj_with_mqa" in self.block.self_attn
         mask = create_attention_mask(x, caches[0], return_array=is_latent)
         y: mx.array = self.block(x, mask, caches[0])
         return y[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
-        """See `AutoregressiveNetwork.feed_back`."""
         return self.norm(outputs) if self.family.feeds_norm else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """See `AutoregressiveNetwork.logits`; those of the target's head."""
+        """Compute logits by the target's head."""
         return target.logits(self.norm(outputs))
+
+    def stored_config(self) -> dict[str, Any]:
+        """Return the model's config, with the model type of a folder with its module alone."""
+        values = {k: value for k, value in self.config.values.items() if k not in OF_THE_MODEL}
+        return {**values, "model_type": self.config.model_type + SIDECAR}
+
+    def stored_name(self, own: str) -> str:
+        return published_name(own, self.family, "")

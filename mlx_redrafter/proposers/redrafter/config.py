@@ -1,29 +1,33 @@
-"""The shape of a recurrent drafter, as stored in the ``config.json`` beside its weights."""
+"""The shape of a recurrent drafter, as stored in the ``config.json`` next to its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.layer_sizes import check_captured_layers
 from mlx_redrafter.proposers.stored_config import (
+    COUPLING_WEIGHT,
+    INVERSE_TEMPERATURE,
     MAX_DIMENSION,
+    StoredConfig,
     check_ranking,
-    read_fields,
-    write_fields,
 )
 from mlx_redrafter.target.target import FINAL
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-MAX_DRAFT_LAYERS = MAX_CAPTURED = 64
+# Largest number of blocks that a config file may claim, far above any model.
+MAX_DRAFT_LAYERS = 64
+# Tensors that Apple's checkpoints may carry; their forward pass never applies them.
+UNUSED_TENSORS = ("emb_norm.weight",)
 
 Activation = Literal["silu", "identity"]
 
 
 @dataclass(frozen=True)
-class DrafterConfig:
+class DrafterConfig(StoredConfig):
     """The shape of a recurrent drafter, as stored in its ``config.json``.
 
     Attributes:
@@ -37,15 +41,16 @@ class DrafterConfig:
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
-        captured_layers: Layers of the target whose inputs the drafter reads beside each other, and
-            -1 for its last hidden state; None for this state alone, as in the paper.
-        inverse_temperature: Calibration: factor on the logits of drafts for a greedy target, with
-            which probabilities are the chances of being accepted (temperature scaling, Guo et al.
-            2017); ``score_scale`` in the file.
+        captured_layers: Layers of the target whose inputs the drafter reads next to each other,
+            and -1 for its last hidden state; None for this state alone, as in the paper.
+        inverse_temperature: Calibration: factor on the logits of drafts for a greedy target. It
+            makes probabilities the chances of acceptance (temperature scaling, Guo et al. 2017);
+            ``score_scale`` in the file.
         coupling_weight: Calibration: weight of the target's noise in the ranking of drafts for a
             target that samples, 0 to 1; ``noise_share`` in the file.
     """
 
+    model_type: ClassVar[str] = MODEL_TYPE
     vocab_size: int
     hidden_size: int
     exit_dim: int
@@ -56,8 +61,8 @@ class DrafterConfig:
     draft_top_k: int | None = None
     draft_vocab_size: int | None = None
     captured_layers: tuple[int, ...] | None = None
-    inverse_temperature: float = 1.0
-    coupling_weight: float = 0.5
+    inverse_temperature: float = INVERSE_TEMPERATURE
+    coupling_weight: float = COUPLING_WEIGHT
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "exit_dim"):
@@ -77,32 +82,12 @@ class DrafterConfig:
                 check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
         check_ranking(self.inverse_temperature, self.coupling_weight)
         if self.captured_layers is not None:
-            object.__setattr__(self, "captured_layers", _as_layers(self.captured_layers))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
-        """Read a ``config.json``; keys that belong to other programs are ignored.
-
-        Raises:
-            CheckpointError: The file describes another kind of model, lacks a key, or has a value
-                out of range.
-        """
-        model_type = values.get("model_type", MODEL_TYPE)
-        if model_type != MODEL_TYPE:
-            raise CheckpointError(
-                f"expected a drafter with model_type {MODEL_TYPE!r}, found {model_type!r}; "
-                "a PyTorch drafter is made loadable by `redrafter-mlx convert`"
-            )
-        required = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
-        return read_fields(cls, values, required)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys of ``config.json`` that describe this drafter."""
-        return write_fields(self, MODEL_TYPE)
+            layers = check_captured_layers(self.captured_layers, FINAL)
+            object.__setattr__(self, "captured_layers", layers)
 
     @property
     def has_input_proj(self) -> bool:
-        """Apple's rule: the head projects its input when the widths differ."""
+        """Whether the head projects its input: by Apple's rule, if the widths differ."""
         return self.exit_dim != 2 * self.hidden_size
 
     @property
@@ -117,28 +102,12 @@ class DrafterConfig:
         )
 
     @property
-    def head_rows(self) -> int:
-        """Rows of the final linear layer."""
-        return self.draft_vocab_size or self.vocab_size
-
-    @property
     def head_names(self) -> list[str]:
-        """Tensors with a row for every token that is proposed."""
+        """Tensors with a row for every token that the drafter proposes."""
         return [f"lm_head.{self.num_draft_layers}.weight"]
 
     def reduced(self, num_rows: int) -> DrafterConfig:
-        """The same drafter with a head of ``num_rows`` tokens."""
+        """Return the config of the same drafter with a head of ``num_rows`` tokens."""
         top_k = self.draft_top_k
         top_k = None if top_k is None or top_k >= num_rows else top_k
         return replace(self, draft_vocab_size=num_rows, draft_top_k=top_k)
-
-
-def _as_layers(values: Any) -> tuple[int, ...]:
-    """Layers out of a file."""
-    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_CAPTURED:
-        raise ConfigError(
-            f"drafter captured_layers must be 1 to {MAX_CAPTURED} layers, got {values!r}"
-        )
-    for layer in values:
-        check_int("each of the drafter's captured_layers", layer, FINAL, MAX_DIMENSION)
-    return tuple(values)

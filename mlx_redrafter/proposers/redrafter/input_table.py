@@ -1,7 +1,7 @@
-"""Input terms of a drafter's state, looked up instead of computed where their table is small.
+"""Input terms of a drafter's state, read from a table instead of computed if the table is small.
 
-It depends on the token alone, so a level of drafting need not read ``rnn_w``. The table of all
-tokens takes the time of some dozens of prompt tokens, once per pair of networks.
+A term depends on the token alone, so a level of drafting need not read ``rnn_w``. Making the table
+costs as much time as some dozens of prompt tokens, once per pair of networks.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed, InputTable
+from mlx_redrafter.proposers.redrafter.recurrence import Embed, InputTable, RecurrentNetwork
 from mlx_redrafter.target.target import Target
 
-# Largest table, in bytes; beside a larger target one matrix of its drafter is little.
+# Largest table, in bytes. One matrix of the drafter is small next to a target with a larger one.
 MAX_BYTES = 64 * 2**20
 
 
-def input_lookup(drafter: Drafter, target: Target) -> Embed:
-    """`Drafter.project_input` by token id; waits for the device where it makes the table.
+def input_lookup(drafter: RecurrentNetwork, target: Target) -> Embed:
+    """Return `RecurrentNetwork.project_input` by token id, from a table if that is small.
 
-    The drafter keeps the table for the next text, as long as the weights that it is made of stay
-    what and where they are.
+    The drafter keeps the table for the next sequence, as long as the weights behind it stay in the
+    same memory. Making the table waits for the device.
     """
     compute = drafter.input_of(target.embed)
     num_bytes = target.vocab_size * target.hidden_size * drafter.dtype.size
@@ -34,7 +34,7 @@ def input_lookup(drafter: Drafter, target: Target) -> Embed:
         # Computed at once: threads must not share what is not.
         rows = compute(mx.arange(target.vocab_size))
         mx.eval(rows)
-        # Second views of the same memory: what is changed in place gets another one.
+        # Second views of the same memory: MLX gives an array that is changed in place another one.
         views = [array[:] for array in sources]
         mx.eval(views)
         drafter.input_table = table = InputTable(views, rows)
@@ -43,5 +43,5 @@ def input_lookup(drafter: Drafter, target: Target) -> Embed:
 
 
 def _places(arrays: list[mx.array]) -> list[int]:
-    """Where in memory the numbers of arrays are."""
+    """Return the addresses of the arrays' numbers in memory."""
     return [np.array(array.view(mx.uint8), copy=False).ctypes.data for array in arrays]

@@ -1,272 +1,81 @@
-"""The recurrent drafter network of ReDrafter, and nothing about search.
-
-Axes: W beams, n states, C layers of the target, H its hidden size, D exit_dim, V rows of the head.
-
-Source: arXiv 2403.09919 and Apple's ml-recurrent-drafter (``modeling_drafter.py``), whose parameter
-names are kept. The state starts from zero as in that code; the paper starts it from the embedding.
-"""
+"""The recurrent drafter: its network, which proposes from the target's last states alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.target.target import FINAL
-
-Layer = Callable[[mx.array], mx.array]
-# Function from token ids to a row of H numbers for each.
-Embed = Callable[[mx.array], mx.array]
-
-# Value of the logits that Apple's `warp_logits` masks.
-MASKED_LOGIT = -50000.0
-# Added to the mean square of the inputs of layers.
-STATE_EPS = 1e-6
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.proposers.expansion import build_tree
+from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
+from mlx_redrafter.proposers.scores import Rank
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
 
 
-@dataclass(frozen=True)
-class InputTable:
-    """Terms that tokens add to the state, computed beforehand.
+class Drafter(RecurrentNetwork):
+    """A recurrent drafter, as `Proposer`; see `RecurrentNetwork` for its equations."""
 
-    Attributes:
-        sources: Views of the weights that it was computed from.
-        rows: `Drafter.project_input` of every row of the target's input embedding, shape (V, H).
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        super().check_fit(target, tokenizer)
+        if self.config.captured_layers is not None:
+            target.watch(self.config.captured_layers)
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> RecurrentDrafting:
+        return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
+
+
+class RecurrentDrafting:
+    """Drafts of one sequence; it keeps no state between steps.
+
+    Args:
+        drafter: The network.
+        project_input: Function from token ids to their input terms; see `input_lookup`.
+        couple_noise: Whether the target's noise ranks drafts.
     """
 
-    sources: list[mx.array]
-    rows: mx.array
-
-
-class ResBlock(nn.Module):
-    """``x + silu(linear(x))``, shape (W, D) to (W, D)."""
-
-    def __init__(self, dims: int, bias: bool = True):
-        super().__init__()
-        self.linear = nn.Linear(dims, dims, bias)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the block to ``x``, shape (..., D)."""
-        return x + nn.silu(self.linear(x))
-
-
-class Drafter(DraftNetwork):
-    """A small RNN that proposes the target's next tokens from its last hidden state.
-
-    Attributes:
-        config: Sizes, and the calibration of the ranking.
-        input_table: Table of `input_lookup`, None before it is made.
-    """
-
-    config: DrafterConfig
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.config = config
-        self.input_table: InputTable | None = None
-        hidden, width = config.hidden_size, config.exit_dim
-        if config.captured_layers is not None:
-            self.fusion = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
-        if config.has_input_proj:
-            self.input_proj = nn.Linear(2 * hidden, width)
-        if config.rnn:
-            self.rnn_u = nn.Linear(hidden, hidden)
-            self.rnn_w = nn.Linear(hidden, hidden, bias=False)
-        blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
-        self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
-        # A weight, and the two layers made of it; no parameters of their own.
-        self._split_weights: tuple[mx.array, Layer, Layer] | None = None
+    def __init__(self, drafter: RecurrentNetwork, project_input: Embed, couple_noise: bool):
+        self.drafter = drafter
+        self.project_input = project_input
+        self.couple_noise = couple_noise
+        self.layers: Sequence[int] = drafter.config.captured_layers or ()
 
     @property
-    def output(self) -> Any:
-        """See `DraftNetwork.output`."""
-        return self.lm_head[-1]
+    def reader(self) -> RecurrentDrafting | None:
+        """Itself if the drafter reads layers of the target, else None."""
+        return self if self.layers else None
 
-    def fuse(self, states: mx.array) -> mx.array:
-        """What stands for the target's last hidden state: a projection of states of several layers.
+    def read(self, states: mx.array) -> None:
+        """Ignore states of the prompt: the drafter reads those of the newest pass alone."""
 
-        Inputs of layers, which are many times as large as the last hidden state and unlike each
-        other, are brought to a mean square of 1 first.
+    def outlook(self) -> None:
+        """Return None, as a network always has something to propose."""
 
-        Args:
-            states: The inputs of the C layers of ``config.captured_layers`` beside each other,
-                shape (n, C * H), or the last hidden states, shape (n, H), where it names none.
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        origin, rank = self.origin(flight), self.rank(noise)
+        found = expand(self.drafter, self.project_input, origin, flight.root, plan.shape, rank)
+        return build_tree(found, flight.root, plan)
 
-        Returns:
-            Shape (n, H).
-        """
-        layers = self.config.captured_layers
-        if layers is None:
-            return states
-        given = mx.split(states.astype(self.dtype), len(layers), axis=-1)
-        parts = [
-            part if layer == FINAL else mx.fast.rms_norm(part, None, STATE_EPS)
-            for layer, part in zip(layers, given, strict=True)
-        ]
-        return self.fusion(mx.concatenate(parts, axis=-1))
+    def rank(self, noise: GumbelNoise | None) -> Rank | None:
+        """Return the function that ranks drafts, given the noise of the target's choices."""
+        return coupled_rank(self.drafter, noise) if self.couple_noise else None
 
-    def project_input(self, embedding: mx.array) -> mx.array:
-        """The term that a token adds to the recurrent state: ``rnn_w e``, or ``e`` without an RNN.
+    def origin(self, flight: PendingPass) -> mx.array:
+        """Return the state that predicted the root of a pass, shape (H,)."""
+        if not self.layers:
+            return flight.hidden_state
+        return self.drafter.fuse(flight.path_states[flight.num_accepted])[0]
 
-        Args:
-            embedding: Rows of the target's input embedding, ``e``, shape (..., H).
+    def skip(self, flight: PendingPass) -> None:
+        """Ignore a pass without drafts."""
 
-        Returns:
-            The same shape, in the drafter's dtype.
-        """
-        embedding = embedding.astype(self.dtype)
-        return self.rnn_w(embedding) if self.config.rnn else embedding
-
-    def input_of(self, embed: Embed) -> Embed:
-        """`project_input` by token id, given the target's input embedding."""
-        return lambda ids: self.project_input(embed(ids))
-
-    def start(self, projected: mx.array) -> mx.array:
-        """The state after the root token: `advance` from the zero state.
-
-        Args:
-            projected: Input terms from `project_input` of the root, shape (1, H).
-
-        Returns:
-            ``s_1``, shape (1, H).
-        """
-        if self.config.rnn and self.config.rnn_first_step_bias:
-            projected = projected + self.rnn_u.bias
-        return self._activate(projected)
-
-    def advance(self, state: mx.array, projected: mx.array) -> mx.array:
-        """Advance the recurrent state of every beam by one token.
-
-        With ``s`` the state and ``e`` the embedding of the newest token:
-
-            s_t = f(rnn_w e_t + rnn_u s_{t-1} + b)    if ``config.rnn``, f = silu or the identity
-            s_t = e_t + s_{t-1}                       otherwise
-
-        Args:
-            state: ``s_{t-1}``, shape (W, H), or (1, H) where it is the same for all beams.
-            projected: Input terms from `project_input` of the newest tokens, shape (W, H).
-
-        Returns:
-            ``s_t``, shape (W, H).
-        """
-        return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
-
-    def logits(
-        self, hidden: mx.array, state: mx.array, hidden_term: mx.array | None = None
-    ) -> mx.array:
-        """Logits of the token that follows each beam.
-
-            x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
-
-        Args:
-            hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
-            state: The beams' states, shape (W, H).
-            hidden_term: Precomputed `hidden_term` of ``hidden``; the same result for less work.
-
-        Returns:
-            Logits in the drafter's dtype, shape (W, V); not log-probabilities.
-        """
-        x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
-        y = self._first(x) if hidden_term is None else hidden_term + self._split()[1](state)
-        layers = self.lm_head
-        if not self.config.has_input_proj:
-            # The first block reads the pair itself; without blocks the head does.
-            layers = layers[1:]
-            y = x + nn.silu(y) if self.config.num_draft_layers else y
-        for layer in layers:
-            y = layer(y)
-        return y
-
-    def hidden_term(self, hidden: mx.array) -> mx.array | None:
-        """The term of ``hidden``, shape (H,), in the first layer, shape (1, D), equal for all.
-
-        None where a group of quantised weights belongs to both halves of the layer's input.
-        """
-        if self.config.hidden_size % getattr(self._first, "group_size", 1):
-            return None
-        return self._split()[0](hidden[None])
-
-    @property
-    def _first(self) -> nn.Linear | nn.QuantizedLinear:
-        """The layer that reads ``[h, s_t]``."""
-        layer: Any = self.input_proj if self.config.has_input_proj else self.lm_head[0]
-        return layer.linear if isinstance(layer, ResBlock) else layer
-
-    def _split(self) -> tuple[Layer, Layer]:
-        """`_first` as a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
-        first, hidden = self._first, self.config.hidden_size
-        halves = self._split_weights
-        if halves is None or halves[0] is not first.weight:
-            bias = first.bias if "bias" in first else None
-            left = columns(first, 0, hidden, None)
-            right = columns(first, hidden, 2 * hidden, bias)
-            self._split_weights = halves = (first.weight, left, right)
-        return halves[1:]
-
-    def log_probs(
-        self,
-        hidden: mx.array,
-        state: mx.array,
-        hidden_term: mx.array | None = None,
-        scale: float = 1.0,
-    ) -> mx.array:
-        """Natural log-probabilities of the next token of each beam.
-
-        Args:
-            hidden: As in `logits`.
-            state: As in `logits`.
-            hidden_term: As in `logits`.
-            scale: Factor on the logits.
-
-        Returns:
-            float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
-            as Apple's ``warp_logits`` does; the others get the logit -50000.
-        """
-        logits = self.logits(hidden, state, hidden_term).astype(mx.float32)
-        if scale != 1:
-            logits = logits * scale
-        top_k = self.config.draft_top_k
-        if top_k is not None and top_k < logits.shape[-1]:
-            logits = logits - mx.max(logits, axis=-1, keepdims=True)
-            kth = mx.sort(logits, axis=-1)[..., -top_k, None]
-            logits = mx.where(logits < kth, MASKED_LOGIT, logits)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-    def _activate(self, x: mx.array) -> mx.array:
-        is_curved = self.config.rnn and self.config.rnn_activation == "silu"
-        return nn.silu(x) if is_curved else x
-
-
-def columns(
-    linear: nn.Linear | nn.QuantizedLinear, start: int, stop: int, bias: mx.array | None
-) -> Layer:
-    """The part of a layer that reads these inputs only, with this bias.
-
-    The weights are copied, and at once: a matrix whose rows do not follow each other in memory
-    would be copied at every use, and threads must not share what is not computed yet.
-    """
-    if isinstance(linear, nn.QuantizedLinear):
-        group, bits = linear.group_size, linear.bits
-        packed = mx.contiguous(linear.weight[:, start * bits // 32 : stop * bits // 32])
-        scales = mx.contiguous(linear.scales[:, start // group : stop // group])
-        assert linear.biases is not None
-        biases = mx.contiguous(linear.biases[:, start // group : stop // group])
-        mx.eval(packed, scales, biases)
-
-        def apply(x: mx.array) -> mx.array:
-            y = mx.quantized_matmul(x, packed, scales, biases, True, group, bits)
-            return y if bias is None else y + bias
-    else:
-        weight = mx.contiguous(linear.weight[:, start:stop]).T
-        mx.eval(weight)
-
-        def apply(x: mx.array) -> mx.array:
-            return x @ weight if bias is None else mx.addmm(bias, x, weight)
-
-    return apply
+    def settle(self, length: int) -> None:
+        """Leave everything, as there are no caches."""

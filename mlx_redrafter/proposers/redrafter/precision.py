@@ -1,102 +1,119 @@
-"""A drafter's weights in 8 bits, where it drafts faster with them on this device.
+"""A drafter's weights in 8 bits, if it drafts faster with them on this machine.
 
-The text does not depend on it, and drafts hardly do. Where reading the weights is what drafting
-takes, as on GPUs, half the bytes are half the time; where unpacking them is, they are not.
+The text does not depend on them, and the drafts hardly do. Half the bytes cost half the time if
+reading the weights bounds drafting, as on GPUs. They gain nothing if unpacking them does.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.measured import Timed, load_or_measure
+from mlx_redrafter.measured import load_or_compare
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter.beam import expand
-from mlx_redrafter.proposers.redrafter.checkpoint import copy_drafter, quantize_drafter
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# The search that is timed.
+# Shape of the searches that are timed.
 SHAPE = DraftShape(2, 8)
+# Bits of the weights.
 BITS = 8
+# Weights per scale.
 GROUP_SIZE = 64
-# How much faster 8 bits must be, so that no noise decides.
+# Size in bytes of the smallest drafter to time. Reading a smaller one costs less than MLX needs to
+# dispatch its operations: 0.1 ms of memory at 100 GB/s.
+MIN_BYTES = 2**23
+# Minimum speedup of a search. A smaller one is within the spread of paired timings.
 GAIN = 1.1
-# Drafts timed of either, in turns, after one that is not; fewer where these take so many seconds.
-ROUNDS = 5
+# Number of timed pairs, after a warm-up of both drafters.
+PAIRS = 9
+# Number of pairs that are timed however long they last.
+MIN_PAIRS = 3
+# Seconds of timing after which no pair follows.
 ENOUGH = 2.0
-GIVEN, QUANTISED = "given", f"{BITS} bits"
+
+TimePairs = Callable[[Drafter, Drafter, Target], list[float]]
 
 
-def choose_precision(drafter: Drafter, target: Target) -> Drafter:
-    """The drafter, or a copy with quantised weights if that drafts faster here.
+def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> list[float]:
+    """Time pairs of searches, the two drafters in alternating order. Waits for the device.
 
-    Timed once per drafter and machine, which takes a moment, and kept. A drafter that is quantised
-    already stays as it is, and so does one of which no layer is a multiple of a group wide.
+    Returns:
+        Seconds of the given drafter over those of the quantised one, for each pair.
+    """
+    root = mx.zeros((1,), dtype=mx.int32)
+    inputs = {id(drafter): input_lookup(drafter, target) for drafter in (given, quantised)}
+
+    def seconds(drafter: Drafter) -> float:
+        hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
+        start = time.perf_counter()
+        mx.eval(expand(drafter, inputs[id(drafter)], hidden, root, SHAPE))
+        return time.perf_counter() - start
+
+    seconds(given), seconds(quantised)
+    ratios: list[float] = []
+    deadline = time.perf_counter() + ENOUGH
+    while len(ratios) < MIN_PAIRS or (len(ratios) < PAIRS and time.perf_counter() < deadline):
+        order = (given, quantised) if len(ratios) % 2 else (quantised, given)
+        found = {id(drafter): seconds(drafter) for drafter in order}
+        ratios.append(found[id(given)] / found[id(quantised)])
+    return ratios
+
+
+def choose_precision(
+    drafter: Drafter, target: Target, time_pairs: TimePairs = time_pairs
+) -> Drafter:
+    """Return the drafter, or a copy with quantised weights if that drafts faster here.
+
+    The first run on a machine times both. If the copy may be faster, the next run times them again,
+    and the pairs of both runs decide for good. A drafter stays as it is if it is quantised already,
+    small, or has no layer whose width is a multiple of a group.
 
     Args:
         drafter: The drafter.
         target: The model it drafts for.
+        time_pairs: Function that times the drafter and its copy.
     """
-    if bits_of(drafter) is not None or drafter.config.head_rows < SHAPE.width:
+    num_bytes = sum(array.nbytes for array in named_parameters(drafter).values())
+    if bits_of(drafter) is not None or num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width:
         return drafter
-
-    def measure() -> Timed:
-        return Timed(time_drafts({GIVEN: drafter, QUANTISED: quantised_copy(drafter)}, target))
-
     try:
-        seconds = load_or_measure(("drafts", SHAPE), [drafter], (GIVEN, QUANTISED), measure)
+        quantised = quantised_copy(drafter)
     except ConfigError:
         return drafter
-    if seconds[QUANTISED] * GAIN > seconds[GIVEN]:
+    if not load_or_compare(
+        ("drafts", SHAPE, BITS), [drafter], lambda: time_pairs(drafter, quantised, target), GAIN
+    ):
         return drafter
-    logger.info(
-        "the drafter is used in %d bits: a tree of drafts takes %.1f ms, and %.1f ms as it is",
-        BITS,
-        1e3 * seconds[QUANTISED],
-        1e3 * seconds[GIVEN],
-    )
-    quantised = quantised_copy(drafter)
+    logger.info("the drafter is used in %d bits, with which it drafts faster here", BITS)
     mx.eval(quantised.parameters())
     return quantised
 
 
 def bits_of(drafter: Drafter) -> int | None:
-    """Bits of quantised weights; None where there are none."""
-    return None if drafter.quantization is None else drafter.quantization["bits"]
+    """Return the bits of quantised weights; None if there are none."""
+    quantization = quantization_of(drafter)
+    return None if quantization is None else quantization["bits"]
 
 
 def quantised_copy(drafter: Drafter) -> Drafter:
-    """A copy in 8 bits, not computed yet.
+    """Make a copy in 8 bits, not computed yet.
 
     Raises:
         ConfigError: No layer can be quantised so.
     """
-    copy = copy_drafter(drafter)
+    copy = Drafter(drafter.config)
+    copy.update(drafter.parameters())
+    copy.eval()
     quantize_drafter(copy, BITS, GROUP_SIZE)
     return copy
-
-
-def time_drafts(drafters: Mapping[str, Drafter], target: Target) -> dict[str, float]:
-    """Median seconds that drafting the largest shape takes. Waits for the device."""
-    root = mx.zeros((1,), dtype=mx.int32)
-    enter = {name: input_lookup(drafter, target) for name, drafter in drafters.items()}
-    times: dict[str, list[float]] = {name: [] for name in drafters}
-    deadline = time.perf_counter() + ENOUGH
-    for done in range(1 + ROUNDS):
-        if done > 1 and time.perf_counter() > deadline:
-            break
-        for name, drafter in drafters.items():
-            hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
-            start = time.perf_counter()
-            mx.eval(expand(drafter, enter[name], hidden, root, SHAPE))
-            times[name].append(time.perf_counter() - start)
-    return {name: median(found[1:]) for name, found in times.items()}

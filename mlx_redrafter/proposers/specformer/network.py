@@ -1,4 +1,4 @@
-"""The network of SpecFormer, and nothing about search.
+"""The network of SpecFormer, which proposes all levels after one pass of its own.
 
 Axes: n tokens, H hidden size, C states of the target, S slots, V vocabulary.
 
@@ -16,15 +16,21 @@ import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
+from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.proposers.factorised import FactorisedLevels
+from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.search import search
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.target.target import Target
 
 
 class SlotMlp(nn.Module):
-    """An MLP of three matrices, of which the other one than in Llama goes through the SiLU.
+    """An MLP as in Llama with the SiLU on the other matrix.
 
     y = down_proj(gate_proj(x) * silu(up_proj(x)))
     """
@@ -36,7 +42,7 @@ class SlotMlp(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Rows to rows, shape (..., H)."""
+        """Apply the MLP to rows, shape (..., H)."""
         y: mx.array = self.down_proj(self.gate_proj(x) * nn.silu(self.up_proj(x)))
         return y
 
@@ -50,14 +56,11 @@ class SpecFormer(KvNetwork):
         x = positional(norm(h)) as S rows;   x = x + E(norm(x));   x = x + mlp(norm(x))
         logits = the target's head of the target's final norm of x
 
-    Slot i proposes the token i + 1 after the root, whatever stands between them.
+    Slot i proposes the token i + 1 after the root, whatever tokens stand between them.
 
     Attributes:
         config: Sizes.
     """
-
-    num_layers = 1
-    row_ids = None
 
     def __init__(self, config: SpecFormerConfig):
         super().__init__()
@@ -81,42 +84,63 @@ class SpecFormer(KvNetwork):
         self.encoder_ffn = SlotMlp(hidden, config.intermediate_size)
 
     @property
-    def num_rows(self) -> int:
-        """See `KvNetwork.num_rows`."""
-        return self.config.vocab_size
+    def num_layers(self) -> int:
+        return 1
+
+    @property
+    def max_length(self) -> int:
+        """The root and a token for every slot."""
+        return min(1 + self.config.num_slots, MAX_BEAM_LENGTH)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `KvNetwork.check_fit`."""
-        check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
+        super().check_fit(target, tokenizer)
         target.normalise(mx.zeros((1, target.hidden_size)))  # refuses one without such a norm
 
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> SpecFormerDrafting:
+        return SpecFormerDrafting(self, target, prompt, couple_noise, cached)
+
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """See `KvNetwork.captured_layers`."""
         return self.config.captured_layers
 
     def fuse(self, states: mx.array) -> mx.array:
-        """See `KvNetwork.fuse`."""
         states = states.astype(self.decoder_input_norm.weight.dtype)
         parts = mx.split(states, len(self.norms), axis=-1)
         normalised = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
         return self.down_samp(mx.concatenate(normalised, axis=-1))
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """See `KvNetwork.__call__`; the embeddings are not read."""
+        """Process the features; the network does not read the embeddings."""
         x = features[None]
         mask = create_attention_mask(x, caches[0])
         y: mx.array = x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0])
         return y[0]
 
     def slots(self, outputs: mx.array, count: int) -> mx.array:
-        """States of the first slots after each pair, shape (n, H) to (n, ``count``, H)."""
+        """Compute states of the first slots of each pair, shape (n, H) to (n, ``count``, H)."""
         x = self.positional(self.positional_input_norm(outputs))
-        # None of them sees a later one.
+        # No slot sees a later one.
         x = x.reshape(len(outputs), -1, outputs.shape[-1])[:, :count]
         mask: Any = "causal" if count > 1 else None
         x = x + self.encoder_att(self.encoder_input_norm(x), mask)
         return x + self.encoder_ffn(self.encoder_ffn_input_norm(x))
 
     def logits(self, slots: mx.array, target: Target) -> mx.array:
-        """Logits of the tokens of slots, shape (n, H) to (n, V), or more columns."""
+        """Compute logits of the tokens of slots, shape (n, H) to (n, V), or more columns."""
         return target.logits(target.normalise(slots))
+
+
+class SpecFormerDrafting(KvDrafting[SpecFormer]):
+    """Drafts of one sequence by such a network."""
+
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+        network = self.network
+        slots = network.slots(self.read_flight(flight), shape.levels)[0]
+        found = log_probs(network.logits(slots, self.target), network.num_rows)
+
+        def of_depth(depth: int) -> mx.array:
+            row = found[depth : depth + 1]
+            return row if rank is None else rank(row, depth)
+
+        return search(FactorisedLevels(of_depth, network.num_rows, network.to_token_ids), shape)

@@ -17,13 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.proposers.draft_model import COUPLING_WEIGHT
-from mlx_redrafter.proposers.eagle.checkpoint import save_eagle
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.kv_network import AutoregressiveNetwork, KvNetwork
-from mlx_redrafter.proposers.mtp.checkpoint import save_mtp
+from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.specformer.checkpoint import save_specformer
+from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.loss import TrainingBatch
@@ -102,7 +101,7 @@ class EagleStudent(AutoregressiveStudent):
             self.network.lm_head.weight = mx.array(head)
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_eagle(self.network, folder, extra)
+        save_drafter(self.network, folder, extra)
 
 
 class MtpStudent(AutoregressiveStudent):
@@ -125,7 +124,7 @@ class MtpStudent(AutoregressiveStudent):
         return Mtp(self.values)
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_mtp(self.network, self.values, folder, extra)
+        save_drafter(self.network, folder, extra)
 
 
 class SpecFormerStudent(KvStudent):
@@ -135,7 +134,7 @@ class SpecFormerStudent(KvStudent):
     network: SpecFormer
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_specformer(self.network, folder, extra)
+        save_drafter(self.network, folder, extra)
 
     def levels(self, network: SpecFormer, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute the logits of each slot; the positions are those of one stretch."""

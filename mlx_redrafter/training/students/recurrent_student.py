@@ -25,12 +25,14 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.expansion import best_nodes
-from mlx_redrafter.proposers.fit import calibrate
-from mlx_redrafter.proposers.redrafter.beam import expand, ranking
-from mlx_redrafter.proposers.redrafter.checkpoint import load_drafter, save_drafter
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
-from mlx_redrafter.proposers.redrafter.proposer import check_sizes
+from mlx_redrafter.proposers.redrafter import load as load_drafter
+from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.recurrence import Embed
+from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.generated_texts import (
     draw_noise,
@@ -174,7 +176,7 @@ class RecurrentStudent(Student):
         def draft(
             hidden: mx.array, root: mx.array, noise: mx.array | None = None
         ) -> tuple[mx.array, ...]:
-            rank = None if noise is None else ranking(network, GumbelNoise(params, noise))
+            rank = None if noise is None else coupled_rank(network, GumbelNoise(params, noise))
             expansion = expand(network, project_input, hidden, root, plan.shape, rank)
             tree = best_nodes(expansion, root, plan)
             return tree.tokens, tree.parents, tree.depths

@@ -20,8 +20,7 @@ from mlx_redrafter.measured import DOUBTS, MOST_DOUBTS, MOST_RUNS
 from mlx_redrafter.policy import profiling
 from mlx_redrafter.policy.candidates import SIZES
 from mlx_redrafter.policy.profiling import StepTimes
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -35,8 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mlx-redrafter"
 
 
-def _proposer(dtype: mx.Dtype = mx.float32) -> RecurrentProposer:
-    return RecurrentProposer(random_drafter(64, 32, dtype=dtype))
+def _proposer(dtype: mx.Dtype = mx.float32) -> Drafter:
+    return random_drafter(64, 32, dtype=dtype)
 
 
 def _timed(
@@ -241,7 +240,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
         return caches[-1]
 
     monkeypatch.setattr(target, "blank_cache", remembered)
-    profiling.time_steps(target, RecurrentProposer(drafter))
+    profiling.time_steps(target, drafter)
     steps = profiling.MOST_ROUNDS * profiling.STEPS * len(profiling.TIMED)
     assert caches[0].length <= 1.1 * (profiling.CONTEXT + steps)
 

@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.fit import (
-    SCALES,
-    Calibration,
-    ObservedSequence,
-    calibrate,
-    predict,
-)
+from mlx_redrafter.proposers.fit import SCALES, Calibration, ObservedSequence
 from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter
 

@@ -23,11 +23,11 @@ from mlx_redrafter.errors import (  # noqa: E402
     NonFiniteError,
     UnsupportedTargetError,
 )
-from mlx_redrafter.proposers import kv_drafter  # noqa: E402
-from mlx_redrafter.proposers.eagle.checkpoint import load_eagle, save_eagle  # noqa: E402
+from mlx_redrafter.proposers import kv_drafting  # noqa: E402
+from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
+from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
-from mlx_redrafter.proposers.kinds import as_proposer  # noqa: E402
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
+from mlx_redrafter.proposers.quantization import quantize_drafter  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.helpers.flights import flight_of  # noqa: E402
 from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402
@@ -76,7 +76,7 @@ def _assert_scores(
 def test_levels_are_those_of_the_equations_whatever_the_steps_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_drafter, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
+    monkeypatch.setattr(kv_drafting, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
     tensors = write_head(tmp_path, LAYOUTS[name])
     published = _published(name, tensors)
     eagle = load_eagle(tmp_path)
@@ -88,7 +88,7 @@ def test_levels_are_those_of_the_equations_whatever_the_steps_before(
         return [rng.randrange(VOCAB) for _ in range(count)], states
 
     text, states = draw(7)
-    drafting: Any = as_proposer(eagle).open(Target(MODEL), text, True, [])
+    drafting: Any = eagle.open(Target(MODEL), text, True, [])
     for start in (0, 4):  # the prompt in chunks, the last token apart
         drafting.reader.read(states[start : min(start + 4, 6)])
     flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
@@ -113,7 +113,7 @@ def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -
     text = [5, 17, 3, 60, 9, 30, 31, 32, 33]
     states = mx.random.normal((len(text) - 1, 3 * HIDDEN), key=mx.random.key(5))
     cached = eagle.make_cache()
-    drafting: Any = as_proposer(eagle).open(target, text[:4], True, cached)
+    drafting: Any = eagle.open(target, text[:4], True, cached)
     drafting.reader.read(states[:3])
     drafting.propose(flight_of([60], 0, 9, 3, states[3:4]), PLANS[0], None)
     drafting.propose(flight_of([9, 30, 31], 2, 32, 4, states[4:7]), PLANS[0], None)
@@ -134,11 +134,11 @@ def test_published_heads_are_recognised_and_written_in_one_layout(
     name: str, tmp_path: Path
 ) -> None:
     write_head(tmp_path / "published", LAYOUTS[name])
-    assert recognise(tmp_path / "published")[0] == "EAGLE head"
+    assert recognise(tmp_path / "published")[0].NAME == "EAGLE head"
     eagle = load_eagle(tmp_path / "published")
     quantize_drafter(eagle, 8, 32)
-    save_eagle(eagle, tmp_path / "own")
-    assert recognise(tmp_path / "own")[0] == "EAGLE head"
+    save_drafter(eagle, tmp_path / "own")
+    assert recognise(tmp_path / "own")[0].NAME == "EAGLE head"
     again = load_eagle(tmp_path / "own")
     assert again.config == eagle.config
     rows = mx.random.normal((3, eagle.config.num_captured * HIDDEN), key=mx.random.key(1))
@@ -161,10 +161,10 @@ def _change(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[64, 192\]"),
+        ({"hidden_size": 64}, r"fc.weight' has shape \[32, 96\], expected \[64, 192\]"),
         ({"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight is missing"),
         ({"norm_before_fc": True}, "input_norm.weight is missing"),
-        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight has shape \[48, 32\], expected"),
+        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight' has shape \[48, 32\], expected"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"intermediate_size": "48"}, "intermediate_size must be an integer"),
@@ -203,7 +203,7 @@ def test_bad_values_are_refused(
 def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     tokenizer = wrapped_tokenizer(VOCAB)
     write_head(tmp_path, LAYOUTS["speculators 3.1"])
-    proposer = as_proposer(load_eagle(tmp_path))
+    proposer = load_eagle(tmp_path)
     proposer.check_fit(Target(MODEL), tokenizer)
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 1 .* found 2"):
         proposer.check_fit(Target(tiny_llama(layers=2)), tokenizer)
@@ -230,5 +230,37 @@ def test_other_formats_are_refused_by_name(
 
 
 def test_configs_are_read_back() -> None:
-    config = EagleConfig(3, 32, 48, 4, 2, 64, captured_layers=(0, 1))
+    config = EagleConfig(
+        version=3,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        captured_layers=(0, 1),
+    )
     assert EagleConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("fc.weight", "", "states of one layer only, without the tensor fc.weight"),
+        ("q_proj.weight", "kv_a_proj_with_mqa.weight", "layers with latent attention"),
+    ],
+)
+def test_heads_of_other_forms_are_recognised_and_named(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    write_head(tmp_path, LAYOUTS["EAGLE-3"])
+    changed = {
+        name.replace(old, new): tensor
+        for name, tensor in read_tensors(tmp_path).items()
+        if new or name != old
+    }
+    mx.eval(changed)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
+    kind, _ = recognise(tmp_path)
+    assert kind.NAME == "EAGLE head"
+    with pytest.raises(CheckpointError, match=f"this EAGLE head has {message}.*not supported"):
+        load_eagle(tmp_path)

@@ -16,13 +16,13 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.proposers.eagle.checkpoint import load_eagle
+from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.specformer.checkpoint import load_specformer
+from mlx_redrafter.proposers.specformer import load as load_specformer
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.helpers.mtp import family_config, module_tensors

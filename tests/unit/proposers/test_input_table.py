@@ -12,8 +12,8 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter import input_table
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.lookup import (
+from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.lookup.lookup import (
     LEAST_PROBABILITY,
     LENGTHS,
     PRIORS,
-    Lookup,
     LookupDrafting,
     MatchRates,
 )
-from mlx_redrafter.proposers.lookup_first import (
+from mlx_redrafter.proposers.lookup.lookup_first import (
     IN_VAIN,
     SELDOM,
     LookupFirst,

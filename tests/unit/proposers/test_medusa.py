@@ -22,13 +22,13 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import ObservedSequence
-from mlx_redrafter.proposers.medusa.checkpoint import load_medusa
+from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.medusa.proposer import MedusaProposer
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter, save_drafter
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.medusa import random_medusa, with_static_tree
 
@@ -41,7 +41,7 @@ Path_ = tuple[int, ...]
 def propose(network: Medusa, plan: DraftPlan, noise: Any = None, couple: bool = True) -> TokenTree:
     flight: Any = SimpleNamespace(hidden_state=HIDDEN, root=mx.array([9], dtype=mx.int32))
     target: Any = None
-    return MedusaProposer(network).open(target, [1], couple, []).propose(flight, plan, noise)
+    return network.open(target, [1], couple, []).propose(flight, plan, noise)
 
 
 def paths(tree: TokenTree) -> dict[Path_, float]:
@@ -127,7 +127,7 @@ def test_heads_of_few_tokens() -> None:
     network = random_medusa(num_heads=2, draft_vocab_size=3)
     network.token_ids = mx.array([60, 2, 33], dtype=mx.int32)
     for one in (network, with_static_tree(network)):
-        assert MedusaProposer(one).num_rows == 3
+        assert one.num_rows == 3
         tree = propose(one, DraftPlan.of(3, 3, 7))
         assert set(to_ints(tree.tokens)[1:]) == {60, 2, 33}
 
@@ -167,7 +167,7 @@ def test_saved_heads_come_back(tmp_path: Path, bits: int | None) -> None:
     save_drafter(network, tmp_path)
     loaded = load_medusa(tmp_path)
     assert loaded.config == network.config
-    assert loaded.quantization == network.quantization
+    assert quantization_of(loaded) == quantization_of(network)
     for head in range(2):
         assert mx.array_equal(
             loaded.log_probs(HIDDEN[None], head), network.log_probs(HIDDEN[None], head)
@@ -194,7 +194,7 @@ ROWS = [[0.1] * 32] * 3
         ({"draft_vocab_size": 65}, "draft_vocab_size must be an integer from 1 to 64"),
         ({"score_scale": 0}, "score_scale must be above 0"),
         ({"noise_share": 2}, "noise_share must be from 0 to 1"),
-        ({"model_type": "llama"}, "expected heads with model_type 'redrafter_medusa'"),
+        ({"model_type": "llama"}, "expected a drafter with model_type 'redrafter_medusa'"),
     ],
 )
 def test_configs_out_of_range(changes: dict[str, Any], message: str) -> None:

@@ -21,8 +21,7 @@ from mlx_redrafter.convert.inspection import inspect_checkpoint
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
-from mlx_redrafter.proposers.kinds import as_proposer
-from mlx_redrafter.proposers.mtp.checkpoint import load_mtp
+from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import QWEN
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
@@ -114,7 +113,7 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
         published = lambda pairs: (published_mimo(torch, tensors, pairs),) * 2  # noqa: E731
     else:
         published = TorchModule(torch, config, tensors)
-    drafting = as_proposer(module).open(target, PROMPT, True, [])
+    drafting = module.open(target, PROMPT, True, [])
     embed = lambda tokens: np.array(target.embed(mx.array(tokens)))  # noqa: E731
     drafting.reader.read(mx.array(states_of(model, PROMPT)[:-1]))
     text = [*PROMPT]
@@ -183,7 +182,7 @@ def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) 
 def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path) -> None:
     folder = own_folder(stories, tmp_path / "mimo", module_tensors())
     sidecar = write(tmp_path / "mtp", module_tensors(), {**CONFIG, "vocab_size": 512})
-    assert recognise(sidecar)[0] == "MTP module"
+    assert recognise(sidecar)[0].NAME == "MTP module"
     assert "an MTP module of a model of type" in inspect_checkpoint(sidecar).kind
     for drafter in ("mtp", sidecar):
         model, tokenizer, module = load(folder, drafter=drafter)
@@ -237,7 +236,7 @@ def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path: Path) -> None
     for other in (read, load_mtp(tmp_path / "published")):
         for name, tensor in named_parameters(published).items():
             assert mx.array_equal(named_parameters(other)[name], tensor), name
-    assert recognise(tmp_path / "sidecar")[0] == "MTP module"
+    assert recognise(tmp_path / "sidecar")[0].NAME == "MTP module"
     nn.quantize(published, group_size=32, bits=4)
     back = {own: name for name, own in QWEN.names.items()}
     quantised = {
@@ -282,7 +281,7 @@ BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]]
         changed("input_proj.weight", mx.ones((32, 32))),
         CONFIG,
         CheckpointError,
-        r"input_proj\.weight has shape \[32, 32\], expected \[32, 64\]",
+        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
     ),
     "unexpected": (changed("x.weight", mx.ones(2)), CONFIG, CheckpointError, r"x\.weight is not"),
     "not finite": (
@@ -313,4 +312,4 @@ def test_modules_of_other_models_are_refused(tmp_path: Path) -> None:
     module = load_mtp(write(tmp_path, module_tensors()))
     target = Target(tiny_llama(vocab_size=65))
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match"):
-        as_proposer(module).check_fit(target, wrapped_tokenizer(65))
+        module.check_fit(target, wrapped_tokenizer(65))

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import MASKED_LOGIT, Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import NumpyDrafter, silu
 

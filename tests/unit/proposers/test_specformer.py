@@ -25,12 +25,9 @@ from mlx_redrafter.errors import (  # noqa: E402
     NonFiniteError,
     UnsupportedTargetError,
 )
-from mlx_redrafter.proposers.kinds import as_proposer  # noqa: E402
-from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter  # noqa: E402
-from mlx_redrafter.proposers.specformer.checkpoint import (  # noqa: E402
-    load_specformer,
-    save_specformer,
-)
+from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
+from mlx_redrafter.proposers.quantization import quantize_drafter  # noqa: E402
+from mlx_redrafter.proposers.specformer import load as load_specformer  # noqa: E402
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig  # noqa: E402
 from mlx_redrafter.proposers.specformer.network import SpecFormer  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
@@ -125,7 +122,7 @@ def test_slots_are_those_of_the_equations_whatever_the_steps_before() -> None:
         return [rng.randrange(VOCAB) for _ in range(count)], states
 
     text, states = draw(7)
-    drafting: Any = as_proposer(network).open(Target(MODEL), text, True, [])
+    drafting: Any = network.open(Target(MODEL), text, True, [])
     for start in (0, 4):  # the prompt in chunks, the last token apart
         drafting.reader.read(states[start : min(start + 4, 6)])
     flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
@@ -157,8 +154,8 @@ def _assert_scores(log_probs: torch.Tensor, tree: Any) -> None:
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     network = new_network(head_dim=8)
     quantize_drafter(network, 8, 32)
-    save_specformer(network, tmp_path)
-    assert recognise(tmp_path)[0] == "SpecFormer"
+    save_drafter(network, tmp_path)
+    assert recognise(tmp_path)[0].NAME == "SpecFormer"
     again = load_specformer(tmp_path)
     assert again.config == network.config
     states = mx.random.normal((3, len(LAYERS) * HIDDEN), key=mx.random.key(1))
@@ -173,11 +170,11 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"num_slots": 0}, "num_slots must be"),
-        ({"captured_layers": []}, "expected 1 to 64 captured layers"),
+        ({"captured_layers": []}, "captured_layers must be a list of 1 to 64 layers"),
         ({"captured_layers": 3}, "captured_layers must be a list"),
         ({"captured_layers": [-2, 0]}, "each of captured_layers must be"),
         ({"hidden_size": 33}, "hidden_size must be a multiple"),
-        ({"captured_layers": [0, 1]}, "down_samp.weight has shape"),
+        ({"captured_layers": [0, 1]}, "down_samp.weight' has shape"),
         ({"rope_scaling": {"type": "nonsense"}}, "check rope_scaling"),
         ({"model_type": "redrafter_medusa"}, "expected a drafter with model_type"),
     ],
@@ -185,7 +182,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_files_that_do_not_fit_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    save_specformer(new_network(), tmp_path)
+    save_drafter(new_network(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(CheckpointError, match=message):
@@ -195,7 +192,7 @@ def test_files_that_do_not_fit_are_refused(
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     network = new_network()
     network.positional.bias = network.positional.bias * mx.inf
-    save_specformer(network, tmp_path)
+    save_drafter(network, tmp_path)
     with pytest.raises(NonFiniteError, match=r"positional\.bias"):
         load_specformer(tmp_path)
 
@@ -204,10 +201,10 @@ def test_other_targets_are_refused() -> None:
     tokenizer = wrapped_tokenizer(VOCAB, set())
     wide = new_network(hidden_size=64, captured_layers=(0, 1))
     with pytest.raises(CheckpointError, match="hidden_size 64 does not match"):
-        as_proposer(wide).check_fit(Target(MODEL), tokenizer)
+        wide.check_fit(Target(MODEL), tokenizer)
     deep = new_network(captured_layers=(0, 9))
     with pytest.raises(UnsupportedTargetError, match="expected layers 0 to 2"):
-        as_proposer(deep).check_fit(Target(MODEL), tokenizer)
+        deep.check_fit(Target(MODEL), tokenizer)
     options = {"drafter": new_network(), "beam_width": 1, "beam_length": 6}
     with pytest.raises(ConfigError, match="beam_length must be at most 5"):
         generate(MODEL, tokenizer, [1, 2], **options)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.proposers.suffix_index import MOST_COUNTED, SuffixIndex
+from mlx_redrafter.proposers.lookup.suffix_index import MOST_COUNTED, SuffixIndex
 from mlx_redrafter.trees.tree import NO_TOKEN
 
 

@@ -1,4 +1,4 @@
-"""Loading of MTP modules out of a model's own files, or of a folder with nothing else in it."""
+"""Tensors of MTP modules: in a model's own files, or in a folder with nothing else in it."""
 
 from __future__ import annotations
 
@@ -18,98 +18,35 @@ from mlx_redrafter.checkpoint_files import (
     read_json,
     read_shapes,
     weight_files,
-    write_checkpoint,
 )
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers.draft_network import quantization_of
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS, check_shapes
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
-    SIDECAR,
-    Family,
     model_type_of,
     one_layer_model,
     prefix_of,
+    published_name,
 )
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.redrafter.checkpoint import (
-    PATTERNS,
-    check_finite,
-    check_floating,
-    check_shapes,
-    quantize_as_stored,
-)
+from mlx_redrafter.proposers.quantization import quantize_as_stored
 from mlx_redrafter.target.model_parts import check_config
 
-CONFIG_AND_INDEX = ["config.json", "model.safetensors.index.json"]
-# Where a model of one layer has the tensors of that layer.
+# Index of the shards of a model.
+INDEX = "model.safetensors.index.json"
+# Beginning of the names of the tensors in a model of one layer.
 LAYER = "model.layers.0."
-# Keys of a model's config.json that say nothing of its module once that is read.
-OF_THE_MODEL = ("architectures", "quantization", "quantization_config")
+# Names of experts' tensors, one by one.
 EXPERT = re.compile(r"(.*)experts\.\d+\.(.*)")
 
 
-def load_mtp(path_or_repo: str | Path) -> Mtp:
-    """Load a model's MTP module, the first where there are several.
-
-    Args:
-        path_or_repo: The model's folder or repository, of which no other files are fetched than
-            those that its index names for the module; or a folder with its ``config.json`` and its
-            MTP tensors alone.
-
-    Returns:
-        The module in the dtype it was stored in, its weights in memory.
-
-    Raises:
-        CheckpointError: There are no such tensors, or they do not fit the config; each is named.
-            Or the config has values out of range.
-        ConfigError: The model is of a kind whose modules are not supported.
-        NonFiniteError: A weight is NaN or infinite.
-    """
-    folder, paths = find_module(path_or_repo)
-    module, weights, names = open_module(folder, paths)
-    check_floating(module, weights, folder, names)
-    try:
-        mx.eval(list(weights.values()))
-    except Exception as error:  # what is computed of damaged files may raise anything
-        raise _misfit(folder, first_line(error)) from error
-    module.load_weights(list(weights.items()))
-    check_finite(module, folder, names)
-    module.eval()
-    mx.eval(module.parameters())
-    return module
-
-
-def save_mtp(
-    module: Mtp,
-    values: Mapping[str, Any],
-    folder: str | Path,
-    extra_config: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a module so that `load_mtp` reads it back: a folder with nothing else in it.
-
-    Args:
-        module: The module, quantised or not.
-        values: The ``config.json`` that it was made by.
-        folder: Destination folder, created when it does not exist.
-        extra_config: Further keys for ``config.json``, such as where the weights come from.
-    """
-    config = {key: value for key, value in values.items() if key not in OF_THE_MODEL}
-    config["model_type"] = module.config.model_type + SIDECAR
-    if (quantization := quantization_of(module)) is not None:
-        config["quantization"] = quantization
-    config.update(extra_config or {})
-    weights = named_parameters(module)
-    tensors = {published_name(own, module.family, ""): weights[own] for own in weights}
-    write_checkpoint(Path(folder), config, tensors)
-
-
 def find_module(path_or_repo: str | Path) -> tuple[Path, list[Path]]:
-    """The folder of a module, and its weight files, which are fetched; see `load_mtp`.
+    """Fetch the weight files of a module, and return its folder and those files.
 
-    Where there is no index of shards these may hold the whole model.
+    Without an index of shards, the files may hold the whole model.
     """
-    folder = find_checkpoint(path_or_repo, CONFIG_AND_INDEX)
+    folder = find_checkpoint(path_or_repo, [*CONFIG_ONLY, INDEX])
     values = read_config(folder)
     prefix = prefix_of(values)
     check_config({**values, "model_type": model_type_of(values)})
@@ -124,11 +61,14 @@ def find_module(path_or_repo: str | Path) -> tuple[Path, list[Path]]:
 def open_module(
     folder: Path, paths: Sequence[Path]
 ) -> tuple[Mtp, dict[str, mx.array], dict[str, str]]:
-    """A module of the right sizes, its weights before they are read, and their published names.
+    """Make a module of the right sizes, and return it with its weights and their published names.
+
+    MLX has not read the weights yet.
 
     Raises:
-        CheckpointError: As `load_mtp`.
-        ConfigError: As `load_mtp`.
+        CheckpointError: There are no such tensors, or they do not fit the config; or the config has
+            values out of range.
+        ConfigError: The model is of a kind whose modules are not supported.
     """
     values = read_config(folder)
     tensors = _read_module(folder, paths, values)
@@ -147,12 +87,12 @@ def open_module(
 
 
 def indexed_files(folder: Path, prefix: str) -> list[str] | None:
-    """Files that a checkpoint's index names for tensors of a prefix; None without an index.
+    """Return the files that an index names for tensors of a prefix; None without an index.
 
     Raises:
-        CheckpointError: The index is damaged, or names files that are none of the folder's.
+        CheckpointError: The index is damaged, or names files outside the folder.
     """
-    path = folder / CONFIG_AND_INDEX[1]
+    path = folder / INDEX
     if not path.exists():
         return None
     named = read_json(path).get("weight_map")
@@ -165,7 +105,7 @@ def _checked(entry: tuple[str, Any]) -> tuple[str, str]:
     is_plain = isinstance(file, str) and PurePosixPath(file).name == file
     if not is_plain or not file.endswith(".safetensors") or set(file) & set("*?[\\"):
         raise CheckpointError(
-            f"expected the name of a safetensors file for {quote(name)} in {CONFIG_AND_INDEX[1]}, "
+            f"expected the name of a safetensors file for {quote(name)} in {INDEX}, "
             f"found {quote(str(file))}; download it again"
         )
     return name, file
@@ -174,7 +114,7 @@ def _checked(entry: tuple[str, Any]) -> tuple[str, str]:
 def _read_module(
     folder: Path, paths: Sequence[Path], values: Mapping[str, Any]
 ) -> dict[str, mx.array]:
-    """Tensors by their names after the prefix, with the weights of norms as they are used."""
+    """Read tensors by their names after the prefix, with weights of norms as mlx-lm uses them."""
     family, prefix = FAMILIES[model_type_of(values)], prefix_of(values)
     read_shapes(folder, list(paths))
     tensors: dict[str, mx.array] = {}
@@ -184,7 +124,7 @@ def _read_module(
         except RuntimeError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         stored, metadata = loaded
-        # Files that programs of MLX wrote have norms and experts as its layers have them.
+        # Files that MLX programs wrote have norms and experts in the form of mlx-lm's layers.
         is_published = prefix != "" and metadata.get("format") != "mlx"
         offset = family.norm_offset if is_published else 0.0
         for name, tensor in stored.items():
@@ -204,7 +144,7 @@ def _new_module(folder: Path, values: Mapping[str, Any]) -> Mtp:
     try:
         module = Mtp(values)
         row = mx.zeros((1, module.config.hidden_size))
-        module(row, row, module.make_cache())  # never computed: it tells whether the parts fit
+        module(row, row, module.make_cache())  # never computed: it fails unless the parts fit
         return module
     except Exception as error:  # what is made of damaged files may raise anything
         raise CheckpointError(
@@ -216,9 +156,9 @@ def _new_module(folder: Path, values: Mapping[str, Any]) -> Mtp:
 def _rename(
     tensors: Mapping[str, mx.array], values: Mapping[str, Any], folder: Path
 ) -> dict[str, mx.array]:
-    """Tensors by the names of `Mtp`.
+    """Map tensors to the names of `Mtp`.
 
-    mlx-lm's own preparation of a layer stacks experts and takes FP8 and latent attention apart.
+    mlx-lm's own preparation of a layer stacks experts, and unpacks FP8 and latent attention.
     """
     family = FAMILIES[model_type_of(values)]
     laid = {LAYER + name: tensor for name, tensor in tensors.items()}
@@ -226,9 +166,9 @@ def _rename(
         laid = stack_experts(laid) if family.norm_offset else one_layer_model(values).sanitize(laid)
     except KeyError as error:
         name = str(error.args[0]).replace(LAYER, prefix_of(values), 1)
-        raise _misfit(folder, f"{name} is missing") from error
-    except Exception as error:  # mlx-lm looks at no shape before
-        raise _misfit(folder, first_line(error)) from error
+        raise misfit(folder, f"{name} is missing") from error
+    except Exception as error:  # mlx-lm checks no shape before
+        raise misfit(folder, first_line(error)) from error
     renamed = {}
     for name, tensor in laid.items():
         bare = name.removeprefix(LAYER)
@@ -237,24 +177,17 @@ def _rename(
     return renamed
 
 
-def _misfit(folder: Path, reason: str) -> CheckpointError:
+def misfit(folder: Path, reason: str) -> CheckpointError:
+    """Return the error of weights that do not fit their config."""
     return CheckpointError(f"the weights in {folder} do not fit its config.json: {reason}")
 
 
-def published_name(own: str, family: Family, prefix: str) -> str:
-    """The name that a tensor of `Mtp` has in a checkpoint."""
-    for published, name in family.names.items():
-        if own.startswith(name):
-            return prefix + published + own.removeprefix(name)
-    return prefix + own.removeprefix("block.")
-
-
 def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The weights of experts as mlx-lm's layers have them: stacked, in one tensor a projection.
+    """Stack the weights of experts as mlx-lm's layers have them, in one tensor per projection.
 
     Args:
-        tensors: Tensors by name; those of experts one by one (``experts.{e}.up_proj.weight``), or
-            stacked with two projections in one (``experts.gate_up_proj``).
+        tensors: Tensors by name. Experts may stand one by one (``experts.{e}.up_proj.weight``), or
+            stacked with two projections in one tensor (``experts.gate_up_proj``).
 
     Raises:
         KeyError: One of several experts is missing.

@@ -1,26 +1,25 @@
-"""Drafts made ahead, for the likeliest outcomes of a forward pass while it runs.
+"""Speculative speculative decoding: drafts for the likeliest outcomes of a pass while it runs.
 
-Speculative speculative decoding (Kumar, Dao, May, arXiv 2603.03251). Axes: N nodes of the tree in
-flight, R outcomes, L beam length, H hidden size, V tokens that the network proposes.
+Source: Kumar, Dao, May, arXiv 2603.03251. Axes: N nodes of the tree in flight, R outcomes, L beam
+length, H hidden size, V tokens that the network proposes.
 
 An outcome is the last accepted node and the target's token after it, which is none of that node's
-children. The network scores all of them by what it thinks of the path and the token, at a
-temperature with the noise that the target will use, and drafts on below the R likeliest. That runs
-on the CPU beside the pass. Once the pass is read, its drafts are there if it is among them; if not,
-the network drafts as it does alone. Which of both it is shows in the time and not in the text.
+children. The network scores every outcome by its probabilities along the path and of the token,
+with the noise that a sampling target will use, and drafts below the R likeliest. That runs on the
+CPU next to the pass. Once the host has read the pass, its drafts are there if its outcome was among
+the R; if not, the network drafts as it does alone. The difference costs time and changes no text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.decoding.protocols import Drafting, Proposer, StateReader
+from mlx_redrafter.decoding.protocols import Proposer, StateReader
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
@@ -28,133 +27,66 @@ from mlx_redrafter.draft_plan import MAX_OUTCOMES, DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.expansion import Expansion, build_tree
-from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
-from mlx_redrafter.proposers.search import LEAST_LOG_PROB, LevelScorer, Rank, bounded, search_all
+from mlx_redrafter.proposers.scores import LEAST_LOG_PROB, bounded
+from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.speculate_ahead.branches import Branching, branches_of, origin_of
+from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import Drafts, TokenTree, ancestor_mask
 
-# Beside the target on a GPU; where that runs on the CPU, too, a second stream of it.
+# Stream of the drafts: the CPU next to a target on a GPU, or a second stream of the CPU.
 _ahead = mx.new_thread_local_stream(mx.cpu)
-
-
-class Branches(LevelScorer, Protocol):
-    """A network along a tree: after all nodes of it, then after tokens below some of them."""
-
-    def after_nodes(self) -> mx.array:
-        """Natural log-probabilities of the tokens after every node, float32, shape (N, V)."""
-        ...
-
-    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
-        """Make roots of the `LevelScorer` of tokens after some nodes.
-
-        Args:
-            nodes: Node indices, int32, shape (R,).
-            tokens: Token ids, int32, shape (R,).
-        """
-        ...
-
-
-class Branching(Drafting, Protocol):
-    """Drafts of a network that can follow a tree before it knows the target's states there."""
-
-    def origin(self, flight: PendingPass) -> mx.array | None:
-        """What it reads of a pass to draft after its bonus token, shape (H,); None for nothing."""
-        ...
-
-    def branch(
-        self, tree: TokenTree, origin: mx.array | None, noise: GumbelNoise | None
-    ) -> Branches:
-        """The network along a tree; nothing that it does there changes its drafts elsewhere.
-
-        Args:
-            tree: The tree in flight, padding maybe among its nodes.
-            origin: `origin` of the pass before it.
-            noise: Noise that `rank` is given; None where there is none.
-        """
-        ...
-
-    def rank(self, noise: GumbelNoise | None) -> Rank | None:
-        """What ranks drafts given the noise of the target's choices; None without."""
-        ...
 
 
 @dataclass
 class Hits:
-    """How often drafts made ahead were of use.
+    """Counts of outcomes that the network had drafted for.
 
     Attributes:
-        passes: Passes over trees during which was drafted.
-        foreseen: Those of them whose outcome was among the ones that were drafted for.
+        passes: Passes over trees during which it drafted.
+        foreseen: Those of them whose outcome was among the R that it drafted for.
     """
 
     passes: int = 0
     foreseen: int = 0
 
 
-class Predrafted:
-    """A proposer whose drafts are made ahead where its guess is right; see `Proposer`.
+class SpeculateAhead(Wrapper[Drafter | DraftModel]):
+    """A proposer that drafts for likely outcomes of a pass while the pass runs.
 
     Args:
-        drafter: A recurrent drafter or a draft model; all others are refused.
+        drafter: A recurrent drafter or a draft model.
         num_outcomes: Outcomes of a pass to draft for, R.
 
     Attributes:
-        proposer: The proposer of that drafter.
-        hits: Counts over all texts.
+        hits: Counts over all sequences.
 
     Raises:
         ConfigError: The drafter is of another kind, or the number is out of range.
     """
 
-    def __init__(self, drafter: Drafter | KvNetwork | Proposer, num_outcomes: int = 8):
+    def __init__(self, drafter: Proposer, num_outcomes: int = 8):
         check_int("predraft", num_outcomes, 1, MAX_OUTCOMES)
-        proposer = RecurrentProposer(drafter) if isinstance(drafter, Drafter) else drafter
-        if not isinstance(proposer, (RecurrentProposer, DraftModel)):
+        if not isinstance(drafter, (Drafter, DraftModel)):
             raise ConfigError(
                 "expected a recurrent drafter or a smaller model to draft ahead with, found a "
                 f"drafter of the kind {type(drafter).__name__}; leave predraft out"
             )
-        self.proposer = proposer
+        super().__init__(drafter)
         self.num_outcomes = num_outcomes
         self.hits = Hits()
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """See `Proposer.modules`."""
-        return self.proposer.modules
-
-    @property
-    def num_layers(self) -> int:
-        """See `Proposer.num_layers`."""
-        return self.proposer.num_layers
-
-    @property
-    def num_rows(self) -> int:
-        """See `Proposer.num_rows`."""
-        return self.proposer.num_rows
-
-    @property
-    def max_length(self) -> int | None:
-        """See `Proposer.max_length`."""
-        return self.proposer.max_length
-
-    def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `Proposer.check_fit`."""
-        self.proposer.check_fit(target, tokenizer)
-
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> PredraftedDrafting:
-        """See `Proposer.open`."""
+    ) -> SpeculateAheadDrafting:
         drafting = self.proposer.open(target, prompt, couple_noise, cached)
-        return PredraftedDrafting(drafting, self.num_outcomes, self.hits)
+        return SpeculateAheadDrafting(drafting, self.num_outcomes, self.hits)
 
 
-class _DraftedAhead(NamedTuple):
-    """Drafts for R outcomes, dispatched.
+class _Speculation(NamedTuple):
+    """Dispatched drafts for R outcomes.
 
     Attributes:
         keys: Last accepted nodes, and the tokens after them, int32, shape (2 R,).
@@ -165,7 +97,7 @@ class _DraftedAhead(NamedTuple):
     drafts: Expansion
 
     def find(self, flight: PendingPass) -> Expansion | None:
-        """The drafts for the outcome of a pass, if they are there; waits for the device."""
+        """Return the drafts for the outcome of a pass, if there are any; waits for the device."""
         if not flight.is_finite:
             return None
         keys = to_ints(self.keys)
@@ -175,11 +107,11 @@ class _DraftedAhead(NamedTuple):
         return self.drafts.of_root(outcomes.index(outcome)) if outcome in outcomes else None
 
 
-class PredraftedDrafting:
-    """One text's drafts; see `Drafting`.
+class SpeculateAheadDrafting:
+    """Drafts of one sequence.
 
     Args:
-        drafting: The network's.
+        drafting: Drafts by the network alone.
         num_outcomes: R.
         hits: Counts that it adds to.
     """
@@ -188,25 +120,24 @@ class PredraftedDrafting:
         self.drafting = drafting
         self.num_outcomes = num_outcomes
         self.hits = hits
-        # Of the newest pass: what predicted the root of the tree that follows it, that root, and
-        # the tree, unless it is another proposer's.
+        # State that predicted the root of the tree after the newest pass.
         self._origin: mx.array | None = None
+        # The root of that tree.
         self._root: mx.array | None = None
+        # That tree; None if another proposer drafted it.
         self._tree: TokenTree | None = None
 
     @property
     def reader(self) -> StateReader | None:
-        """See `Drafting.reader`."""
         return self.drafting.reader
 
     def outlook(self) -> Sequence[float] | None:
-        """See `Drafting.outlook`."""
         return self.drafting.outlook()
 
     def propose(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
-        """See `Drafting.propose`; waits for a pass over a tree, and drafts meanwhile."""
+        """Draft after a pass; while the host waits for a pass over a tree, draft ahead."""
         ahead = found = None
         if flight.path is not None:
             with mx.stream(_ahead):
@@ -224,33 +155,32 @@ class PredraftedDrafting:
         return self._tree
 
     def skip(self, flight: PendingPass) -> None:
-        """See `Drafting.skip`."""
         self.drafting.skip(flight)
         self._remember(flight)
         self._tree = None
 
     def settle(self, length: int) -> None:
-        """See `Drafting.settle`."""
         self.drafting.settle(length)
 
     def _remember(self, flight: PendingPass) -> None:
-        self._origin, self._root = self.drafting.origin(flight), flight.root
-        # What is left for the next graph of the target's stream is not there before its end.
+        self._origin, self._root = origin_of(self.drafting, flight), flight.root
+        # Dispatch it: in the next graph of the target's stream it would be there only at the end.
         mx.async_eval(self._origin)
 
     def _draft_ahead(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> _DraftedAhead | None:
-        """Dispatch drafts for the likeliest outcomes of a pass; None where its tree is unknown."""
+    ) -> _Speculation | None:
+        """Dispatch drafts for the likeliest outcomes of a pass; None if its tree is unknown."""
         tree = self._tree_of(flight)
         if tree is None:
             return None
         if noise is not None:
-            # The choice after the root of the tree is that of the token after it.
+            # The noise of depth 0 is that of the choice after the root of the tree.
             positions = flight.length + 1 + mx.arange(tree.max_depth + 1 + plan.shape.length)
             seed, vocab_size = noise.params.seed, noise.values.shape[-1]
             noise = GumbelNoise(noise.params, gumbel_noise(seed, positions, vocab_size))
-        branches, rank = self.drafting.branch(tree, self._origin, noise), self.drafting.rank(noise)
+        branches = branches_of(self.drafting, tree, self._origin, noise)
+        rank = self.drafting.rank(noise)
         log_probs = branches.after_nodes()
         if rank is not None:
             log_probs = rank(log_probs, tree.depths)
@@ -268,10 +198,10 @@ class PredraftedDrafting:
 
         drafts = search_all(branches, plan.shape, None if rank is None else rank_below)
         mx.async_eval(drafts)
-        return _DraftedAhead(keys, drafts)
+        return _Speculation(keys, drafts)
 
     def _tree_of(self, flight: PendingPass) -> TokenTree | None:
-        """The tree in flight, of arrays that are there although the pass is not over."""
+        """Return the tree in flight, from arrays that exist before the pass is over."""
         if flight.known is not None:
             assert self._root is not None
             return _tree_below(self._root, flight.known)
@@ -284,10 +214,10 @@ class PredraftedDrafting:
 def likeliest_outcomes(
     tree: TokenTree, log_probs: mx.array, token_ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array]:
-    """The outcomes of a pass with the largest products of probabilities along path and token.
+    """Choose the outcomes with the largest products of probabilities along path and token.
 
-    The shares of the nodes fall as paths become less probable, geometrically along a chain, and as
-    many outcomes as promise most are taken, wherever they are.
+    An outcome may be below any node: less probable paths get fewer of them, geometrically along a
+    chain.
 
     Args:
         tree: The tree in flight.
@@ -300,7 +230,7 @@ def likeliest_outcomes(
     """
     log_probs = bounded(log_probs)
     is_draft = mx.arange(tree.size) > 0
-    # Which column each draft is; none for padding, and for drafts that the network cannot propose.
+    # Column of each draft; none for padding, and for drafts that the network cannot propose.
     columns = (tree.tokens[:, None] == token_ids) & is_draft[:, None]
     own = mx.max(mx.where(columns, log_probs[tree.parents], LEAST_LOG_PROB), axis=-1)
     paths = mx.where(tree.ancestors, mx.where(is_draft, own, 0.0), 0.0).sum(axis=-1)
@@ -313,7 +243,7 @@ def likeliest_outcomes(
 
 
 def _tree_below(root: mx.array, known: Drafts) -> TokenTree:
-    """The tree of these drafts, below a root that the host need not know, int32, shape (1,)."""
+    """Build the tree of these drafts below a root that only the device knows, int32, shape (1,)."""
     tree = TokenTree.of([0, *known.tokens], [0, *known.parents])
     drafts = mx.array(known.tokens, dtype=mx.int32)
     return replace(tree, tokens=mx.concatenate([root, drafts]))

@@ -1,9 +1,9 @@
-"""Drafts out of the text itself: what followed the newest tokens when they stood in it before.
+"""Prompt lookup: drafts are the tokens that followed the newest ones earlier in the context.
 
-Prompt lookup (arXiv 2304.04487, apoorvumang/prompt-lookup-decoding) with the counts of a suffix
-automaton instead of one n-gram. It needs no weights, and works with every target. Texts that copy
-from their prompt, such as edits of code and summaries, gain most; others nothing, and lose nothing,
-as the host knows before a step whether there is anything to look up.
+Sources: arXiv 2304.04487 and apoorvumang/prompt-lookup-decoding, here with the counts of a suffix
+automaton instead of one n-gram. It needs no weights, and works with every target. Sequences that
+copy from their prompt, such as edits of code and summaries, gain most. Others gain nothing and lose
+nothing, as the host knows before a step whether the context holds a match.
 """
 
 from __future__ import annotations
@@ -22,85 +22,86 @@ import mlx.nn as nn
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.proposers.suffix_index import Continuation, Match, SuffixIndex
+from mlx_redrafter.proposers.lookup.suffix_index import Continuation, Match, SuffixIndex
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
-# Shortest suffix that is looked up, in tokens.
+# Length of the shortest suffix to look up, in tokens.
 LEAST_MATCH = 2
-# Lengths of suffixes from which matches are counted together, with the chance that their most
-# frequent continuation is right before any is seen.
+# Shortest match of each group whose rates are counted together, in tokens.
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Chance that the most frequent continuation is right, by group, before any is counted.
 PRIORS = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-# Weight of those priors, and window of the running means, in tokens.
+# Weight of those priors, in tokens.
 PRIOR_TOKENS = 4
+# Window of the running means, in tokens.
 MEMORY = 64
-# Least probability of a draft that is proposed.
+# Minimum probability of a draft.
 LEAST_PROBABILITY = 0.05
-# Drafts that `Drafting.outlook` foresees.
+# Maximum number of drafts in `Drafting.outlook`.
 OUTLOOK = 16
 
 
 class MatchRates:
-    """How often the most frequent continuation was right, by length of the suffix looked up."""
+    """Rates at which the most frequent continuation was right, by length of the match."""
 
     def __init__(self) -> None:
         self._rates = list(PRIORS)
         self._counts = [PRIOR_TOKENS] * len(PRIORS)
 
     def rate(self, length: int) -> float:
-        """The share of tokens foreseen after a match of ``length`` tokens, 2 at least."""
+        """Return the share of right continuations after a match of ``length`` >= 2 tokens."""
         return self._rates[bisect_right(LENGTHS, length) - 1]
 
     def learn(self, length: int, was_right: bool) -> None:
-        """Take in whether the continuation of a match of ``length`` tokens was right."""
+        """Count whether the continuation of a match of ``length`` tokens was right."""
         i = bisect_right(LENGTHS, length) - 1
         self._counts[i] = min(self._counts[i] + 1, MEMORY)
         self._rates[i] += (was_right - self._rates[i]) / self._counts[i]
 
 
 class Lookup:
-    """Lookup among the proposers; see `Proposer`.
+    """Prompt lookup, as `Proposer`.
 
     Args:
-        history: Token ids of earlier texts in which to look as well, indexed when a text begins.
+        history: Token ids of earlier requests to look in as well; a sequence indexes them when it
+            begins.
 
     Attributes:
-        rates: Rates of all texts so far.
+        rates: Rates of all sequences so far.
     """
 
     num_layers = 0
     num_rows: int | None = None
     max_length: int | None = None
-    modules: tuple[nn.Module, ...] = ()
+    networks: tuple[nn.Module, ...] = ()
 
     def __init__(self, history: Sequence[Sequence[int]] = ()):
         self.history: list[Sequence[int]] = [list(tokens) for tokens in history]
         self.rates = MatchRates()
 
     def after(self, history: Sequence[Sequence[int]]) -> Lookup:
-        """This lookup with more texts in which to look, and the same rates."""
+        """Return a lookup in more earlier requests that shares the rates of this one."""
         other = copy(self)
         other.history = [*self.history, *history]
         return other
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """See `Proposer.check_fit`; every target fits."""
+        """Accept every target."""
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> LookupDrafting:
-        """See `Proposer.open`."""
         earlier = [token for tokens in self.history for token in (*tokens, NO_TOKEN)]
         return LookupDrafting([*earlier, *prompt], self.rates)
 
 
 class LookupDrafting:
-    """One text's drafts; see `Drafting`.
+    """Drafts of one sequence.
 
-    The prompt is indexed when something is asked for first, not while a text waits for its turn;
-    then tokens wait to be indexed until two in a row stood in the text before, as nothing else
-    matches.
+    The first call of a method indexes the prompt, not the constructor, so that sequences that wait
+    for their turn cost nothing. New tokens wait until two in a row have occurred before, as nothing
+    else can match.
     """
 
     reader = None
@@ -110,15 +111,15 @@ class LookupDrafting:
         self._index = SuffixIndex()
         self._waiting = list(prompt)
         self._newest = prompt[-1]
-        # What followed the present match, once asked for.
+        # Continuation of the present match, once it is known.
         self._following: list[Continuation] | None = None
-        # Tokens of the target that were not read yet.
+        # Tokens of the target that are not read yet.
         self._unread: list[int] = []
         self._rates = rates
 
     @property
     def index(self) -> SuffixIndex:
-        """The text so far."""
+        """The index of the sequence so far."""
         for token in self._waiting:
             self._index.add(token)
         self._waiting.clear()
@@ -126,11 +127,11 @@ class LookupDrafting:
 
     @cached_property
     def _pairs(self) -> set[tuple[int, int]]:
-        """Tokens in a row, `LEAST_MATCH` of them."""
+        """Pairs of neighbouring tokens, of `LEAST_MATCH` each."""
         return set(pairwise(self._prompt))
 
     def outlook(self) -> list[float]:
-        """See `Drafting.outlook`; the most frequent continuation of the token in flight."""
+        """Return probabilities of the most frequent continuation after the token in flight."""
         self._read()
         found: list[float] = []
         probability, following = 1.0, self._foreseen()
@@ -146,20 +147,20 @@ class LookupDrafting:
     def propose(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
-        """See `Drafting.propose`; waits for the pass."""
+        """Propose after a pass, which the host waits for."""
         self.skip(flight)
         self._read()
         return self.build_tree(flight.tokens[-1], plan)
 
     def skip(self, flight: PendingPass) -> None:
-        """See `Drafting.skip`; the tokens are read when something is asked for."""
+        """Keep the tokens; the next outlook or proposal reads them."""
         self._unread += flight.tokens
 
     def settle(self, length: int) -> None:
-        """See `Drafting.settle`; there are no caches."""
+        """Leave everything, as there are no caches."""
 
     def build_tree(self, root: int, plan: DraftPlan) -> TokenTree | None:
-        """The most probable drafts after the text, None where nothing is probable enough."""
+        """Build the tree of the most probable drafts; None if nothing is probable enough."""
         tokens, parents, scores = [root], [0], [0.0]
         waiting: list[tuple[float, int, int, int, int, Match]] = []
         order = 0
@@ -186,7 +187,7 @@ class LookupDrafting:
         return None if len(tokens) == 1 else TokenTree.of(tokens, parents, scores[1:])
 
     def _read(self) -> None:
-        """Append tokens of the target, and count which of them were foreseen."""
+        """Append tokens of the target, and count the continuations that were right."""
         unread, self._unread = self._unread, []
         for token in unread:
             following = self._foreseen()
@@ -199,7 +200,7 @@ class LookupDrafting:
             self._newest = token
 
     def _foreseen(self) -> list[Continuation]:
-        """The most frequent continuation of the text, if there is one."""
+        """Return the most frequent continuation of the sequence, if there is one."""
         if self._following is None:
             match = self.index.match
             is_long = match.length >= LEAST_MATCH

@@ -1,8 +1,8 @@
-"""A suffix automaton over a growing text: what followed the newest tokens when they stood before.
+"""A suffix automaton over a growing sequence, to look up what followed its newest tokens.
 
-It knows, after every token and in amortised constant time, the longest suffix of the text that also
-occurs earlier (Blumer et al., 1985), and how often each token followed it. SuffixDecoding (arXiv
-2411.04975) drafts from such counts.
+After every token, in amortised constant time, it has the longest suffix of the sequence that also
+occurs earlier (Blumer et al., 1985), and the number of times that each token followed it.
+SuffixDecoding (arXiv 2411.04975) drafts from such counts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from mlx_redrafter.trees.tree import NO_TOKEN
 
-# States whose counts a new token updates, the longest suffixes first. Texts that repeat one token
-# have as many as tokens; the short ones are not what drafts are read from.
+# Maximum number of states whose counts a new token updates, the longest suffixes first. A sequence
+# that repeats one token has a state per token, and drafts hardly come from the short ones.
 MOST_COUNTED = 32
 
 
 class Match(NamedTuple):
-    """A suffix of the text, or one followed by drafts, that occurs earlier.
+    """A suffix of the sequence, with or without drafts after it, that occurs earlier.
 
     Attributes:
         state: State of the automaton.
@@ -44,18 +44,18 @@ class Continuation(NamedTuple):
 
 
 class SuffixIndex:
-    """The automaton of a text, one token at a time.
+    """The automaton of a sequence, one token at a time.
 
     Attributes:
-        match: Longest suffix of the text that occurs earlier; its length is 0 where there is none.
+        match: Longest suffix of the sequence that occurs earlier; of length 0 if there is none.
     """
 
     def __init__(self, tokens: Iterable[int] = ()):
         self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]  # to the state of the longest suffix that occurs elsewhere as well
-        self._length = [0]  # of the longest string of a state
+        self._link = [-1]  # state of the longest suffix that occurs elsewhere as well
+        self._length = [0]  # length of the longest string of a state
         self._count = [0]  # occurrences
-        self._end = [0]  # of the newest occurrence
+        self._end = [0]  # end of the newest occurrence
         self._last = 0
         self._size = 0
         self.match = Match(0, 0)
@@ -66,7 +66,7 @@ class SuffixIndex:
         return self._size
 
     def add(self, token: int) -> None:
-        """Append a token to the text."""
+        """Append a token to the sequence."""
         match = self._extend_match(token)
         self._size += 1
         new = self._add_state(self._length[self._last] + 1)
@@ -90,9 +90,9 @@ class SuffixIndex:
         self._count_occurrence(new)
 
     def continuations(self, match: Match, most: int) -> list[Continuation]:
-        """Tokens that followed a match earlier, the most frequent first, then the newest.
+        """Return tokens that followed a match earlier, the most frequent first, then the newest.
 
-        A match that is the end of the text has no continuation; then shorter suffixes are asked.
+        A match at the end of the sequence has no continuation; then shorter suffixes replace it.
         """
         state, length = match
         while True:
@@ -112,7 +112,7 @@ class SuffixIndex:
         ]
 
     def _extend_match(self, token: int) -> Match:
-        """The longest suffix with this token that occurs in the text without it."""
+        """Return the longest suffix with this token that occurs in the sequence before it."""
         state, length = self.match
         while state and token not in self._next[state]:
             state = self._link[state]

@@ -1,0 +1,239 @@
+"""Checkpoints of drafters: one way to read, check and write them, for networks of every kind.
+
+A folder has ``config.json`` (with ``"quantization": {"group_size", "bits"}`` if the weights are
+quantised) next to ``model.safetensors``, as in mlx-lm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.checkpoint_files import (
+    CONFIG_FILE,
+    WEIGHTS_PATTERNS,
+    find_checkpoint,
+    named_parameters,
+    read_config,
+    read_shapes,
+    read_tensors,
+    write_checkpoint,
+)
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_as_stored
+
+CONFIG_ONLY = [CONFIG_FILE]
+PATTERNS = [CONFIG_FILE, *WEIGHTS_PATTERNS, "README.md"]
+# Name of the tensor with the token ids of a reduced head.
+TOKEN_IDS = "token_ids"
+
+N = TypeVar("N", bound=nn.Module)
+
+
+class Checkpoint:
+    """A drafter's folder or hub repository, whose files are fetched when they are needed.
+
+    Args:
+        path_or_repo: Folder or repository.
+    """
+
+    def __init__(self, path_or_repo: str | Path):
+        self.path_or_repo = path_or_repo
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The object in ``config.json``."""
+        return read_config(find_checkpoint(self.path_or_repo, CONFIG_ONLY))
+
+    @cached_property
+    def folder(self) -> Path:
+        """Folder with all files."""
+        return find_checkpoint(self.path_or_repo, PATTERNS)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Shapes of the tensors by name, from their headers."""
+        return read_shapes(self.folder)
+
+    def fill(
+        self,
+        network: N,
+        sources: Mapping[str, str] | None = None,
+        resolve: Callable[[dict[str, mx.array]], None] = lambda weights: None,
+    ) -> N:
+        """Give a new network the stored weights, quantised if they are, and return it.
+
+        Args:
+            network: The network.
+            sources: Name of every stored tensor by its name in the network; by default they are
+                the same.
+            resolve: Function that replaces, in place, weights that are stored in another form.
+
+        Raises:
+            CheckpointError: Tensors are missing, unexpected or of other shapes, or their numbers
+                are of another type; or ``token_ids`` has values out of range.
+            NonFiniteError: A weight is NaN or infinite.
+        """
+        if sources is None:
+            sources = {name: name for name in self.shapes}
+        stored = {own: self.shapes[name] for own, name in sources.items()}
+        if "quantization" in self.config:
+            quantize_as_stored(network, self.config["quantization"], stored)
+        check_shapes(network, stored, self.folder, sources)
+        tensors = read_tensors(self.folder)
+        weights = {own: tensors[name] for own, name in sources.items()}
+        resolve(weights)
+        check_floating(network, weights, self.folder, sources)
+        network.load_weights(list(weights.items()))
+        check_finite(network, self.folder, sources)
+        check_token_ids(network, self.folder)
+        network.eval()
+        mx.eval(network.parameters())
+        return network
+
+
+def save_drafter(
+    drafter: DraftNetwork, folder: str | Path, extra_config: Mapping[str, Any] | None = None
+) -> None:
+    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all.
+
+    Args:
+        drafter: A network of any kind, quantised or not.
+        folder: Destination folder, created if it does not exist.
+        extra_config: Further keys for ``config.json``, such as the origin of the weights.
+    """
+    config = drafter.stored_config()
+    if (quantization := quantization_of(drafter)) is not None:
+        config["quantization"] = quantization
+    tensors = {drafter.stored_name(own): one for own, one in named_parameters(drafter).items()}
+    write_checkpoint(Path(folder), {**config, **(extra_config or {})}, tensors)
+
+
+def check_shapes(
+    network: nn.Module,
+    stored: Shapes,
+    folder: str | Path,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Check that stored tensors are those of a network.
+
+    Args:
+        network: The network.
+        stored: Shapes of the stored tensors, by the network's names.
+        folder: Name of the checkpoint.
+        names: Names in the checkpoint by the network's, if they differ.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or of other shapes; the message names the
+            first dozen.
+    """
+    if problems := describe_misfits(network, stored, names or {}):
+        raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
+
+
+def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:
+    """Name the first dozen stored tensors that are missing, unexpected or of other shapes.
+
+    Args:
+        network: The network.
+        stored: Shapes of the stored tensors, by the network's names.
+        names: Names in the checkpoint by the network's, if they differ.
+
+    Returns:
+        Their names and shapes in words, empty if all tensors fit.
+    """
+    expected = {name: tensor.shape for name, tensor in named_parameters(network).items()}
+    called = {name: names.get(name, name) for name in expected.keys() | stored.keys()}
+    problems = [
+        f"{called[name]} is missing, expected shape {list(expected[name])}"
+        for name in sorted(expected.keys() - stored.keys())
+    ]
+    problems += [
+        f"{quote(called[name])} of shape {list(stored[name])} is unexpected"
+        for name in sorted(stored.keys() - expected.keys())
+    ]
+    problems += [
+        f"{quote(called[name])} has shape {list(stored[name])}, expected {list(expected[name])}"
+        for name in sorted(expected.keys() & stored.keys())
+        if tuple(stored[name]) != tuple(expected[name])
+    ]
+    return join_shortened(problems, "; ")
+
+
+def check_floating(
+    network: nn.Module,
+    weights: Mapping[str, mx.array],
+    name: str | Path,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `CheckpointError` naming weights that are integers instead of floating-point numbers.
+
+    Weights that other programs have quantised may have the right shapes. ``names`` are those in
+    the checkpoint by the network's, if they differ.
+    """
+    parameters = named_parameters(network)
+    problems = [
+        f"{(names or {}).get(own, own)} is {weight.dtype}"
+        for own, weight in weights.items()
+        if own != TOKEN_IDS
+        and mx.issubdtype(weight.dtype, mx.floating)
+        != mx.issubdtype(parameters[own].dtype, mx.floating)
+    ]
+    if problems:
+        raise CheckpointError(
+            f"expected floating-point weights in {name}, found {join_shortened(problems, '; ')}; "
+            "use a head that is not quantised"
+        )
+
+
+def check_finite(
+    network: nn.Module, name: str | Path, names: Mapping[str, str] | None = None
+) -> None:
+    """Raise `NonFiniteError` naming the tensors of a network that hold NaN or infinity.
+
+    ``names`` are those in the checkpoint by the network's, if they differ. Waits for the device.
+    """
+    floating = {
+        name: tensor
+        for name, tensor in named_parameters(network).items()
+        if mx.issubdtype(tensor.dtype, mx.floating)
+    }
+    finite = to_ints(mx.stack([mx.all(mx.isfinite(tensor)) for tensor in floating.values()]))
+    called = [(names or {}).get(own, own) for own in floating]
+    bad = [own for own, is_finite in zip(called, finite, strict=True) if not is_finite]
+    if bad:
+        raise NonFiniteError(
+            f"the drafter {name} has NaN or infinite weights in {join_shortened(bad)}; "
+            "convert or train it again, in float32 or bfloat16 if float16 overflowed"
+        )
+
+
+def check_token_ids(network: Any, name: str | Path) -> None:
+    """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
+
+    Acceptance would keep both of two equal siblings in a tree; an id out of range reads memory
+    outside the embedding.
+    """
+    if TOKEN_IDS not in network:
+        return
+    last = network.config.vocab_size - 1
+    dtype = network.token_ids.dtype
+    ids = to_ints(network.token_ids)
+    if not mx.issubdtype(dtype, mx.integer):
+        found = f"integers, found {dtype}"
+    elif not 0 <= min(ids) <= max(ids) <= last:
+        found = f"ids from 0 to {last}, found {min(ids)} to {max(ids)}"
+    elif len(set(ids)) < len(ids):
+        found = "distinct ids, found some twice"
+    else:
+        return
+    raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")

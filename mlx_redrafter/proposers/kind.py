@@ -1,0 +1,62 @@
+"""The door that every kind of proposer has: a module with these names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from mlx_redrafter.decoding.protocols import Proposer
+from mlx_redrafter.proposers.target_facts import TargetFacts
+from mlx_redrafter.target.target import Target
+
+# Shapes of a checkpoint's tensors by name.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Kind(Protocol):
+    """A kind of proposer."""
+
+    @property
+    def NAME(self) -> str:
+        """Name of the kind, for messages."""
+        ...
+
+    def recognise(self, config: Mapping[str, Any], shapes: Shapes) -> bool:
+        """Return whether a checkpoint is of this kind.
+
+        Args:
+            config: The object in its ``config.json``.
+            shapes: Shapes of its tensors; empty while only the config has been fetched.
+        """
+        ...
+
+    def load(self, path_or_repo: str | Path, target: TargetFacts) -> Proposer:
+        """Load a proposer, after a check of its config against the target's facts.
+
+        Args:
+            path_or_repo: Folder or hub repository, or the word that stands for this kind.
+            target: Facts about the target.
+
+        Returns:
+            The proposer in the dtype it was stored in, its weights in memory.
+
+        Raises:
+            CheckpointError: Files are missing, damaged or foreign, or belong to another target.
+            NonFiniteError: A weight is NaN or infinite.
+        """
+        ...
+
+
+@runtime_checkable
+class TunedKind(Kind, Protocol):
+    """A kind whose proposers may draft faster on this machine in another form."""
+
+    def tune(self, proposer: Any, target: Target) -> Proposer:
+        """Return the form of a loaded proposer that drafts fastest here.
+
+        Args:
+            proposer: A proposer of this kind.
+            target: The model it drafts for.
+        """
+        ...

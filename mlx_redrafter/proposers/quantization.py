@@ -1,0 +1,84 @@
+"""Quantization of drafters: in place, as stored in a checkpoint, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_redrafter.errors import CheckpointError, ConfigError
+
+# Bits that MLX quantises weights to.
+QUANTIZED_BITS = (2, 3, 4, 6, 8)
+# Numbers that may share a scale in MLX.
+QUANTIZED_GROUP_SIZES = (32, 64, 128)
+
+
+def quantization_of(network: nn.Module) -> dict[str, int] | None:
+    """Return ``group_size`` and ``bits`` of quantised weights; None if there are none."""
+    layer: Any = next((module for module in network.modules() if "scales" in module), None)
+    return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+
+
+def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
+    """Quantise the drafter's linear layers in place, except those of a width that does not divide.
+
+    Routers of experts stay as they are, too: they are small, and rounding would change which
+    experts they choose.
+
+    Raises:
+        ConfigError: MLX has no such bits or group size, or no layer can be quantised with it.
+    """
+    check_quantization(bits, group_size)
+    fitting = [
+        name
+        for name, module in drafter.named_modules()
+        if hasattr(module, "to_quantized")
+        and module.weight.shape[-1] % group_size == 0
+        and not name.endswith("gate")
+    ]
+    if not fitting:
+        raise ConfigError(
+            f"no layer of the drafter is a multiple of group_size {group_size} wide; "
+            "use a smaller one or leave the drafter unquantised"
+        )
+    nn.quantize(drafter, group_size, bits, class_predicate=lambda name, _: name in fitting)
+
+
+def quantize_as_stored(drafter: nn.Module, quantization: Any, stored: Collection[str]) -> None:
+    """Quantise the layers of a new network whose stored weights are quantised.
+
+    Args:
+        drafter: The network.
+        quantization: Its value in ``config.json``.
+        stored: Names of the stored tensors.
+
+    Raises:
+        CheckpointError: MLX cannot quantise so.
+    """
+    if not isinstance(quantization, dict):
+        raise CheckpointError(
+            f'expected "quantization" to be an object in config.json, got {quantization!r}'
+        )
+    bits: Any = quantization.get("bits")
+    group_size: Any = quantization.get("group_size")
+    try:
+        check_quantization(bits, group_size)
+        nn.quantize(
+            drafter, group_size, bits, class_predicate=lambda name, _: f"{name}.scales" in stored
+        )
+    except ValueError as error:  # ConfigError is one
+        raise CheckpointError(
+            f"the drafter's config.json asks for a quantisation that does not fit: {error}"
+        ) from error
+
+
+def check_quantization(bits: Any, group_size: Any) -> None:
+    """Raise `ConfigError` unless MLX can quantise so."""
+    if bits not in QUANTIZED_BITS:
+        raise ConfigError(f"quantisation bits must be one of {QUANTIZED_BITS}, got {bits!r}")
+    if group_size not in QUANTIZED_GROUP_SIZES:
+        raise ConfigError(
+            f"quantisation group_size must be one of {QUANTIZED_GROUP_SIZES}, got {group_size!r}"
+        )

@@ -1,0 +1,278 @@
+"""Equations of the recurrent drafter of ReDrafter.
+
+Axes: W beams, n states, C layers of the target, H its hidden size, D exit_dim, V rows of the head.
+
+Source: arXiv 2403.09919 and Apple's ml-recurrent-drafter (``modeling_drafter.py``), whose parameter
+names are kept. The state starts from zero as in that code; the paper starts it from the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.target.target import FINAL
+
+# Function from token ids to a row of H numbers for each.
+Embed = Callable[[mx.array], mx.array]
+
+# Logit that Apple's `warp_logits` gives to masked tokens.
+MASKED_LOGIT = -50000.0
+# Epsilon that is added to the mean square of the inputs of layers, as in their own norms.
+STATE_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class InputTable:
+    """Terms that tokens add to the state, computed before decoding.
+
+    Attributes:
+        sources: Views of the weights that it was computed from.
+        rows: `RecurrentNetwork.project_input` of every row of the target's input embedding, shape
+            (V, H).
+    """
+
+    sources: list[mx.array]
+    rows: mx.array
+
+
+class RecurrentNetwork(DraftNetwork):
+    """A small RNN that proposes the target's next tokens from its last hidden state.
+
+    Attributes:
+        config: Sizes, and the calibration of the ranking.
+        input_table: Table of `input_lookup`; None until that makes one.
+    """
+
+    config: DrafterConfig
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.input_table: InputTable | None = None
+        hidden, width = config.hidden_size, config.exit_dim
+        if config.captured_layers is not None:
+            self.fusion = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
+        if config.has_input_proj:
+            self.input_proj = nn.Linear(2 * hidden, width)
+        if config.rnn:
+            self.rnn_u = nn.Linear(hidden, hidden)
+            self.rnn_w = nn.Linear(hidden, hidden, bias=False)
+        blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
+        self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+        # A weight, and the two layers made of it. MLX counts no name with an underscore as a
+        # parameter.
+        self._split_weights: tuple[mx.array, Columns, Columns] | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The floating-point dtype that the network computes in."""
+        return dtype_of(self.lm_head[-1])
+
+    def fuse(self, states: mx.array) -> mx.array:
+        """Project states of several layers to one that replaces the target's last hidden state.
+
+        Inputs of layers are many times larger than the last hidden state, and of unlike sizes, so
+        each is scaled to a mean square of 1 first.
+
+        Args:
+            states: The inputs of the C layers of ``config.captured_layers`` next to each other,
+                shape (n, C * H), or the last hidden states, shape (n, H), if it names none.
+
+        Returns:
+            Shape (n, H).
+        """
+        layers = self.config.captured_layers
+        if layers is None:
+            return states
+        given = mx.split(states.astype(self.dtype), len(layers), axis=-1)
+        parts = [
+            part if layer == FINAL else mx.fast.rms_norm(part, None, STATE_EPS)
+            for layer, part in zip(layers, given, strict=True)
+        ]
+        return self.fusion(mx.concatenate(parts, axis=-1))
+
+    def project_input(self, embedding: mx.array) -> mx.array:
+        """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
+
+        Args:
+            embedding: Rows of the target's input embedding, ``e``, shape (..., H).
+
+        Returns:
+            The same shape, in the drafter's dtype.
+        """
+        embedding = embedding.astype(self.dtype)
+        return self.rnn_w(embedding) if self.config.rnn else embedding
+
+    def input_of(self, embed: Embed) -> Embed:
+        """Return `project_input` by token id, given the target's input embedding."""
+        return lambda ids: self.project_input(embed(ids))
+
+    def start(self, projected: mx.array) -> mx.array:
+        """Compute the state after the root token: `advance` from the zero state.
+
+        Args:
+            projected: Input terms from `project_input` of the root, shape (1, H).
+
+        Returns:
+            ``s_1``, shape (1, H).
+        """
+        if self.config.rnn and self.config.rnn_first_step_bias:
+            projected = projected + self.rnn_u.bias
+        return self._activate(projected)
+
+    def advance(self, state: mx.array, projected: mx.array) -> mx.array:
+        """Advance the recurrent state of every beam by one token.
+
+        With ``s`` the state and ``e`` the embedding of the newest token:
+
+            s_t = f(rnn_w e_t + rnn_u s_{t-1} + b)    if ``config.rnn``, f = silu or the identity
+            s_t = e_t + s_{t-1}                       otherwise
+
+        Args:
+            state: ``s_{t-1}``, shape (W, H), or (1, H) if it is the same for all beams.
+            projected: Input terms from `project_input` of the newest tokens, shape (W, H).
+
+        Returns:
+            ``s_t``, shape (W, H).
+        """
+        return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
+
+    def logits(
+        self, hidden: mx.array, state: mx.array, hidden_term: mx.array | None = None
+    ) -> mx.array:
+        """Compute logits of the token that follows each beam.
+
+            x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
+
+        Args:
+            hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
+            state: The beams' states, shape (W, H).
+            hidden_term: `hidden_term` of ``hidden``, computed before; the result is the same.
+
+        Returns:
+            Logits in the drafter's dtype, shape (W, V); not log-probabilities.
+        """
+        x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
+        y = self._first(x) if hidden_term is None else hidden_term + self._split()[1](state)
+        layers = self.lm_head
+        if not self.config.has_input_proj:
+            # The first block reads the pair itself; without blocks the head does.
+            layers = layers[1:]
+            y = x + nn.silu(y) if self.config.num_draft_layers else y
+        for layer in layers:
+            y = layer(y)
+        return y
+
+    def hidden_term(self, hidden: mx.array) -> mx.array | None:
+        """Compute the term of ``hidden``, shape (H,), in the first layer, shape (1, D).
+
+        None if a group of quantised weights belongs to both halves of the layer's input.
+        """
+        if self.config.hidden_size % getattr(self._first, "group_size", 1):
+            return None
+        return self._split()[0](hidden[None])
+
+    @property
+    def _first(self) -> nn.Linear | nn.QuantizedLinear:
+        """The layer that reads ``[h, s_t]``."""
+        layer: Any = self.input_proj if self.config.has_input_proj else self.lm_head[0]
+        return layer.linear if isinstance(layer, ResBlock) else layer
+
+    def _split(self) -> tuple[Columns, Columns]:
+        """Split `_first` into a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
+        first, hidden = self._first, self.config.hidden_size
+        halves = self._split_weights
+        if halves is None or halves[0] is not first.weight:
+            bias = first.bias if "bias" in first else None
+            left = Columns(first, 0, hidden, None)
+            right = Columns(first, hidden, 2 * hidden, bias)
+            self._split_weights = halves = (first.weight, left, right)
+        return halves[1:]
+
+    def log_probs(
+        self,
+        hidden: mx.array,
+        state: mx.array,
+        hidden_term: mx.array | None = None,
+        scale: float = 1.0,
+    ) -> mx.array:
+        """Compute natural log-probabilities of the next token of each beam.
+
+        Args:
+            hidden: As in `logits`.
+            state: As in `logits`.
+            hidden_term: As in `logits`.
+            scale: Factor on the logits.
+
+        Returns:
+            float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
+            as Apple's ``warp_logits`` does; the others get the logit -50000.
+        """
+        logits = self.logits(hidden, state, hidden_term).astype(mx.float32)
+        if scale != 1:
+            logits = logits * scale
+        top_k = self.config.draft_top_k
+        if top_k is not None and top_k < logits.shape[-1]:
+            logits = logits - mx.max(logits, axis=-1, keepdims=True)
+            kth = mx.sort(logits, axis=-1)[..., -top_k, None]
+            logits = mx.where(logits < kth, MASKED_LOGIT, logits)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    def _activate(self, x: mx.array) -> mx.array:
+        is_curved = self.config.rnn and self.config.rnn_activation == "silu"
+        return nn.silu(x) if is_curved else x
+
+
+class Columns:
+    """The part of a linear layer that reads some of its inputs.
+
+    It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
+    follow each other in memory at every use, and threads must not share an array that is not
+    computed yet.
+
+    Args:
+        linear: The layer.
+        start: First input that the part reads.
+        stop: First input after those.
+        bias: Bias of the part; None for none.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear | nn.QuantizedLinear,
+        start: int,
+        stop: int,
+        bias: mx.array | None,
+    ):
+        self.bias = bias
+        self.quantized: tuple[mx.array, mx.array, mx.array] | None = None
+        if isinstance(linear, nn.QuantizedLinear):
+            self.group_size, self.bits = linear.group_size, linear.bits
+            groups = slice(start // self.group_size, stop // self.group_size)
+            words = slice(start * self.bits // 32, stop * self.bits // 32)
+            assert linear.biases is not None
+            self.quantized = (
+                mx.contiguous(linear.weight[:, words]),
+                mx.contiguous(linear.scales[:, groups]),
+                mx.contiguous(linear.biases[:, groups]),
+            )
+            mx.eval(self.quantized)
+        else:
+            self.weight = mx.contiguous(linear.weight[:, start:stop]).T
+            mx.eval(self.weight)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the part to ``x``, shape (W, stop - start)."""
+        if self.quantized is None:
+            return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
+        y = mx.quantized_matmul(x, *self.quantized, True, self.group_size, self.bits)
+        return y if self.bias is None else y + self.bias

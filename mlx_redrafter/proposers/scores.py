@@ -1,0 +1,47 @@
+"""Scores that drafts are ranked by: log-probabilities, and the target's noise on top of them.
+
+Axes: W nodes of one depth, V tokens that the network proposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_redrafter.decoding.sampling import GumbelNoise
+
+# Replaces log-probabilities that are NaN or minus infinity, so that order stays defined.
+LEAST_LOG_PROB = -1e30
+# Weight of the target's noise for networks that are not calibrated. All of it: their distribution
+# is their own, not one that was fitted to greedy choices.
+COUPLING_WEIGHT = 1.0
+
+# Function from log-probabilities of the tokens after nodes of one depth to the scores that rank
+# nodes; or of nodes of several depths, int32, one for each row.
+Rank = Callable[[mx.array, int | mx.array], mx.array]
+
+
+def ranking(
+    noise: GumbelNoise | None, row_ids: mx.array | None, weight: float = COUPLING_WEIGHT
+) -> Rank | None:
+    """Return the function that ranks drafts with the target's noise; None without noise.
+
+    Args:
+        noise: Noise of the target's choices; None with greedy decoding, or for uncoupled drafts.
+        row_ids: Token ids of the head's rows; None if row and id are the same.
+        weight: Weight of the noise, 0 to 1.
+    """
+    return None if noise is None else partial(noise.rank, token_ids=row_ids, weight=weight)
+
+
+def log_probs(logits: mx.array, num_rows: int | None = None) -> mx.array:
+    """Return natural log-probabilities of the first tokens, float32, shape (W, ``num_rows``)."""
+    logits = logits[:, :num_rows].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def bounded(scores: mx.array) -> mx.array:
+    """Return the scores with NaN and all below `LEAST_LOG_PROB` replaced by it."""
+    return mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)

@@ -1,0 +1,50 @@
+"""Loading of models with mlx-lm, for targets and draft models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from mlx_redrafter.checkpoint_files import find_checkpoint, read_shapes
+from mlx_redrafter.errors import CheckpointError, first_line
+
+
+def load_model(
+    name: str,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a stock model and its tokenizer.
+
+    Args:
+        name: Folder or hub repository.
+        tokenizer_config: Extra options for the tokenizer.
+        adapter_path: Folder of a LoRA adapter for the model.
+        trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or mlx-lm cannot load it.
+    """
+    folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
+    read_shapes(folder)  # names a truncated file before mlx-lm allocates memory
+    try:
+        model, tokenizer, *_ = mlx_lm.load(
+            str(folder),
+            tokenizer_config=dict(tokenizer_config or {}),
+            adapter_path=None if adapter_path is None else str(adapter_path),
+            trust_remote_code=trust_remote_code,
+        )
+        model(mx.array([[0]]))  # never computed: it fails unless the parts fit together
+    except Exception as error:  # loading damaged files may raise anything
+        raise CheckpointError(
+            f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"
+        ) from error
+    return model, tokenizer
