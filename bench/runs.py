@@ -19,7 +19,6 @@ from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.engine.responses import GenerationResponse
-from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 
 STOCK = "mlx-lm"
 PLAIN = "plain"
@@ -113,7 +112,7 @@ class CommonSettings:
 
     model: nn.Module
     tokenizer: Any
-    drafter: Proposer | SpeculateAhead
+    drafter: Proposer
     max_tokens: int
     temp: float = 0.0
     seed: int = 0

@@ -193,7 +193,7 @@ def test_a_new_kind_needs_a_folder_and_an_entry(
     assert isinstance(network, toy.Toy)
     pair = ("--model", target, "--prompt", PROMPTS[0], "-m", 12, "--temp", 0)
     drafted = run(capsys, "generate", *pair, "--drafter", folder, "--beam-width", 2, "--json")
-    plain = run(capsys, "generate", *pair, "--no-draft", "--json")
+    plain = run(capsys, "generate", *pair, "--drafter", "none", "--json")
     assert (drafted.code, drafted.err) == (0, "")
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
     inspected = run(capsys, "convert", "inspect", folder)

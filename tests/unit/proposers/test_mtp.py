@@ -260,7 +260,7 @@ def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path)
             read = load_mtp(folder).block.self_attn.o_proj.weight
             assert mx.allclose(read.astype(mx.float32), 2 * weight, rtol=0.07, atol=0.01)
         else:
-            with pytest.raises(CheckpointError, match="weight_scale_inv is not part"):
+            with pytest.raises(CheckpointError, match=r"weight_scale_inv. of shape .* is"):
                 load_mtp(folder)
 
 
@@ -283,7 +283,12 @@ BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]]
         CheckpointError,
         r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
     ),
-    "unexpected": (changed("x.weight", mx.ones(2)), CONFIG, CheckpointError, r"x\.weight is not"),
+    "unexpected": (
+        changed("x.weight", mx.ones(2)),
+        CONFIG,
+        CheckpointError,
+        r"x\.weight. of shape",
+    ),
     "not finite": (
         changed("final_layernorm.weight", mx.full((32,), mx.nan)),
         CONFIG,
