@@ -12,13 +12,11 @@ arXiv 2503.01840). The slots of a SpecFormer draft all levels in parallel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
-from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
@@ -50,14 +48,6 @@ class KvStudent(ChainStudent):
     def learning_rate(self) -> float:
         """1e-3 for 640 wide states, inverse to their width."""
         return min(0.64 / self.target.hidden_size, 1e-2)
-
-    @property
-    def head_rows(self) -> int:
-        return self.network.num_rows
-
-    @property
-    def row_ids(self) -> mx.array | None:
-        return self.network.row_ids
 
     @property
     def coupling_weight(self) -> float:
@@ -100,9 +90,6 @@ class EagleStudent(AutoregressiveStudent):
         if head is not None and self.network.config.version == 3:
             self.network.lm_head.weight = mx.array(head)
 
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
-
 
 class MtpStudent(AutoregressiveStudent):
     """An MTP module.
@@ -123,18 +110,12 @@ class MtpStudent(AutoregressiveStudent):
     def new_network(self) -> Mtp:
         return Mtp(self.values)
 
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
-
 
 class SpecFormerStudent(KvStudent):
     """A SpecFormer."""
 
     name = "a SpecFormer"
     network: SpecFormer
-
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
 
     def levels(self, network: SpecFormer, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute the logits of each slot; the positions are those of one stretch."""

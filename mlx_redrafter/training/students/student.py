@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.training.batches import HeadRows
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.teacher_cache import Shard
@@ -124,14 +125,9 @@ class Student(ABC):
     def leave_target(self) -> None:  # noqa: B027
         """Drop the references to the target that training does not need."""
 
-    @abstractmethod
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Write the network.
-
-        Args:
-            folder: Destination.
-            extra: Further keys for ``config.json``.
-        """
+        """Write the network, with further keys for its ``config.json``."""
+        save_drafter(self.network, folder, extra)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
