@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,7 +25,7 @@ from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import eagle, medusa
-from mlx_redrafter.proposers.checkpoint import check_finite, save_drafter
+from mlx_redrafter.proposers.checkpoint import check_finite
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
@@ -96,8 +95,7 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     if options.target is not None:
         measured = SelfTest.of(compare(module, *decode_texts(module, options.target)))
     return ConvertedDrafter(
-        partial(save_drafter, module),
-        module.config,
+        module,
         "MTP",
         measured,
         warnings=() if measured is None else measured.warnings(),

@@ -116,13 +116,12 @@ def _choose_variant(
     return variant
 
 
-def check_dtypes(sources: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise `CheckpointError` unless a drafter's tensors can be read.
-
-    Args:
-        sources: Name in the checkpoint by this package's name.
-        tensors: Tensors by the names in the checkpoint.
-    """
+def check_dtypes(
+    sources: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+    remedy: str = "save the drafter in one of these dtypes",
+) -> None:
+    """Raise `CheckpointError` unless tensors, named as in `read_weights`, can be read."""
     problems = []
     for own, source in sources.items():
         readable = _READABLE_IDS if own == "token_ids" else _READABLE
@@ -131,7 +130,7 @@ def check_dtypes(sources: Mapping[str, str], tensors: Mapping[str, StoredTensor]
     if problems:
         raise CheckpointError(
             f"expected {', '.join(_READABLE)} (token ids: {' or '.join(_READABLE_IDS)}), but "
-            f"{join_shortened(problems)}; save the drafter in one of these dtypes"
+            f"{join_shortened(problems)}; {remedy}"
         )
 
 

@@ -6,7 +6,7 @@ quantised) next to ``model.safetensors``, as in mlx-lm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,6 +116,32 @@ def save_drafter(
         config["quantization"] = quantization
     tensors = {drafter.stored_name(own): one for own, one in named_parameters(drafter).items()}
     write_checkpoint(Path(folder), {**config, **(extra_config or {})}, tensors)
+
+
+def collect_sources(
+    names: Iterable[str], own_name: Callable[[str], str | None]
+) -> tuple[dict[str, str], list[str]]:
+    """Map this package's names of tensors to those in a checkpoint.
+
+    Returns:
+        The map, and the names for which ``own_name`` returns None.
+
+    Raises:
+        CheckpointError: Two names stand for the same tensor.
+    """
+    sources: dict[str, str] = {}
+    others = []
+    for name in names:
+        own = own_name(name)
+        if own is None:
+            others.append(name)
+        elif own in sources:
+            raise CheckpointError(
+                f"{quote(sources[own])} and {quote(name)} both stand for {own}; keep one of them"
+            )
+        else:
+            sources[own] = name
+    return sources, others
 
 
 def check_shapes(

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
@@ -60,22 +61,8 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of `Eagle` to the published ones, without those that are not read.
-
-    Raises:
-        CheckpointError: Two names stand for the same tensor.
-    """
-    found: dict[str, str] = {}
-    for name in names:
-        own = _own_name(name)
-        if own in LEFT_OUT or own.endswith("rotary_emb.inv_freq"):
-            continue
-        if own in found:
-            raise CheckpointError(
-                f"{found[own]!r} and {name!r} both stand for {own}; keep one of them"
-            )
-        found[own] = name
-    return found
+    """Map names of `Eagle` to the published ones, without those that are not read."""
+    return collect_sources(names, _own_name)[0]
 
 
 def eagle_config(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> EagleConfig:
@@ -154,8 +141,11 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
 
 
-def _own_name(name: str) -> str:
+def _own_name(name: str) -> str | None:
+    """Return the name of `Eagle`; None for a tensor that is not read."""
     own = re.sub("^midlayer[.]", "layers.0.", name.removeprefix("model."))
+    if own in LEFT_OUT or own.endswith("rotary_emb.inv_freq"):
+        return None
     return "token_ids" if own == OFFSETS else own
 
 
