@@ -59,12 +59,7 @@ def describe_eagle(source: Source, eagle: Eagle) -> str:
 
 
 def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
-    """Create a head of the right sizes without weights, and map the names of its weights.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
-            config requires, all of them named; or a value in ``config.json`` is out of range.
-    """
+    """Create a head of the right sizes without weights, and map the names of its weights."""
     names = own_names(source.tensors)
     shapes = {own: source.tensors[name].shape for own, name in names.items()}
     eagle = build(Eagle, eagle_config(source.config, shapes))

@@ -35,10 +35,6 @@ def export_drafter(
 
     Returns:
         Notes on the result, for the user.
-
-    Raises:
-        CheckpointError: The drafter cannot be loaded, or computes something that Apple's code does
-            not support, or ``destination`` must not be overwritten.
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
     check_destination(destination, folder)

@@ -42,11 +42,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
-    """Inspect a checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint does not exist, or a file is damaged or hostile.
-    """
+    """Inspect a checkpoint."""
     if (module := find_mtp(path_or_repo)) is not None:
         return _inspect_mtp(module)
     source = open_source(path_or_repo)

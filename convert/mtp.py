@@ -44,9 +44,6 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     """Find the MTP module in a checkpoint; return None if the config is of another model.
 
     From a repository, only the files with the module are downloaded.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
     """
     folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
@@ -70,12 +67,7 @@ def describe_mtp(source: Source) -> str:
 
 
 def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
-    """Return a module's config, and the checkpoint without the rest of the model.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected, or of other shapes than the config
-            requires; or a value in ``config.json`` is out of range.
-    """
+    """Return a module's config, and the checkpoint without the rest of the model."""
     module, *_ = open_module(source.folder, source.files)
     prefix = prefix_of(source.config)
     tensors = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
@@ -118,11 +110,7 @@ def _target_of(source: Source) -> str | None:
 
 
 def _cast(module: Mtp, source: Source, dtype: str) -> None:
-    """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers.
-
-    Raises:
-        NonFiniteError: Values are too large for the dtype.
-    """
+    """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers."""
     is_cast = getattr(one_layer_model(source.config), "cast_predicate", lambda name: True)
     weights = [
         (name, tensor.astype(DTYPES[dtype]) if is_cast(name) else tensor)

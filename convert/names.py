@@ -52,11 +52,7 @@ class NamedTensors:
 
 
 def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
-    """Map every tensor name of a checkpoint to this package's name, each exactly once.
-
-    Raises:
-        CheckpointError: A name is unknown, or two names stand for the same tensor.
-    """
+    """Map every tensor name of a checkpoint to this package's name, each exactly once."""
     names = sorted(names)
     is_tensorrt = _is_tensorrt(names, config)
     kept = [name for name in names if not _belongs_to_target(name, is_tensorrt)]

@@ -129,14 +129,7 @@ def render_card(
     quantization: str,
     provenance: Mapping[str, Any],
 ) -> str:
-    """Render the card as Markdown.
-
-    Args:
-        title: Name of the folder or the repository.
-        config: The drafter's config.
-        quantization: Format of the weights, such as "float16" or "4 bits, groups of 64".
-        provenance: Provenance, as in ``config.json``.
-    """
+    """Render the card as Markdown."""
     target = provenance["target"]
     rows = {
         "hidden size of the target": config.hidden_size,

@@ -75,9 +75,6 @@ def upload_folder(folder: Path, repo: str) -> str:
 
     Returns:
         The repository's URL.
-
-    Raises:
-        CheckpointError: The hub cannot be reached or rejects the folder, which is kept.
     """
     api = HfApi()
     try:

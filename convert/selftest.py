@@ -162,11 +162,7 @@ def self_test_heads(
 def decode_texts(
     network: AutoregressiveNetwork, name: str | Path
 ) -> tuple[Target, list[DecodedText]]:
-    """Load a target and let it continue `PROMPTS`, for networks that read its states.
-
-    Raises:
-        CheckpointError: The target cannot be loaded, or the network does not fit it.
-    """
+    """Load a target and let it continue `PROMPTS`, for networks that read its states."""
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)

@@ -43,18 +43,7 @@ def infer_drafter_config(
     values: Mapping[str, Any],
     rnn_activation: Activation | None = None,
 ) -> DrafterConfig:
-    """Infer a drafter's config from ``config.json``, and from the shapes if a value is missing.
-
-    Args:
-        named: The drafter's tensors.
-        tensors: Tensors by the names in the checkpoint.
-        values: The checkpoint's ``config.json``.
-        rnn_activation: The user's choice, which takes precedence; None to infer the activation.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
-            config requires, all of them named; or a value in ``config.json`` is out of range.
-    """
+    """Infer a drafter's config from ``config.json``, and from the shapes if a value is missing."""
     shapes = {own: tensors[source].shape for own, source in named.sources.items()}
     inferred = _infer_values(shapes)
     stated = _read_stated(values)

@@ -40,11 +40,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def read(self) -> mx.array:
-        """Read the values into new memory.
-
-        Raises:
-            CheckpointError: The file has become shorter since its header was checked.
-        """
+        """Read the values into new memory."""
         raw = np.dtype(_ON_DISK[self.dtype])
         count = count_spanned(self.shape, self.strides)
         flat = np.fromfile(self.path, raw, count, offset=self.start)

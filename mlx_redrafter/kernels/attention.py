@@ -30,14 +30,7 @@ from mlx_redrafter.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of an attention and their dtype.
-
-    Attributes:
-        heads: Number of query heads.
-        key_heads: Number of key and value heads.
-        head_size: D.
-        dtype: Name of the dtype of queries, keys and values.
-    """
+    """Heads of an attention and their dtype."""
 
     heads: int
     key_heads: int
@@ -73,11 +66,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class AttentionChoices:
-    """The choices of one model. A class, because MLX treats a tuple on a module as parameters.
-
-    Attributes:
-        shapes: One choice per shape.
-    """
+    """The choices of one model. A class, because MLX treats a tuple on a module as parameters."""
 
     shapes: tuple[AttentionChoice, ...]
 

@@ -40,11 +40,7 @@ N = TypeVar("N", bound=nn.Module)
 
 
 class Checkpoint:
-    """A drafter's folder or hub repository, whose files are fetched when they are needed.
-
-    Args:
-        path_or_repo: Folder or repository.
-    """
+    """A drafter's folder or hub repository, whose files are fetched when they are needed."""
 
     def __init__(self, path_or_repo: str | Path):
         self.path_or_repo = path_or_repo
@@ -77,11 +73,6 @@ class Checkpoint:
             sources: Name of every stored tensor by its name in the network; by default they are
                 the same.
             resolve: Function that replaces, in place, weights that are stored in another form.
-
-        Raises:
-            CheckpointError: Tensors are missing, unexpected or of other shapes, or their numbers
-                are of another type; or ``token_ids`` has values out of range.
-            NonFiniteError: A weight is NaN or infinite.
         """
         if sources is None:
             sources = {name: name for name in self.shapes}
@@ -104,13 +95,7 @@ class Checkpoint:
 def save_drafter(
     drafter: DraftNetwork, folder: str | Path, extra_config: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all.
-
-    Args:
-        drafter: A network of any kind, quantised or not.
-        folder: Destination folder, created if it does not exist.
-        extra_config: Further keys for ``config.json``, such as the origin of the weights.
-    """
+    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all."""
     config = drafter.stored_config()
     if (quantization := quantization_of(drafter)) is not None:
         config["quantization"] = quantization
@@ -123,11 +108,7 @@ def collect_sources(
 ) -> tuple[dict[str, str], list[str]]:
     """Map this package's names of tensors to those in a checkpoint.
 
-    Returns:
-        The map, and the names for which ``own_name`` returns None.
-
-    Raises:
-        CheckpointError: Two names stand for the same tensor.
+    Also return the names for which ``own_name`` returns None.
     """
     sources: dict[str, str] = {}
     others = []
@@ -150,17 +131,10 @@ def check_shapes(
     folder: str | Path,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that stored tensors are those of a network.
+    """Raise `CheckpointError` unless stored tensors are those of a network.
 
-    Args:
-        network: The network.
-        stored: Shapes of the stored tensors, by the network's names.
-        folder: Name of the checkpoint.
-        names: Names in the checkpoint by the network's, if they differ.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected or of other shapes; the message names the
-            first dozen.
+    The message names the first dozen that are not. ``stored`` is by the network's names; ``names``
+    are those in the checkpoint by the network's, if they differ.
     """
     if problems := describe_misfits(network, stored, names or {}):
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
@@ -169,13 +143,7 @@ def check_shapes(
 def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:
     """Name the first dozen stored tensors that are missing, unexpected or of other shapes.
 
-    Args:
-        network: The network.
-        stored: Shapes of the stored tensors, by the network's names.
-        names: Names in the checkpoint by the network's, if they differ.
-
-    Returns:
-        Their names and shapes in words, empty if all tensors fit.
+    The arguments are those of `check_shapes`. The result is empty if all tensors fit.
     """
     expected = {name: tensor.shape for name, tensor in named_parameters(network).items()}
     called = {name: names.get(name, name) for name in expected.keys() | stored.keys()}

@@ -55,16 +55,7 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> DraftModel:
 
 
 class DraftModel:
-    """A draft model, as `Proposer`.
-
-    Args:
-        model: A supported mlx-lm model.
-        tokenizer: Its tokenizer.
-
-    Raises:
-        UnsupportedTargetError: Trees of this architecture would not be exact, or the K/V entries
-            of drafts do not fit into its caches.
-    """
+    """A draft model, as `Proposer`."""
 
     max_length: int | None = None
 
@@ -102,11 +93,7 @@ class DraftModel:
 
 
 def check_ids(draft: Any, target: Any) -> None:
-    """Check that two tokenizers give the same tokens the same ids.
-
-    Raises:
-        CheckpointError: They do not; the message shows the first difference.
-    """
+    """Check that two tokenizers give the same tokens the same ids."""
     if draft is target:
         return
     ours, theirs = ({i: t for t, i in one.get_vocab().items()} for one in (draft, target))
@@ -126,15 +113,7 @@ def _other_caches(layers: Sequence[Any]) -> str:
 
 
 class ModelDrafting:
-    """Drafts of one sequence.
-
-    Args:
-        model: The draft model.
-        vocab_size: Token ids of the target.
-        prompt: Token ids of the prompt.
-        couple_noise: Whether the target's noise ranks drafts.
-        cached: mlx-lm caches to continue, [] for new ones.
-    """
+    """Drafts of one sequence."""
 
     reader = None
 

@@ -56,11 +56,7 @@ class KvNetwork(DraftNetwork, ABC):
         target.watch(self.captured_layers(target))
 
     def hook(self) -> None:
-        """Let the layers work on trees: their attention, and their rotary embeddings.
-
-        Raises:
-            UnsupportedTargetError: There is a rotary embedding of an unknown kind.
-        """
+        """Let the layers work on trees: their attention, and their rotary embeddings."""
         hook_attention(self)
         hook_positions(self)
 

@@ -78,11 +78,7 @@ class LayerSizes(StoredConfig):
 
 
 def check_captured_layers(layers: object, lowest: int = 0) -> tuple[int, ...]:
-    """Check that these can be layers of a target, numbered from ``lowest``, and return them.
-
-    Raises:
-        ConfigError: They are no list, too many, or out of range.
-    """
+    """Check that these can be layers of a target, numbered from ``lowest``, and return them."""
     if not isinstance(layers, (list, tuple)) or not 1 <= len(layers) <= MAX_CAPTURED:
         raise ConfigError(
             f"captured_layers must be a list of 1 to {MAX_CAPTURED} layers, got "
@@ -103,11 +99,7 @@ def layer_arguments(config: LayerSizes) -> dict[str, Any]:
 
 
 def build(network: Callable[[C], N], config: C) -> N:
-    """Make a network with layers of mlx-lm, whose random weights are not computed.
-
-    Raises:
-        CheckpointError: mlx-lm cannot make the layers, as it does not know their rope_scaling.
-    """
+    """Make a network with layers of mlx-lm, whose random weights are not computed."""
     try:
         return network(config)
     except Exception as error:  # mlx-lm has no exception of its own

@@ -68,10 +68,7 @@ def search(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> 
 def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """Search from every root by itself, as `search` does, in the same calls of the network.
 
-    Args:
-        levels: The network.
-        shape: As in `search`.
-        rank: As in `search`, of shape (R * W, V).
+    ``rank`` gets log-probabilities of shape (R * W, V).
 
     Returns:
         The scored nodes, each array with an axis of R before its own.

@@ -230,13 +230,7 @@ def mask_groups(call: MethodType, x: mx.array, mask: Any = None, cache: Any = No
 
 
 class _ShiftedCache:
-    """A cache with another offset.
-
-    Args:
-        cache: The cache.
-        offset: The offset.
-        update_and_fetch: Function from new K/V entries to all entries.
-    """
+    """A cache with another offset."""
 
     def __init__(self, cache: Any, offset: int, update_and_fetch: Call):
         self._cache = cache

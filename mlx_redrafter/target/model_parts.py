@@ -57,12 +57,7 @@ class Parts(NamedTuple):
 
 
 def check_config(config: Config) -> None:
-    """Check by its ``config.json`` alone that a model can be decoded exactly.
-
-    Raises:
-        CheckpointError: A value of the config is impossible.
-        UnsupportedTargetError: The model is not supported; the message says why.
-    """
+    """Check by its ``config.json`` alone that a model can be decoded exactly."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise _refusal("a config.json without model_type", "its architecture is unknown")
@@ -98,11 +93,7 @@ def _check_values(config: Config) -> None:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Find the parts of a model, and check that it is supported.
-
-    Raises:
-        UnsupportedTargetError: No test has compared the architecture with plain decoding.
-    """
+    """Find the parts of a model, and check that it is supported."""
     name = _file_name(model)
     text_model, text_name = model, name
     if name in WRAPPERS:
@@ -134,11 +125,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 def hook_positions(network: nn.Module) -> None:
-    """Let mlx-lm's rotary embeddings in a network rotate tree nodes by their own positions.
-
-    Raises:
-        UnsupportedTargetError: The network has a rotary embedding of an unknown kind.
-    """
+    """Let mlx-lm's rotary embeddings in a network rotate tree nodes by their own positions."""
     for leaf, module in _named_modules(network):
         if "rope" in leaf or "rotary" in leaf:
             for point in _find_rope_hook(type(network).__name__, module):

@@ -123,11 +123,6 @@ class Target:
             quantisation: KV cache quantization, or None.
             given: The caller's list, which begins with ``prompt_cache``. `TreeCache.settle`
                 replaces its caches by quantised ones, as mlx-lm does.
-
-        Raises:
-            ConfigError: ``prompt_cache`` fits another model, or does not hold one whole sequence.
-            UnsupportedTargetError: A layer's cache is not of the model's kind, or mlx-lm cannot
-                quantise it.
         """
         stock = self.stock_cache(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
@@ -148,11 +143,7 @@ class Target:
         return list(prompt_cache)
 
     def new_batch_cache(self) -> BatchCache:
-        """Create a cache of several sequences.
-
-        Raises:
-            UnsupportedTargetError: A layer does not attend to all tokens.
-        """
+        """Create a cache of several sequences."""
         others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
         if others:
             raise UnsupportedTargetError(
@@ -198,9 +189,6 @@ class Target:
         """Apply the final norm to the last layer's output, shape (n, H).
 
         The first call blocks until MLX has computed one token, to find the norm.
-
-        Raises:
-            UnsupportedTargetError: The input of the LM head is not the output of a norm.
         """
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
@@ -283,9 +271,6 @@ class Target:
             cache: Cache that gets the nodes' K/V entries; `TreeCache.commit` keeps some of them.
             layers: Layers whose inputs to capture. `watch` must have hooked them. `FINAL` is the
                 output of the last one.
-
-        Returns:
-            Outputs of every node.
         """
         cache.expect(tree)
         tokens = tree.tokens
@@ -307,28 +292,13 @@ class Target:
             return self._process(step.tokens, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
-        """Capture the inputs of layers at all tokens of a new sequence, in one pass.
-
-        Args:
-            tokens: Token ids, shape (n,).
-            layers: As in `verify`, at least one.
-
-        Returns:
-            The inputs side by side, shape (n, S).
-        """
+        """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
         states = self._process(tokens[None], None, layers).alone.states
         assert states is not None
         return states
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Hook layers, so that forward passes can capture their inputs; computes nothing.
-
-        Args:
-            layers: As in `verify`.
-
-        Raises:
-            UnsupportedTargetError: There is no such layer, or its input is not one row per token.
-        """
+        """Hook layers, so that forward passes can capture their inputs; computes nothing."""
         for layer in layers:
             if layer == FINAL:
                 continue

@@ -105,17 +105,7 @@ class ShardGroup:
 
 
 class BatchOrder:
-    """The batches of all epochs.
-
-    Args:
-        cache: A filled teacher cache.
-        split: Split of the cache to read.
-        options: Options of the batches.
-        rows: Rows of the drafter's head; a row for every token by default.
-
-    Raises:
-        DataError: No position has a step that counts.
-    """
+    """The batches of all epochs."""
 
     def __init__(
         self,
@@ -216,13 +206,7 @@ class BatchOrder:
 
 
 def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> ShardGroup:
-    """Divide a shard into examples of ``stretch`` positions; no step may reach beyond its stretch.
-
-    Args:
-        shard: The shard.
-        steps: True for the unroll steps that count, bool, shape (n, L - 1).
-        stretch: Number of consecutive positions of an example.
-    """
+    """Divide a shard into examples of ``stretch`` positions, beyond which no step may reach."""
     if stretch == 1:
         return ShardGroup(shard, np.flatnonzero(steps.any(axis=1)), steps)
     count, num_steps = steps.shape

@@ -28,9 +28,6 @@ def select_frequent_tokens(
 
     Returns:
         Token ids, ascending, int32, shape (count,).
-
-    Raises:
-        ConfigError: ``count`` exceeds ``vocab_size``.
     """
     if count > vocab_size:
         raise ConfigError(f"draft_vocab must be at most the model's {vocab_size}, got {count}")

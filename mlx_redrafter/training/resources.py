@@ -116,11 +116,7 @@ def count_weights(network: nn.Module) -> int:
 
 
 def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> Workload:
-    """Estimate the work of a run, from characters unless the options limit the tokens.
-
-    Raises:
-        DataError: One of the texts that measure the characters per token cannot be encoded.
-    """
+    """Estimate the work of a run, from characters unless the options limit the tokens."""
     options = request.data_options
     share = options.self_generated_share if sources.given else 1.0
     rate = _measure_chars_per_token(sources, encoder)
@@ -139,14 +135,7 @@ def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> 
 def estimate(
     work: Workload, request: TrainingRequest, size: TargetSize, student: StudentSize
 ) -> ResourceEstimate:
-    """Estimate the resources for training a drafter.
-
-    Args:
-        work: Amounts of work of the run.
-        request: The run.
-        size: Sizes of the teacher.
-        student: Sizes of the drafter.
-    """
+    """Estimate the resources for training a drafter."""
     hidden, vocab = size.hidden_size, size.vocab_size
     k = min(request.top_k, vocab)
     per_token = 2 * hidden * (1 + student.num_layers) + 6 * k + 9

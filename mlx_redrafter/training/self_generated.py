@@ -37,12 +37,7 @@ OnTokens = Callable[[int], None]
 
 
 class GenerationJob(NamedTuple):
-    """One text to generate.
-
-    Attributes:
-        prompt: Token ids that the text begins with.
-        temp: Sampling temperature; 0 is greedy.
-    """
+    """One text to generate."""
 
     prompt: list[int]
     temp: float
@@ -63,13 +58,7 @@ class AnswerLimits(NamedTuple):
 
 
 class TextGenerator:
-    """Generator of texts by the target.
-
-    Args:
-        model: The target.
-        stop_tokens: Ids of the tokens that end a text.
-        seed: Random seed for sampling.
-    """
+    """Generator of texts by the target."""
 
     def __init__(self, model: nn.Module, stop_tokens: Iterable[int], seed: int):
         self.model = model
@@ -198,12 +187,6 @@ def plan_jobs(
 
     A third greedy answer to a fixed prompt would repeat an earlier one, so fixed prompts are only
     sampled after two passes.
-
-    Args:
-        sources: Sources of prompts.
-        temp: Temperature of the sampled half.
-        num_passes: Number of uses of every source.
-        seed: Random seed for the lengths of the prompts.
     """
     rng = np.random.default_rng(seed)
     for turn in range(num_passes):

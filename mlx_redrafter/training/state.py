@@ -92,12 +92,7 @@ def has_state(folder: Path) -> bool:
 
 
 def load_state(folder: Path, identity: str) -> tuple[Arrays, TrainingProgress]:
-    """Load the state in ``folder``.
-
-    Raises:
-        CheckpointError: The state is damaged, of another version of this package, or belongs to a
-            run with other options or texts.
-    """
+    """Load the state in ``folder``."""
     path = folder / STATE_FILE
     arrays, metadata = load_arrays_and_metadata(path)
     version = metadata.get("format", "1")

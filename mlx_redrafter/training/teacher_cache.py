@@ -72,10 +72,6 @@ class TeacherCache:
         folder: Folder of the shards and the manifest.
         identity: Target, texts and options that the cache depends on, as strings and numbers by
             name.
-
-    Raises:
-        CheckpointError: The folder holds a cache with another identity; the message names the
-            difference.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
@@ -111,11 +107,7 @@ class TeacherCache:
         save_arrays(self.path(split, number, extra), {_field(extra): array})
 
     def load(self, split: Split, number: int, extras: Sequence[str] = ()) -> Shard:
-        """Read a shard with some of its extra arrays.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-        """
+        """Read a shard with some of its extra arrays."""
         path = self.path(split, number)
         arrays = load_arrays(path)
         for extra in extras:
@@ -166,12 +158,7 @@ def find_draftable_steps(
 
     Step i at position t, whose next token is the root, drafts the token at t + 2 + i. The step
     counts if all tokens from the root to this draft are in the same sequence and trained.
-
-    Args:
-        tokens: As in `Shard`.
-        is_trained: As in `Shard`.
-        starts: As in `Shard`.
-        length: L, root included.
+    The arrays are those of `Shard`, and ``length`` is L.
 
     Returns:
         True for the steps that count, bool, shape (n, L - 1).

@@ -40,15 +40,7 @@ Event = Callable[[TrainingProgress], None]
 
 
 class Optimiser:
-    """AdamW with warm-up, cosine, clipping, and a moving average of the weights.
-
-    Args:
-        student: The drafter to train in place.
-        stretch: Number of consecutive positions of an example.
-        loss: Training objective.
-        options: Options of the optimisation.
-        total_steps: Length of the training, in steps.
-    """
+    """AdamW with warm-up, cosine, clipping, and a moving average of the weights."""
 
     def __init__(
         self,
@@ -78,11 +70,7 @@ class Optimiser:
         self._apply = self._compile(self._apply_gradient, state)
 
     def step(self, batch: TrainingBatch) -> mx.array:
-        """Compute one step, in parts of the batch that bound the memory for logits.
-
-        Returns:
-            Loss of the batch in nats, a float32 scalar.
-        """
+        """Compute one step, in parts that bound the memory for logits; return its loss in nats."""
         counts = mx.sum(batch.weights, axis=0)
         size = self._part_size(batch)
         loss = mx.array(0.0)
@@ -179,9 +167,6 @@ class Trainer:
         folder: Folder of the state; training continues from a state in the folder.
         identity: Description of the texts and options, which must equal that of the state.
         total_steps: Number of steps of a new run; by default that of the options.
-
-    Raises:
-        CheckpointError: The state is damaged or has another identity.
     """
 
     def __init__(
@@ -222,9 +207,6 @@ class Trainer:
 
         Returns:
             The drafter with the best averaged weights.
-
-        Raises:
-            NonFiniteError: The loss is NaN or infinite.
         """
         progress = self.progress
         if not progress.curve:

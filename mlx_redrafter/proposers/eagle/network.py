@@ -63,9 +63,6 @@ class Eagle(AutoregressiveNetwork):
 
     ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
     head covers only part of the vocabulary; otherwise it is absent. EAGLE-1 uses the target's head.
-
-    Attributes:
-        config: Sizes and variants.
     """
 
     def __init__(self, config: EagleConfig):

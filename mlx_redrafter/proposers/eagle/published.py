@@ -80,9 +80,6 @@ def published_config(
     Args:
         values: Its ``config.json``.
         shapes: Shapes of its tensors by the names of `Eagle`.
-
-    Raises:
-        CheckpointError: A value is missing or out of range, or of a variant that is not supported.
     """
     nested = values.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else values
@@ -110,9 +107,7 @@ def published_config(
 def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
     """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
 
-    Args:
-        weights: Tensors by the names of `Eagle`.
-        names: Published names by those.
+    ``names`` are the published names by those of `Eagle`.
     """
     if names.get("token_ids", "").endswith(OFFSETS):
         offsets = weights["token_ids"].astype(mx.int32)

@@ -66,9 +66,6 @@ class Lookup:
     Args:
         history: Token ids of earlier requests to look in as well; a sequence indexes them when it
             begins.
-
-    Attributes:
-        rates: Rates of all sequences so far.
     """
 
     num_layers = 0

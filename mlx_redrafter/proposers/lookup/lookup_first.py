@@ -45,13 +45,7 @@ class LookupFirst(Wrapper[Proposer]):
 
 
 class LookupFirstDrafting:
-    """Drafts of one sequence.
-
-    Args:
-        lookup: Drafts for plans that are ``from_text``.
-        network: Drafts for all other plans.
-        clock: Function that returns seconds.
-    """
+    """Drafts of one sequence."""
 
     def __init__(
         self,

@@ -18,12 +18,7 @@ MOST_COUNTED = 32
 
 
 class Match(NamedTuple):
-    """A suffix of the sequence, with or without drafts after it, that occurs earlier.
-
-    Attributes:
-        state: State of the automaton.
-        length: Number of tokens of the suffix.
-    """
+    """A suffix of the sequence, with or without drafts after it, that occurs earlier."""
 
     state: int
     length: int

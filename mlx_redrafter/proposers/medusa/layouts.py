@@ -91,16 +91,7 @@ def heads_of(names: Iterable[str]) -> set[int]:
 
 
 def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
-    """Find the heads in a checkpoint.
-
-    Args:
-        values: The object in its ``config.json``.
-        shapes: Shapes of its tensors.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected or of other shapes; the config contradicts
-            them; or the heads belong to a base that was trained with them.
-    """
+    """Find the heads in a checkpoint."""
     bases = [name for name in shapes if name.endswith(_BASE)]
     if bases:
         raise CheckpointError(

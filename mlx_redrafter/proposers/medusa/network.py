@@ -34,9 +34,6 @@ class Medusa(DraftNetwork):
         x = h;  x = x + silu(linear_k,i(x));  y = output_k(x)
 
     Head k proposes the tokens k + 1 after the root, whatever tokens stand between them.
-
-    Attributes:
-        config: Sizes, the calibration of the ranking, and the kind of tree.
     """
 
     config: MedusaConfig
@@ -89,13 +86,7 @@ class Medusa(DraftNetwork):
         return x
 
     def log_probs(self, hidden: mx.array, head: int, scale: float = 1.0) -> mx.array:
-        """Compute natural log-probabilities of one head, float32, shape (n, V).
-
-        Args:
-            hidden: As in `logits`.
-            head: As in `logits`.
-            scale: Factor on the logits.
-        """
+        """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (n, V)."""
         return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
 
 

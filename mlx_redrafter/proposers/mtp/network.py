@@ -30,14 +30,7 @@ OF_THE_MODEL = ("architectures", "quantization", "quantization_config")
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """The config of a module, of the sizes that it shares with its target.
-
-    Attributes:
-        model_type: Type of the model that it was trained with.
-        hidden_size: Hidden size of both, H.
-        vocab_size: Size of the vocabulary.
-        values: The ``config.json`` of the model.
-    """
+    """The config of a module, of the sizes that it shares with its target."""
 
     model_type: str
     hidden_size: int
@@ -72,10 +65,6 @@ class Mtp(AutoregressiveNetwork):
 
     Args:
         values: The ``config.json`` of the model.
-
-    Attributes:
-        config: Type and sizes of the model.
-        family: Order of the joined parts, and the output that it feeds back.
     """
 
     def __init__(self, values: Mapping[str, Any]):

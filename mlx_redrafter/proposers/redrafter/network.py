@@ -34,13 +34,7 @@ class Drafter(RecurrentNetwork):
 
 
 class RecurrentDrafting:
-    """Drafts of one sequence; it keeps no state between steps.
-
-    Args:
-        drafter: The network.
-        project_input: Function from token ids to their input terms; see `input_lookup`.
-        couple_noise: Whether the target's noise ranks drafts.
-    """
+    """Drafts of one sequence; it keeps no state between steps."""
 
     def __init__(self, drafter: RecurrentNetwork, project_input: Embed, couple_noise: bool):
         self.drafter = drafter

@@ -103,11 +103,8 @@ class RecurrentNetwork(DraftNetwork):
     def project_input(self, embedding: mx.array) -> mx.array:
         """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
 
-        Args:
-            embedding: Rows of the target's input embedding, ``e``, shape (..., H).
-
-        Returns:
-            The same shape, in the drafter's dtype.
+        ``e``, of shape (..., H), has rows of the target's input embedding. The term has the dtype
+        of the drafter.
         """
         embedding = embedding.astype(self.dtype)
         return self.rnn_w(embedding) if self.config.rnn else embedding
@@ -117,14 +114,7 @@ class RecurrentNetwork(DraftNetwork):
         return lambda ids: self.project_input(embed(ids))
 
     def start(self, projected: mx.array) -> mx.array:
-        """Compute the state after the root token: `advance` from the zero state.
-
-        Args:
-            projected: Input terms from `project_input` of the root, shape (1, H).
-
-        Returns:
-            ``s_1``, shape (1, H).
-        """
+        """Compute the state after the root from its input term, shape (1, H) to (1, H)."""
         if self.config.rnn and self.config.rnn_first_step_bias:
             projected = projected + self.rnn_u.bias
         return self._activate(projected)
@@ -140,9 +130,6 @@ class RecurrentNetwork(DraftNetwork):
         Args:
             state: ``s_{t-1}``, shape (W, H), or (1, H) if it is the same for all beams.
             projected: Input terms from `project_input` of the newest tokens, shape (W, H).
-
-        Returns:
-            ``s_t``, shape (W, H).
         """
         return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
 
@@ -205,13 +192,7 @@ class RecurrentNetwork(DraftNetwork):
         hidden_term: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
-        """Compute natural log-probabilities of the next token of each beam.
-
-        Args:
-            hidden: As in `logits`.
-            state: As in `logits`.
-            hidden_term: As in `logits`.
-            scale: Factor on the logits.
+        """Compute natural log-probabilities of each beam's next token: of `logits` times ``scale``.
 
         Returns:
             float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,

@@ -57,9 +57,6 @@ class SpecFormer(KvNetwork):
         logits = the target's head of the target's final norm of x
 
     Slot i proposes the token i + 1 after the root, whatever tokens stand between them.
-
-    Attributes:
-        config: Sizes.
     """
 
     def __init__(self, config: SpecFormerConfig):

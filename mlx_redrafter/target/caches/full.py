@@ -29,12 +29,7 @@ from mlx_redrafter.target.caches.tree_cache import ForwardPass
 
 
 class FullCache:
-    """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``.
-
-    Attributes:
-        stock: mlx-lm's cache.
-        step: The newest forward pass that `expect` has announced.
-    """
+    """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
     def __init__(self, stock: KVCache | ChunkedKVCache | QuantizedKVCache):
         self.stock = stock

@@ -92,13 +92,7 @@ class EagleStudent(AutoregressiveStudent):
 
 
 class MtpStudent(AutoregressiveStudent):
-    """An MTP module.
-
-    Args:
-        network: The module.
-        target: The teacher.
-        values: The ``config.json`` of a model with such a module.
-    """
+    """An MTP module; ``values`` is the ``config.json`` of a model with one."""
 
     name = "an MTP module (arXiv 2412.19437)"
     network: Mtp

@@ -48,12 +48,7 @@ LOGITS_BYTES = 2**26
 
 
 class RecurrentStudent(Student):
-    """A recurrent drafter.
-
-    Args:
-        network: The drafter.
-        embed: The target's input embedding.
-    """
+    """A recurrent drafter."""
 
     name = "a recurrent drafter (ReDrafter, arXiv 2403.09919)"
     network: Drafter
@@ -65,12 +60,7 @@ class RecurrentStudent(Student):
 
     @classmethod
     def load(cls, path_or_repo: str, target: Target, vocab_size: int) -> RecurrentStudent:
-        """Load a drafter to continue training for a target, in float32.
-
-        Raises:
-            ConfigError: The drafter's weights are quantised.
-            RedrafterError: The drafter cannot be loaded, or does not fit the target.
-        """
+        """Load a drafter to continue training for a target, in float32."""
         drafter = load_drafter(path_or_repo)
         if quantization_of(drafter) is not None:
             raise ConfigError(

@@ -26,11 +26,8 @@ from mlx_redrafter.training.teacher_cache import Shard
 class Student(ABC):
     """A drafter of some kind during its training.
 
-    Args:
-        network: Its network, in float32.
-
     Attributes:
-        network: Weights and sizes.
+        network: Weights, in float32, and sizes.
         name: Name of the kind, as a phrase with an article if it has one.
         reads_context: Whether the drafter attends to the context, so that its examples are
             stretches of text; otherwise it drafts from one state of the target.
