@@ -19,7 +19,7 @@ from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, parts_of
-from mlx_redrafter.target.caches.full import reserve_rows
+from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -249,6 +249,39 @@ class Target:
             done += size
             on_progress(done, total)
             mx.clear_cache()
+
+    def prefill_together(
+        self,
+        beginnings: Sequence[Sequence[int]],
+        caches: Sequence[TreeCache],
+        step_size: int,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Process the beginnings of several sequences at once, in chunks, without logits.
+
+        All layers must attend to all tokens. Shorter beginnings are padded on the right, where no
+        token before the padding attends to it. Blocks until MLX has computed each chunk.
+
+        Args:
+            beginnings: Token ids of each sequence.
+            caches: Empty caches, which get the K/V entries of their sequences.
+            step_size: Maximum number of tokens per chunk, all sequences together.
+            is_cancelled: Called before every chunk. True leaves all caches empty.
+        """
+        longest = max(map(len, beginnings))
+        padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
+        stock = self.stock_cache()
+        size = max(1, step_size // len(beginnings))
+        for start in range(0, longest, size):
+            if is_cancelled():
+                return
+            self.model(padded[:, start : start + size], cache=stock)
+            mx.eval([layer.state for layer in stock if layer.keys is not None])
+            mx.clear_cache()
+        for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
+            for layer, own in zip(stock, cache.stock, strict=True):
+                copy_entries(layer, own, row, len(tokens))
+            cache.grow(len(tokens))
 
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()

@@ -8,7 +8,7 @@ behind ``heads.``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +21,10 @@ from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.ranks import ranked_levels
-from mlx_redrafter.proposers.scores import log_probs, ranking
+from mlx_redrafter.proposers.scores import bounded, log_probs, ranking
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -88,6 +88,37 @@ class Medusa(DraftNetwork):
     def log_probs(self, hidden: mx.array, head: int, scale: float = 1.0) -> mx.array:
         """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (n, V)."""
         return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
+
+
+def ranked_levels(
+    log_probs: Callable[[int], mx.array],
+    accuracies: Sequence[Sequence[float]],
+    to_token_ids: Callable[[mx.array], mx.array],
+) -> FactorisedLevels:
+    """Make levels of the paper's static tree, which propose ranks instead of rows of a head.
+
+    The score of a path of ranks is the product of their measured accuracies, whatever the
+    probabilities are at this step. The best paths are those that the paper finds one by one on
+    calibration data, adding the best neighbour each time.
+
+    Args:
+        log_probs: Function from a depth to log-probabilities that rank its tokens; see
+            `FactorisedLevels`.
+        accuracies: Chance of every rank at each depth, K times the ranks, of which there are at
+            most V.
+        to_token_ids: Function from rows of the head to token ids.
+    """
+    num_ranks = len(accuracies[0])
+    logs = mx.log(mx.array([list(row) for row in accuracies], dtype=mx.float32))
+    # Token ids by rank, at the depth scored last.
+    newest = mx.zeros((num_ranks,), dtype=mx.int32)
+
+    def score(depth: int) -> mx.array:
+        nonlocal newest
+        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks).indices[0])
+        return logs[depth : depth + 1]
+
+    return FactorisedLevels(score, num_ranks, lambda ranks: newest[ranks])
 
 
 class MedusaDrafting:

@@ -122,6 +122,15 @@ def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], 
         mx.eval(cache.keys, cache.values)
 
 
+def copy_entries(layer: KVCache, own: KVCache, row: int, length: int) -> None:
+    """Copy the first entries of one sequence of a batch into its own cache."""
+    if layer.keys is None or layer.values is None:  # a layer that the model never uses
+        return
+    parts = layer.keys, layer.values
+    own.keys, own.values = (mx.contiguous(part[row : row + 1, :, :length]) for part in parts)
+    own.offset = length
+
+
 def consecutive_runs(numbers: Sequence[int]) -> list[slice]:
     """Group numbers into slices of consecutive ones."""
     found: list[slice] = []
