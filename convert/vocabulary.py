@@ -37,12 +37,9 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
 
 
 def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.ndarray:
-    """Choose the tokens to keep: those of ``always``, then the most frequent.
+    """Choose the ids to keep, ascending: those of ``always``, then the most frequent.
 
     Of equally frequent tokens the lower id is kept, since tokenizers number tokens by frequency.
-
-    Returns:
-        Token ids, ascending, int32, shape (num_rows,).
     """
     needed = sorted({token for token in always if 0 <= token < len(counts)})
     if not len(needed) < num_rows <= len(counts):

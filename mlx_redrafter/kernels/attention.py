@@ -51,13 +51,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Conditions under which attention of one shape uses the kernel.
-
-    Attributes:
-        shape: Shape of the attention.
-        max_keys: Maximum number of keys that a node may attend to.
-        rows: Values of N.
-    """
+    """Maximum number of keys and values of N with which attention of a shape uses the kernel."""
 
     shape: AttentionShape
     max_keys: int

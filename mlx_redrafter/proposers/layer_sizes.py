@@ -21,17 +21,7 @@ N = TypeVar("N")
 class LayerSizes(StoredConfig):
     """Sizes of mlx-lm's layers in a network; a base of its config.
 
-    Attributes:
-        hidden_size: Hidden size of the network and of the target, H.
-        intermediate_size: Width of the MLP.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key heads.
-        vocab_size: Size of the target's vocabulary.
-        head_dim: Size of a head; None for H divided by the query heads.
-        rms_norm_eps: Epsilon of the norms.
-        rope_theta: Base of the rotary embeddings.
-        rope_scaling: Their scaling, as mlx-lm reads it; None for none.
-        max_position_embeddings: Positions that the network was made for.
+    They have mlx-lm's names. A head's size is H divided by the query heads if ``head_dim`` is None.
     """
 
     hidden_size: int

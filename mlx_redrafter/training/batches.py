@@ -58,13 +58,7 @@ class BatchOptions(NamedTuple):
 
 
 class HeadRows:
-    """Mapping from token ids to rows of the drafter's head.
-
-    Args:
-        token_ids: Token id of each row of a reduced head, int32, or None for a head with a row for
-            every token.
-        vocab_size: Number of tokens of the target.
-    """
+    """Mapping from token ids to rows of the drafter's head; equal if ``token_ids`` is None."""
 
     def __init__(self, token_ids: NDArray[np.int32] | None, vocab_size: int):
         self._rows: mx.array | None = None

@@ -172,9 +172,6 @@ def agreement(
     The arguments and the events are those of `divergence`; the last event, any other token, never
     counts as agreement. With the events sorted by ``q / p``, the sum over j is the sum of p up to
     i, divided by p_i, plus the sum of q beyond i, divided by q_i.
-
-    Returns:
-        The probability of agreement, 0 to 1, shape (...).
     """
     log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     log_q = mx.where(top_log_probs > IMPOSSIBLE, log_q, LEAST_RATIO_LOG_PROB)
@@ -207,7 +204,7 @@ def cross_entropy(drafter: Distribution, labels: mx.array) -> mx.array:
 
 
 def confidence(drafter: Distribution, labels: mx.array, floor: float) -> mx.array:
-    """Estimate the probability that the drafts before each step are accepted; no gradient.
+    """Estimate the probability, (B, S), that the drafts before a step are accepted; no gradient.
 
         rho_i = prod_{j < i} ((1 - floor) q_j(x_{t+2+j}) + floor)
 
@@ -216,9 +213,6 @@ def confidence(drafter: Distribution, labels: mx.array, floor: float) -> mx.arra
         labels: Rows of the head for the tokens that follow, -1 for tokens never accepted, shape
             (B, S).
         floor: Smoothing, 0 to 1; a floor of 1 gives ones.
-
-    Returns:
-        The smoothed probabilities rho, float32, shape (B, S).
     """
     if floor == 1:
         return mx.ones(labels.shape)

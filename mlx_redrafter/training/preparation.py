@@ -79,8 +79,7 @@ class Preparation:
     def plan(self) -> Timetable | None:
         """Report the disk, memory and time that the run needs, and check that they suffice.
 
-        Returns:
-            The time, or None for a run whose training has begun, which knows its steps.
+        Return the time, or None for a run whose training has begun, which knows its steps.
         """
         request = self._request
         work = count_work(self._sources, self._encoder, request)

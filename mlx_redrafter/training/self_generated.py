@@ -73,7 +73,7 @@ class TextGenerator:
         name: str,
         on_tokens: OnTokens,
     ) -> list[TokenSequence]:
-        """Generate texts until there are enough tokens or no more jobs.
+        """Generate prompts with answers until there are enough tokens or no more jobs.
 
         Seeds MLX's global random state. Rounds whose file exists are read instead of generated.
 
@@ -83,9 +83,6 @@ class TextGenerator:
             folder: Folder of the rounds' files.
             name: Prefix of the rounds' file names.
             on_tokens: Called with the number of tokens generated so far, without the prompts.
-
-        Returns:
-            Prompts with their answers; only the answers are trained on.
         """
         sequences: list[TokenSequence] = []
         num_generated = 0

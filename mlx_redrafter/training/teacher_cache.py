@@ -154,14 +154,11 @@ def _check_identity(
 def find_draftable_steps(
     tokens: NDArray[np.int32], is_trained: NDArray[np.bool_], starts: NDArray[np.int32], length: int
 ) -> NDArray[np.bool_]:
-    """Find the unroll steps whose drafts can occur in decoding.
+    """Find the unroll steps whose drafts can occur in decoding, bool, shape (n, L - 1).
 
     Step i at position t, whose next token is the root, drafts the token at t + 2 + i. The step
     counts if all tokens from the root to this draft are in the same sequence and trained.
     The arrays are those of `Shard`, and ``length`` is L.
-
-    Returns:
-        True for the steps that count, bool, shape (n, L - 1).
     """
     count = len(tokens)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))

@@ -159,15 +159,7 @@ class TrainingTask(NamedTuple):
 
 
 class Trainer:
-    """Trainer of one drafter, from the beginning or from the state of an interrupted run.
-
-    Args:
-        student: The drafter with its initial weights, trained in place.
-        task: Data and options.
-        folder: Folder of the state; training continues from a state in the folder.
-        identity: Description of the texts and options, which must equal that of the state.
-        total_steps: Number of steps of a new run; by default that of the options.
-    """
+    """Trainer of one drafter, from the beginning or from the state of an interrupted run."""
 
     def __init__(
         self,
@@ -198,15 +190,12 @@ class Trainer:
             self.best = _select_prefix("best.", arrays)
 
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
-        """Train to the end.
+        """Train to the end, and return the drafter with the best averaged weights.
 
         Args:
             on_step: Called with the progress after every step. A KeyboardInterrupt from the call
                 passes on after the state is written, so that no step is lost.
             on_best: Called with the averaged drafter after each measurement better than all before.
-
-        Returns:
-            The drafter with the best averaged weights.
         """
         progress = self.progress
         if not progress.curve:

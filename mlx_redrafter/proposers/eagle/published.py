@@ -75,12 +75,7 @@ def eagle_config(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 def published_config(
     values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> EagleConfig:
-    """Read the config of a published head.
-
-    Args:
-        values: Its ``config.json``.
-        shapes: Shapes of its tensors by the names of `Eagle`.
-    """
+    """Read the config of a published head; ``shapes`` are by the names of `Eagle`."""
     nested = values.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else values
     _check_variant(values, layer, shapes)

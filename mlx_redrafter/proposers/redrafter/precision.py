@@ -46,10 +46,9 @@ TimePairs = Callable[[Drafter, Drafter, Target], list[float]]
 
 
 def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> list[float]:
-    """Time pairs of searches, the two drafters in alternating order. Waits for the device.
+    """Time pairs of searches in alternating order; waits for the device.
 
-    Returns:
-        Seconds of the given drafter over those of the quantised one, for each pair.
+    Return the given drafter's seconds over the quantised one's, for each pair.
     """
     root = mx.zeros((1,), dtype=mx.int32)
     inputs = {id(drafter): input_lookup(drafter, target) for drafter in (given, quantised)}

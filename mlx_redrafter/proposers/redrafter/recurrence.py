@@ -78,7 +78,7 @@ class RecurrentNetwork(DraftNetwork):
         return dtype_of(self.lm_head[-1])
 
     def fuse(self, states: mx.array) -> mx.array:
-        """Project states of several layers to one that replaces the target's last hidden state.
+        """Project states of several layers to one, (n, H), that replaces the last hidden state.
 
         Inputs of layers are many times larger than the last hidden state, and of unlike sizes, so
         each is scaled to a mean square of 1 first.
@@ -86,9 +86,6 @@ class RecurrentNetwork(DraftNetwork):
         Args:
             states: The inputs of the C layers of ``config.captured_layers`` next to each other,
                 shape (n, C * H), or the last hidden states, shape (n, H), if it names none.
-
-        Returns:
-            Shape (n, H).
         """
         layers = self.config.captured_layers
         if layers is None:
@@ -214,17 +211,11 @@ class RecurrentNetwork(DraftNetwork):
 
 
 class Columns:
-    """The part of a linear layer that reads some of its inputs.
+    """The part of a linear layer that reads the inputs from ``start`` to before ``stop``.
 
     It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
     follow each other in memory at every use, and threads must not share an array that is not
     computed yet.
-
-    Args:
-        linear: The layer.
-        start: First input that the part reads.
-        stop: First input after those.
-        bias: Bias of the part; None for none.
     """
 
     def __init__(

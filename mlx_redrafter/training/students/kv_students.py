@@ -28,12 +28,7 @@ from mlx_redrafter.training.students.chain import ChainStudent
 
 
 class KvStudent(ChainStudent):
-    """A network that attends to the context.
-
-    Args:
-        network: The network.
-        target: The teacher. Its embedding, and its head if the network has none, stay in use.
-    """
+    """A network that attends to the context, and uses the target's embedding and maybe its head."""
 
     reads_context = True
     network: KvNetwork
@@ -146,15 +141,7 @@ class LevelEntries:
 
 
 def level_masks(sequences: mx.array, num_levels: int) -> Iterator[mx.array]:
-    """Build the mask of each level: its rows attend to entries of all levels so far.
-
-    Args:
-        sequences: Number of the sequence of each position, shape (n,).
-        num_levels: Number of levels.
-
-    Yields:
-        True for the entries attended to, bool, shape (n, levels * n).
-    """
+    """Build the mask of each level, (n, levels * n), to the entries of all levels so far."""
     queries, keys = mx.arange(len(sequences))[:, None], mx.arange(len(sequences))[None]
     is_same = sequences[:, None] == sequences[None]
     for level in range(num_levels):

@@ -87,9 +87,7 @@ class Student(ABC):
     def start_from_head(self, head: mx.array | None) -> None:  # noqa: B027
         """Replace some of the random weights, most often by the target's head.
 
-        Args:
-            head: Rows of the target's head for the tokens that the drafter can propose, shape
-                (V, H), None if the head is not a matrix.
+        ``head`` has the rows of the tokens that the drafter can propose; None if it is no matrix.
         """
 
     def initialise(
@@ -115,8 +113,7 @@ class Student(ABC):
     def logits(self, network: Any, batch: TrainingBatch) -> mx.array:
         """Compute a network's logits after the root, and after each draft but the last.
 
-        Returns:
-            Float32, shape (B, S, V); arbitrary where the weight is 0.
+        Float32, shape (B, S, V); arbitrary where the weight is 0.
         """
 
     def leave_target(self) -> None:  # noqa: B027
