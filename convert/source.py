@@ -55,7 +55,6 @@ class Source:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def sha256(self) -> dict[str, str]:

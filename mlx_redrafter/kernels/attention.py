@@ -39,7 +39,6 @@ class AttentionShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether this package has a kernel for the shape."""
         return self.head_size in HEAD_SIZES and self.dtype in DTYPES
 
     def __str__(self) -> str:

@@ -47,12 +47,10 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The object in ``config.json``."""
         return read_config(find_checkpoint(self.path_or_repo, CONFIG_ONLY))
 
     @cached_property
     def folder(self) -> Path:
-        """Folder with all files."""
         return find_checkpoint(self.path_or_repo, PATTERNS)
 
     @cached_property

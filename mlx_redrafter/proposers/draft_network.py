@@ -80,7 +80,6 @@ class ResBlock(nn.Module):
         self.linear = nn.Linear(dims, dims, bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Apply the block to ``x``, shape (..., D)."""
         return x + nn.silu(self.linear(x))
 
 

@@ -58,7 +58,6 @@ class TargetOutputs(NamedTuple):
     states: mx.array | None = None
 
     def first(self, count: int) -> TargetOutputs:
-        """Return the outputs for the first tokens."""
         return self._mapped(lambda array: array[:count])
 
     @property

@@ -53,7 +53,6 @@ class BatchOptions(NamedTuple):
 
     @property
     def batch_examples(self) -> int:
-        """Number of examples per batch."""
         return max(1, self.batch_tokens // self.stretch)
 
 
@@ -122,7 +121,6 @@ class BatchOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches per epoch."""
         return sum(map(self._num_batches, self.counts))
 
     def batch(self, step: int) -> TrainingBatch:

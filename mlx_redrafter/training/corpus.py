@@ -58,7 +58,6 @@ class Corpus:
 
     @property
     def train(self) -> list[TokenSequence]:
-        """Sequences to train on, given and self-generated."""
         return [*self.given, *self.self_generated]
 
 

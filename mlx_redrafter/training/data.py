@@ -54,7 +54,6 @@ class Chat:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the last message is the assistant's."""
         return self.messages[-1]["role"] == "assistant"
 
 

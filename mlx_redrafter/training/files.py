@@ -31,7 +31,6 @@ def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None =
 
 
 def load_arrays(path: Path) -> Arrays:
-    """Load the arrays of a safetensors file."""
     return load_arrays_and_metadata(path)[0]
 
 
@@ -47,7 +46,6 @@ def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON object."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -203,7 +203,6 @@ def check_minutes(timetable: Timetable, minutes: float) -> None:
 
 
 def _measure_chars_per_token(sources: Sources, encoder: Encoder) -> float:
-    """Measure the characters per token of the first texts."""
     texts = [item for item in [*sources.given, *sources.prompts] if isinstance(item, Document)]
     chars = tokens = 0
     for text in texts[:SAMPLED_TEXTS]:
@@ -219,7 +218,6 @@ def _guess_tokens(item: Item, chars_per_token: float) -> int:
 
 
 def _guess_prompt_tokens(items: Sequence[Item], chars_per_token: float) -> int:
-    """Guess the mean tokens of a prompt."""
     chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Chat)]
     return sum(chats) // len(chats) if chats else PROMPT_TOKENS
 

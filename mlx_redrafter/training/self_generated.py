@@ -170,7 +170,6 @@ class PromptSource(NamedTuple):
     is_fixed: bool
 
     def draw_prompt(self, rng: np.random.Generator) -> list[int]:
-        """Draw the token ids of one prompt."""
         if self.is_fixed:
             return self.tokens
         longest = SHORTEST_BEGINNING + NUM_BEGINNINGS

@@ -87,7 +87,6 @@ def save_state(folder: Path, arrays: Arrays, progress: TrainingProgress, identit
 
 
 def has_state(folder: Path) -> bool:
-    """Tell whether ``folder`` holds the state of a run."""
     return (folder / STATE_FILE).exists()
 
 

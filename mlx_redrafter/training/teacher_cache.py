@@ -94,7 +94,6 @@ class TeacherCache:
         return self.folder / f"{split}-{extra}{'-' if extra else ''}{number:05d}.safetensors"
 
     def has(self, split: Split, number: int, extra: str = "") -> bool:
-        """Tell whether a shard, or an extra array of the shard, is stored."""
         return self.path(split, number, extra).exists()
 
     def save(self, split: Split, number: int, shard: Shard) -> None:

@@ -215,7 +215,6 @@ class Trainer:
         return self.student.with_weights(self.best)
 
     def save(self) -> None:
-        """Write the state."""
         arrays = {
             **self._optimiser.arrays(),
             **{f"best.{name}": value for name, value in self.best.items()},

@@ -89,7 +89,6 @@ class Eagle(AutoregressiveNetwork):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype that the network computes in."""
         return self.layers[0].post_attention_layernorm.weight.dtype
 
     def captured_layers(self, target: Target) -> Sequence[int]:
@@ -133,7 +132,6 @@ class Eagle(AutoregressiveNetwork):
 
 
 def _decoder_layer(config: EagleConfig) -> nn.Module:
-    """Make a layer of mlx-lm with the sizes of a head."""
     values = {
         **layer_arguments(config),
         "model_type": config.layer_type,

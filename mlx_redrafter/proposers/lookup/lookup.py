@@ -116,7 +116,6 @@ class LookupDrafting:
 
     @property
     def index(self) -> SuffixIndex:
-        """The index of the sequence so far."""
         for token in self._waiting:
             self._index.add(token)
         self._waiting.clear()

@@ -61,7 +61,6 @@ class SuffixIndex:
         return self._size
 
     def add(self, token: int) -> None:
-        """Append a token to the sequence."""
         match = self._extend_match(token)
         self._size += 1
         new = self._add_state(self._length[self._last] + 1)

@@ -51,7 +51,6 @@ class Medusa(DraftNetwork):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype that the network computes in."""
         return dtype_of(self.heads[0][-1])
 
     @property
@@ -62,7 +61,6 @@ class Medusa(DraftNetwork):
 
     @property
     def max_length(self) -> int:
-        """The root and a token for every head."""
         return min(1 + self.config.num_heads, MAX_BEAM_LENGTH)
 
     def open(

@@ -41,17 +41,14 @@ class MtpConfig:
 
     @property
     def summary(self) -> str:
-        """Kind and sizes, in words."""
         return f"MTP module of a model of type {self.model_type}, hidden_size {self.hidden_size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes by their names."""
         names = ("model_type", "hidden_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
     @property
     def head_rows(self) -> int:
-        """Number of tokens that the module proposes."""
         return self.vocab_size
 
 
@@ -89,7 +86,6 @@ class Mtp(AutoregressiveNetwork):
         return (FINAL,)
 
     def fuse(self, states: mx.array) -> mx.array:
-        """Return the states as they are."""
         return states
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -109,7 +105,6 @@ class Mtp(AutoregressiveNetwork):
         return self.norm(outputs) if self.family.feeds_norm else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """Compute logits by the target's head."""
         return target.logits(self.norm(outputs))
 
     def stored_config(self) -> dict[str, Any]:

@@ -169,7 +169,6 @@ def _rename(
 
 
 def misfit(folder: Path, reason: str) -> CheckpointError:
-    """Return the error of weights that do not fit their config."""
     return CheckpointError(f"the weights in {folder} do not fit its config.json: {reason}")
 
 

@@ -74,7 +74,6 @@ class RecurrentNetwork(DraftNetwork):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype that the network computes in."""
         return dtype_of(self.lm_head[-1])
 
     def fuse(self, states: mx.array) -> mx.array:

@@ -86,7 +86,6 @@ class SpecFormer(KvNetwork):
 
     @property
     def max_length(self) -> int:
-        """The root and a token for every slot."""
         return min(1 + self.config.num_slots, MAX_BEAM_LENGTH)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:

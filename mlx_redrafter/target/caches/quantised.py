@@ -33,7 +33,6 @@ class QuantisedCache(FullCache):
 
     @property
     def group_size(self) -> int:
-        """Elements per group."""
         return int(self.stock.group_size)
 
 

@@ -65,7 +65,6 @@ class RecurrentCache:
             self.stock[index] = array
 
     def __getitem__(self, index: int) -> mx.array | None:
-        """Return an array of the state."""
         found: mx.array | None = self.stock[index]
         return found
 

@@ -114,7 +114,6 @@ class RecurrentStudent(Student):
         network.config = calibrate(network, self.embed, found).applied(network.config)
 
     def plans(self, length: int) -> dict[str, DraftPlan]:
-        """List a chain and a tree."""
         width = min(4, self.head_rows)
         return {
             f"chain of {length - 1}": DraftPlan.of(1, length),

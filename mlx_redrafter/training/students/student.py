@@ -64,7 +64,6 @@ class Student(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the target."""
         size: int = self.network.config.vocab_size
         return size
 
