@@ -71,7 +71,7 @@ def publish(destination: Path) -> Iterator[Path]:
 
 
 def upload_folder(folder: Path, repo: str) -> str:
-    """Upload a folder with the user's credentials, to a new repository if needed; return the URL."""
+    """Upload a folder with the user's credentials to a repository, new or not; return its URL."""
     api = HfApi()
     try:
         address = api.create_repo(repo, exist_ok=True)
