@@ -531,7 +531,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "load(drafter)": lambda: load("drafter"),
     "load(model, model's text)": lambda: load("model", "text.txt"),
     "load_drafter(3)": lambda: load_drafter(3),  # type: ignore[arg-type]
-    "load_drafter(model)": lambda: load_drafter("model"),
     "Engine(None)": lambda: Engine(None, wrapped_tokenizer(8)),  # type: ignore[arg-type]
     "Engine(3)": lambda: Engine(3, wrapped_tokenizer(8)),  # type: ignore[arg-type]
     "stream_generate(3)": lambda: stream_generate(3, wrapped_tokenizer(8), [1], drafter=None),  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def test_parts_add_up_to_the_steps_that_were_timed(
     monkeypatch: pytest.MonkeyPatch, max_length: int
 ) -> None:
     timed, proposer = _timed(max_length=max_length), _proposer()
-    proposer.max_length = max_length
+    monkeypatch.setattr(Drafter, "max_length", max_length)
     monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(timed))
     costs = profiling.step_costs(Target(tiny_llama()), proposer)
     for kind, seconds in timed.items():
@@ -266,7 +266,7 @@ def test_another_drafter_or_dtype_is_timed_anew(
     monkeypatch.setattr(profiling, "time_steps", lambda *_: StepTimes(_timed()))
     target, proposer = Target(tiny_llama()), _proposer()
     profiling.step_costs(target, proposer)
-    quantize_drafter(proposer.drafter, 4, 32)
+    quantize_drafter(proposer, 4, 32)
     profiling.step_costs(target, proposer)
     profiling.step_costs(target, _proposer(mx.float16))
     assert len(list(folder.iterdir())) == 3
