@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
-from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
+from mlx_redrafter.convert.eagle import convert_eagle
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.output import ConvertedDrafter, fill, write_conversion
@@ -28,6 +28,7 @@ from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers import eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
@@ -76,7 +77,7 @@ def convert_drafter(
     check_destination(destination, source.folder)
     if options.tree is not None and not has_medusa(source):
         raise ConfigError("--tree is for Medusa heads, found another drafter; leave it out")
-    is_other = module is not None or is_eagle_source(source)
+    is_other = module is not None or eagle.recognise(source.config, source.shapes)
     if is_other and (options.rnn_activation is not None or options.vocabulary is not None):
         raise ConfigError(
             "--rnn-activation and --vocab-slice are not for EAGLE heads and MTP modules; leave "

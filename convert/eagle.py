@@ -26,7 +26,6 @@ from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import (
     eagle_config,
-    is_eagle,
     own_names,
     resolve_offsets,
     rope_of,
@@ -39,11 +38,6 @@ ROPE_REMEDY = (
     "the target's rotary embedding; give config.json its rope_theta and rope_scaling and convert "
     "again"
 )
-
-
-def is_eagle_source(source: Source) -> bool:
-    """Whether a checkpoint is an EAGLE head, published or of this package."""
-    return is_eagle(source.config, source.tensors)
 
 
 def describe_eagle(source: Source, eagle: Eagle) -> str:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Drafting
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import Target
 
@@ -70,6 +71,19 @@ class DraftNetwork(nn.Module):
     def stored_name(self, own: str) -> str:
         """Return the name that a parameter has in the network's checkpoint."""
         return own
+
+
+class StatelessDrafting:
+    """Drafts of one sequence by a network that keeps no state between steps."""
+
+    def outlook(self) -> None:
+        """Return None, as a network always has something to propose."""
+
+    def skip(self, flight: PendingPass) -> None:
+        """Ignore a pass without drafts."""
+
+    def settle(self, length: int) -> None:
+        """Leave everything, as there are no caches."""
 
 
 class ResBlock(nn.Module):

@@ -100,7 +100,8 @@ def find_parts(model: nn.Module) -> Parts:
         text_model = model.language_model
         inner = _file_name(text_model)
         text_name = inner if inner in WRAPPERS[name] else WRAPPERS[name][0]
-    args = _find_args(text_model)
+    # mlx-lm's files keep the arguments of a model under two names.
+    args = vars(getattr(text_model, "args", None) or text_model.config)
     _check_text_config(name, text_name, args)
     caches = make_prompt_cache(model)
     _check_caches(name, caches)
@@ -221,11 +222,6 @@ def _find_rope_hook(name: str, rope: nn.Module) -> Iterator[HookPoint]:
     hook = ROPE_HOOKS[kind]
     if hook is not None:
         yield HookPoint(rope, "__call__", hook)
-
-
-def _find_args(model: nn.Module) -> Config:
-    """Return the arguments of a model, which mlx-lm's files keep under two names."""
-    return vars(getattr(model, "args", None) or model.config)
 
 
 def _find_module(model: nn.Module, path: str) -> Any:

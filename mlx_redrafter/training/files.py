@@ -30,11 +30,7 @@ def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None =
     )
 
 
-def load_arrays(path: Path) -> Arrays:
-    return load_arrays_and_metadata(path)[0]
-
-
-def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
+def load_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
     """Load the arrays of a safetensors file and the metadata in its header."""
     try:
         arrays, metadata = mx.load(str(path), return_metadata=True)

@@ -94,7 +94,7 @@ class TextGenerator:
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
                 save_arrays(path, pack_sequences(self.generate_round(round_jobs, limits, number)))
-            texts = unpack_sequences(load_arrays(path))
+            texts = unpack_sequences(load_arrays(path)[0])
             sequences += texts
             num_generated += sum(int(text.is_trained.sum()) for text in texts)
             number += 1

@@ -108,9 +108,10 @@ class TeacherCache:
     def load(self, split: Split, number: int, extras: Sequence[str] = ()) -> Shard:
         """Read a shard with some of its extra arrays."""
         path = self.path(split, number)
-        arrays = load_arrays(path)
+        arrays, _ = load_arrays(path)
         for extra in extras:
-            arrays[_field(extra)] = load_arrays(self.path(split, number, extra))[_field(extra)]
+            found, _ = load_arrays(self.path(split, number, extra))
+            arrays[_field(extra)] = found[_field(extra)]
         try:
             return Shard(**arrays)
         except TypeError as error:

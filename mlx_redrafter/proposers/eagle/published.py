@@ -66,16 +66,9 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def eagle_config(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> EagleConfig:
-    """Read the config in a ``config.json`` of this package or as published."""
+    """Read a config of this package, or as published; ``shapes`` are by the names of `Eagle`."""
     if values.get("model_type") == MODEL_TYPE:
         return EagleConfig.from_dict(values)
-    return published_config(values, shapes)
-
-
-def published_config(
-    values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> EagleConfig:
-    """Read the config of a published head; ``shapes`` are by the names of `Eagle`."""
     nested = values.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else values
     _check_variant(values, layer, shapes)

@@ -17,7 +17,12 @@ import mlx.nn as nn
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
-from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
+from mlx_redrafter.proposers.draft_network import (
+    DraftNetwork,
+    ResBlock,
+    StatelessDrafting,
+    dtype_of,
+)
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
@@ -119,17 +124,14 @@ def ranked_levels(
     return FactorisedLevels(score, num_ranks, lambda ranks: newest[ranks])
 
 
-class MedusaDrafting:
-    """Drafts of one sequence; it keeps no state between steps."""
+class MedusaDrafting(StatelessDrafting):
+    """Drafts of one sequence."""
 
     reader = None
 
     def __init__(self, network: Medusa, couple_noise: bool):
         self.network = network
         self.couple_noise = couple_noise
-
-    def outlook(self) -> None:
-        """Return None, as a network always has something to propose."""
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         network, config = self.network, self.network.config
@@ -149,9 +151,3 @@ class MedusaDrafting:
         else:
             levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
         return build_tree(search(levels, plan.shape), flight.root, plan)
-
-    def skip(self, flight: PendingPass) -> None:
-        """Ignore a pass without drafts."""
-
-    def settle(self, length: int) -> None:
-        """Leave everything, as there are no caches."""
