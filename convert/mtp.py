@@ -105,7 +105,7 @@ def _target_of(source: Source) -> str | None:
     if isinstance(provenance, Mapping):
         target = provenance.get("target")
         return target if isinstance(target, str) else None
-    is_alone = is_mtp(source.config, source.tensors) and not _has_index(source)
+    is_alone = is_mtp(source.config, source.shapes) and not _has_index(source)
     return None if is_alone else source.name
 
 

@@ -10,10 +10,9 @@ from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import describe_misfits
+from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 # This package's config key by TensorRT-LLM's, whose plain "hidden_size" is the target's.
 _TENSORRT_KEYS = {

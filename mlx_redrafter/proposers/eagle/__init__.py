@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -15,15 +13,12 @@ from mlx_redrafter.proposers.eagle.published import (
     own_names,
     resolve_offsets,
 )
-from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "EAGLE head"
 
-
-def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return is_eagle(config, shapes)
+recognise = is_eagle
 
 
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Eagle:

@@ -10,7 +10,7 @@ Their config.json often has no other keys than a language model's, so names of t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
+from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
 # Tensors that are not read: the target's own, and a mask that only training needs.
@@ -45,12 +46,12 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
-def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether a config and the names of tensors are those of an EAGLE head."""
+def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Return whether a config and tensors are those of an EAGLE head."""
     if config.get("model_type") == MODEL_TYPE or config.get("speculators_model_type") == "eagle3":
         return True
-    if names:
-        own = set(map(_own_name, names))
+    if shapes:
+        own = set(map(_own_name, shapes))
         has_norm = "layers.0.input_layernorm.weight" in own
         has_layer = not own.isdisjoint(f"layers.0.self_attn.{name}.weight" for name in FIRST)
         is_third = "layers.0.hidden_norm.weight" in own
@@ -65,7 +66,7 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     return collect_sources(names, _own_name)[0]
 
 
-def eagle_config(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> EagleConfig:
+def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     """Read a config of this package, or as published; ``shapes`` are by the names of `Eagle`."""
     if values.get("model_type") == MODEL_TYPE:
         return EagleConfig.from_dict(values)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint
-from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import is_medusa, read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
@@ -15,9 +12,7 @@ from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "Medusa heads"
 
-
-def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return is_medusa(config, shapes)
+recognise = is_medusa
 
 
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Medusa:

@@ -21,10 +21,10 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
+from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 
-Shapes = Mapping[str, tuple[int, ...]]
 NameSet = Literal["fasterdecoding", "vllm"]
 
 _VLLM_MODEL_TYPE = "medusa"
@@ -66,21 +66,21 @@ class NamedHeads(NamedTuple):
     notes: tuple[str, ...]
 
 
-def is_medusa(values: Mapping[str, Any], shapes: Shapes) -> bool:
+def is_medusa(config: Mapping[str, Any], shapes: Shapes) -> bool:
     """Return whether a config or tensors are those of Medusa heads.
 
     A single stack "0.*" can be a recurrent drafter's head as well, whose layers are twice as wide
     as the target's hidden state.
     """
-    if values.get("model_type") in (MODEL_TYPE, _VLLM_MODEL_TYPE):
+    if config.get("model_type") in (MODEL_TYPE, _VLLM_MODEL_TYPE):
         return True
-    if any(key.startswith("medusa") for key in values):
+    if any(key.startswith("medusa") for key in config):
         return True
     if any(name.startswith("medusa_head") or _BLOCK["vllm"].fullmatch(name) for name in shapes):
         return True
     stacks = heads_of(shapes)
     width = {shape[-1:] for name, shape in shapes.items() if name.startswith("0.")}
-    return bool(stacks) and (stacks != {0} or width == {(values.get("hidden_size"),)})
+    return bool(stacks) and (stacks != {0} or width == {(config.get("hidden_size"),)})
 
 
 def heads_of(names: Iterable[str]) -> set[int]:

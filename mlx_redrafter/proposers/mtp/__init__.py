@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.proposers.checkpoint import check_finite, check_floating
-from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.mtp.tensors import find_module, misfit, open_module
@@ -20,9 +17,7 @@ NAME = "MTP module"
 # Word for the module in the target's own files.
 WORD = "mtp"
 
-
-def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return is_mtp(config, shapes)
+recognise = is_mtp
 
 
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Mtp:

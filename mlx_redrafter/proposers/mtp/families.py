@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
 # Ending of the model type of a folder with a module alone; its tensors have no prefix.
@@ -129,13 +130,13 @@ def prefix_of(values: Mapping[str, Any]) -> str:
     return prefix.format(layer=text_values(values).get("num_hidden_layers"))
 
 
-def is_mtp(values: Mapping[str, Any], names: Iterable[str]) -> bool:
+def is_mtp(config: Mapping[str, Any], shapes: Shapes) -> bool:
     """Return whether a folder has the tensors of MTP modules and none of a model's."""
-    if is_sidecar(values):
+    if is_sidecar(config):
         return True
-    known = str(values.get("model_type")) in FAMILIES
-    prefixes = (*OWN_PREFIXES, prefix_of(values)) if known else OWN_PREFIXES
-    of_module = [name.startswith(prefixes) for name in names]
+    known = str(config.get("model_type")) in FAMILIES
+    prefixes = (*OWN_PREFIXES, prefix_of(config)) if known else OWN_PREFIXES
+    of_module = [name.startswith(prefixes) for name in shapes]
     return bool(of_module) and all(of_module)
 
 
