@@ -34,8 +34,6 @@ MAX_NOISE = 2**14
 # Smallest temperature and nucleus mass that float32 keeps apart from 0. With a mass of 0, mlx-lm
 # would read past the end of the vocabulary.
 MIN_FACTOR = 1e-30
-# Largest temperature that float32 keeps apart from infinity.
-MAX_FACTOR = 1e30
 
 
 class TokenSampler(Protocol):
@@ -149,9 +147,7 @@ class GumbelNoise:
         if 0 < params.top_k < log_probs.shape[-1]:
             log_probs = apply_top_k(log_probs, params.top_k)
         # Small models notice every operation, and the temperature is mostly 1.
-        if params.temp == 1:
-            return log_probs
-        return log_probs / min(max(float(params.temp), MIN_FACTOR), MAX_FACTOR)
+        return log_probs if params.temp == 1 else log_probs / max(params.temp, MIN_FACTOR)
 
 
 class KeyedSampler:

@@ -78,7 +78,7 @@ class Scripted:
     num_layers = 0
     num_rows: int | None = None
     max_length: int | None = None
-    modules: tuple[nn.Module, ...] = ()
+    networks: tuple[nn.Module, ...] = ()
 
     def __init__(
         self, script: Sequence[int], vocab_size: int, accuracy: float = 0.7, seed: int = 7

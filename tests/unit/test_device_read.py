@@ -35,13 +35,13 @@ LOOP = [
     "decoding/target_choice",
     "proposers/draft_model",
     "proposers/expansion",
-    "proposers/lookup",
-    "proposers/lookup_first",
+    "proposers/lookup/lookup",
+    "proposers/lookup/lookup_first",
     "proposers/redrafter/beam",
     "proposers/redrafter/network",
-    "proposers/redrafter/proposer",
+    "proposers/redrafter/recurrence",
     "proposers/search",
-    "proposers/suffix_index",
+    "proposers/lookup/suffix_index",
     "target/caches/full",
     "target/caches/draft_cache",
     "target/caches/tree_cache",
@@ -199,7 +199,6 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
 
 # Once per chunk of a prompt, once per set of a drafter's weights, and in blank caches for timing.
 ALLOWED = {
-    "decoding/sampling": ["float(params.temp)"],  # a number of the options
     "proposers/draft_model": [
         "bool(cached)",  # a list
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
@@ -211,7 +210,7 @@ ALLOWED = {
         "mx.eval([layer.state for layer in cache.stock])",
         "mx.array_equal(module(given), outputs[-1]).item()",  # before a text, to find a layer
     ],
-    "proposers/redrafter/network": ["mx.eval(packed, scales, biases)", "mx.eval(weight)"],
+    "proposers/redrafter/recurrence": ["mx.eval(self.quantized)", "mx.eval(self.weight)"],
 }
 
 
