@@ -14,13 +14,22 @@ from urllib.request import Request, urlopen
 import pytest
 from typer.main import get_command
 
+from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.cli.main import app
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.models import ROOT
 
 PROGRAM = "redrafter-mlx"
-PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "bench").rglob("*.md")),
+]
+# The changelog also names what is gone.
+CHANGELOG = ROOT / "CHANGELOG.md"
+# Options of other programs, and of scripts of the bundled pair.
+FOREIGN = {"--work"}
 # Commands of these pages run in seconds; others train or measure.
 RUN = ("generate", "check", "chat")
 
@@ -54,7 +63,47 @@ def _parse(words: list[str]) -> None:
         parent = context
 
 
+def _options() -> dict[tuple[str, ...], set[str]]:
+    """Options of every command, by the words that call it; those of the laboratory, too."""
+    top: Any = get_command(app)
+    commands = {(): top, **{(name,): one for name, one in top.commands.items()}}
+    for name, one in top.commands.items():
+        commands |= {(name, inner): it for inner, it in getattr(one, "commands", {}).items()}
+    found = {
+        words: {"--help", *(option for one in command.params for option in one.opts)}
+        for words, command in commands.items()
+    }
+    for *outer, inner in filter(None, list(found)):
+        if inner == "run":  # what `convert` does without the name of a further command
+            found[tuple(outer)] |= found[*outer, inner]
+    for name in NAMES:
+        found["lab", name] = set(re.findall(r"--[a-z-]+", make_parser(name)[1].format_help()))
+    return found
+
+
+def _quotations(page: Path) -> list[str]:
+    """Spans and blocks of code; a line that goes on in the next one is one line."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    spans = [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", prose)]
+    return spans + "\n".join(blocks).splitlines()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_exist(page: Path) -> None:
+    options = _options()
+    known = set().union(*options.values(), FOREIGN)
+    dead = []
+    for quotation in _quotations(page):
+        words = tuple(quotation.removeprefix(f"{PROGRAM} ").split())
+        # A command may be quoted without the name of the program, as in `check --json`.
+        own = options.get(words[:2]) or options.get(words[:1]) or known
+        dead += [one for one in re.findall(r"(?<!\S)--[a-z][a-z-]*", quotation) if one not in own]
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
     for command in _commands(page):
         words = shlex.split(command, comments=True)[1:]

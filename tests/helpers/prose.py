@@ -96,14 +96,15 @@ def _in_docstring(node: ast.AST, docstring: str) -> Iterator[tuple[str, str]]:
             section = ""  # the following lines continue the description
         kept.append("" if line in SECTIONS else re.sub(r"^ {4}[*\w.]+: ", "\n", line))
     for paragraph in re.split(r"\n\s*\n|\n\n", "\n".join(kept)):
-        if not paragraph.lstrip().startswith((">>>", "```", "    ")):
+        is_table = paragraph.lstrip("\n").startswith("    ")
+        if not is_table and not paragraph.lstrip().startswith((">>>", "```")):
             for found in _in_words("", " ".join(paragraph.split())):
                 yield found.rule, found.words
 
 
 def _in_words(where: str, words: str) -> Iterator[Offence]:
     """House words, and sentences that are too long."""
-    plain = re.sub(r"`[^`]*`|\([^()]*\)", " x ", words)
+    plain = re.sub(r"`[^`]*`(?:, `[^`]*`)*|\([^()]*\)", " x ", words)  # a list of names is one word
     if match := HOUSE_WORDS.search(plain):
         yield Offence(where, f"house words {match[0]!r}", words)
     for sentence in re.split(r"(?<=[.:;!?])\s", plain):

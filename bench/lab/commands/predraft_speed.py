@@ -29,7 +29,7 @@ from mlx_redrafter.bench.runs import AUTO, drafted_arm
 from mlx_redrafter.bench.turns import arm_name, compared_arms
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, speed_table, warn
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.proposers.speculate_ahead import Hits, Predrafted
+from mlx_redrafter.proposers.speculate_ahead import Hits, SpeculateAhead
 
 PLANS = (DraftPlan.of(4, 5, select="beam"), DraftPlan.of(4, 5))
 
@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> None:
     hits: dict[str, Hits] = {}
     for plan in (*PLANS, None):
         name = f"{AUTO if plan is None else arm_name(plan)}, predrafted"
-        ahead = Predrafted(drafter, arguments.predraft)
+        ahead = SpeculateAhead(drafter, arguments.predraft)
         arms[name] = drafted_arm(replace(settings, drafter=ahead), plan)
         hits[name] = ahead.hits
     recording = Recording(arguments.out, "compare", configuration, arguments.resume)
