@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,10 +11,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
-from mlx_redrafter.convert.eagle import convert_eagle, is_eagle_source
+from mlx_redrafter.convert.eagle import convert_eagle
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
 from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.output import ConvertedDrafter, write_conversion
+from mlx_redrafter.convert.output import ConvertedDrafter, fill, write_conversion
 from mlx_redrafter.convert.publication import check_destination
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.selftest import (
@@ -29,11 +28,10 @@ from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.checkpoint import check_token_ids, save_drafter
+from mlx_redrafter.proposers import eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.target_facts import check_sizes
@@ -79,7 +77,7 @@ def convert_drafter(
     check_destination(destination, source.folder)
     if options.tree is not None and not has_medusa(source):
         raise ConfigError("--tree is for Medusa heads, found another drafter; leave it out")
-    is_other = module is not None or is_eagle_source(source)
+    is_other = module is not None or eagle.recognise(source.config, source.shapes)
     if is_other and (options.rnn_activation is not None or options.vocabulary is not None):
         raise ConfigError(
             "--rnn-activation and --vocab-slice are not for EAGLE heads and MTP modules; leave "
@@ -109,15 +107,8 @@ def _convert_named(source: Source, options: ConversionOptions) -> ConvertedDraft
         check_sizes(drafter.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
         measured = _test(pending, drafter, model, tokenizer)
     if isinstance(drafter, Medusa) and options.tree is not None:
-        pending.config = drafter.config = replace(drafter.config, tree=options.tree)
-    return ConvertedDrafter(
-        partial(save_drafter, drafter),
-        pending.config,
-        pending.name_set,
-        measured,
-        pending.notes,
-        pending.warnings,
-    )
+        drafter.config = replace(drafter.config, tree=options.tree)
+    return ConvertedDrafter(drafter, pending.name_set, measured, pending.notes, pending.warnings)
 
 
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
@@ -164,12 +155,7 @@ def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
 def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter | Medusa:
     config = pending.config
     drafter = Drafter(config) if isinstance(config, DrafterConfig) else Medusa(config)
-    drafter.load_weights(list(pending.weights.items()))
-    check_token_ids(drafter, pending.source)
-    if options.quantization is not None:
-        quantize_drafter(drafter, options.quantization.bits, options.quantization.group_size)
-    mx.eval(drafter.parameters())
-    drafter.eval()
+    fill(drafter, pending.weights, pending.source, options.quantization)
     return drafter
 
 
@@ -217,6 +203,6 @@ def _test(
         remedy = ""
         config = replace(drafter.config, rank_accuracies=accuracies)
     assert measured.calibration is not None
-    pending.config = drafter.config = measured.calibration.applied(config)
+    drafter.config = measured.calibration.applied(config)
     pending.warnings += measured.warnings(remedy)
     return measured

@@ -19,12 +19,7 @@ Config = DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization as in mlx-lm.
-
-    Attributes:
-        bits: Bits per weight.
-        group_size: Number of weights with a common scale and bias.
-    """
+    """Quantization as in mlx-lm."""
 
     bits: int = 4
     group_size: int = 64
@@ -38,12 +33,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """A reduced vocabulary: the most frequent tokens of some text files.
-
-    Attributes:
-        num_rows: Number of tokens.
-        texts: Text files, tokenised by the target's tokenizer.
-    """
+    """A reduced vocabulary: the most frequent tokens of some text files."""
 
     num_rows: int
     texts: tuple[Path, ...]
@@ -83,13 +73,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion.
-
-    Attributes:
-        config: The drafter's config.
-        provenance: Provenance, as in ``config.json``.
-        warnings: Warnings about the drafter, for the user.
-    """
+    """The result of a conversion."""
 
     config: Config
     provenance: dict[str, Any]

@@ -8,53 +8,36 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.names import NamedTensors
-from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter
+from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, fill
 from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
+from mlx_redrafter.convert.shapes import check_dtypes
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
-from mlx_redrafter.proposers.checkpoint import (
-    CONFIG_ONLY,
-    check_shapes,
-    check_token_ids,
-    save_drafter,
-)
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import (
     eagle_config,
-    is_eagle,
     own_names,
     resolve_offsets,
     rope_of,
     target_of,
 )
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.quantization import quantize_drafter
-
-FLOATS, INTEGERS = ("float32", "float16", "bfloat16"), ("int32", "int64")
-
 
 # Advice for a head that drafts better with the target's rotary embedding.
 ROPE_REMEDY = (
     "the target's rotary embedding; give config.json its rope_theta and rope_scaling and convert "
     "again"
 )
-
-
-def is_eagle_source(source: Source) -> bool:
-    """Whether a checkpoint is an EAGLE head, published or of this package."""
-    return is_eagle(source.config, source.tensors)
 
 
 def describe_eagle(source: Source, eagle: Eagle) -> str:
@@ -70,26 +53,12 @@ def describe_eagle(source: Source, eagle: Eagle) -> str:
 
 
 def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
-    """Create a head of the right sizes without weights, and map the names of its weights.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
-            config requires, all of them named; or a value in ``config.json`` is out of range.
-    """
+    """Create a head of the right sizes without weights, and map the names of its weights."""
     names = own_names(source.tensors)
     shapes = {own: source.tensors[name].shape for own, name in names.items()}
     eagle = build(Eagle, eagle_config(source.config, shapes))
     check_shapes(eagle, shapes, source.name, names)
-    problems = [
-        f"{quote(name)} is {source.tensors[name].dtype}"
-        for own, name in names.items()
-        if source.tensors[name].dtype not in (INTEGERS if own == "token_ids" else FLOATS)
-    ]
-    if problems:
-        raise CheckpointError(
-            f"expected {', '.join(FLOATS)} (d2t: {' or '.join(INTEGERS)}), but "
-            f"{join_shortened(problems)}; use a head that is not quantised"
-        )
+    check_dtypes(names, source.tensors, "use a head that is not quantised")
     left_out = sorted(source.tensors.keys() - names.values())
     notes = [f"not needed, left out: {join_shortened(map(quote, left_out))}"] if left_out else []
     return eagle, NamedTensors("eagle", names, tuple(notes))
@@ -102,16 +71,10 @@ def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafte
     eagle, named = open_eagle(source)
     weights = read_weights(named.sources, source.tensors, options.dtype)
     resolve_offsets(weights, named.sources)
-    eagle.load_weights(list(weights.items()))
-    check_token_ids(eagle, source.name)
-    if options.quantization is not None:
-        quantize_drafter(eagle, options.quantization.bits, options.quantization.group_size)
-    mx.eval(eagle.parameters())
-    eagle.eval()
+    fill(eagle, weights, source.name, options.quantization)
     measured = None if options.target is None else _test(eagle, options.target)
     return ConvertedDrafter(
-        partial(save_drafter, eagle),
-        eagle.config,
+        eagle,
         named.name_set,
         measured,
         named.notes,

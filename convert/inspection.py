@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_redrafter.convert.conversion_options import Config
-from mlx_redrafter.convert.eagle import describe_eagle, is_eagle_source, open_eagle
+from mlx_redrafter.convert.eagle import describe_eagle, open_eagle
 from mlx_redrafter.convert.mtp import check_mtp, describe_mtp, find_mtp
 from mlx_redrafter.convert.names import NamedTensors, map_names
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
@@ -15,6 +15,7 @@ from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
+from mlx_redrafter.proposers import eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -42,15 +43,11 @@ class Inspection:
 
 
 def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
-    """Inspect a checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint does not exist, or a file is damaged or hostile.
-    """
+    """Inspect a checkpoint."""
     if (module := find_mtp(path_or_repo)) is not None:
         return _inspect_mtp(module)
     source = open_source(path_or_repo)
-    if is_eagle_source(source):
+    if eagle.recognise(source.config, source.shapes):
         return _inspect_eagle(source)
     if (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
@@ -78,11 +75,11 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
 
 def _inspect_eagle(source: Source) -> Inspection:
     try:
-        eagle, named = open_eagle(source)
+        head, named = open_eagle(source)
     except CheckpointError as error:
         kind = "an EAGLE head that cannot be converted"
         return Inspection(source, kind, None, (str(error),))
-    return Inspection(source, describe_eagle(source, eagle), eagle.config, named.notes)
+    return Inspection(source, describe_eagle(source, head), head.config, named.notes)
 
 
 def _inspect_mtp(source: Source) -> Inspection:

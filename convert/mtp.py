@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,7 +25,7 @@ from mlx_redrafter.convert.weights import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import eagle, medusa
-from mlx_redrafter.proposers.checkpoint import check_finite, save_drafter
+from mlx_redrafter.proposers.checkpoint import check_finite
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
@@ -45,9 +44,6 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     """Find the MTP module in a checkpoint; return None if the config is of another model.
 
     From a repository, only the files with the module are downloaded.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
     """
     folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
@@ -71,12 +67,7 @@ def describe_mtp(source: Source) -> str:
 
 
 def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
-    """Return a module's config, and the checkpoint without the rest of the model.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected, or of other shapes than the config
-            requires; or a value in ``config.json`` is out of range.
-    """
+    """Return a module's config, and the checkpoint without the rest of the model."""
     module, *_ = open_module(source.folder, source.files)
     prefix = prefix_of(source.config)
     tensors = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
@@ -96,8 +87,7 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     if options.target is not None:
         measured = SelfTest.of(compare(module, *decode_texts(module, options.target)))
     return ConvertedDrafter(
-        partial(save_drafter, module),
-        module.config,
+        module,
         "MTP",
         measured,
         warnings=() if measured is None else measured.warnings(),
@@ -120,11 +110,7 @@ def _target_of(source: Source) -> str | None:
 
 
 def _cast(module: Mtp, source: Source, dtype: str) -> None:
-    """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers.
-
-    Raises:
-        NonFiniteError: Values are too large for the dtype.
-    """
+    """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers."""
     is_cast = getattr(one_layer_model(source.config), "cast_predicate", lambda name: True)
     weights = [
         (name, tensor.astype(DTYPES[dtype]) if is_cast(name) else tensor)

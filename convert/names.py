@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS
 
 NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
@@ -51,30 +52,17 @@ class NamedTensors:
 
 
 def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
-    """Map every tensor name of a checkpoint to this package's name, each exactly once.
-
-    Raises:
-        CheckpointError: A name is unknown, or two names stand for the same tensor.
-    """
+    """Map every tensor name of a checkpoint to this package's name, each exactly once."""
     names = sorted(names)
     is_tensorrt = _is_tensorrt(names, config)
     kept = [name for name in names if not _belongs_to_target(name, is_tensorrt)]
     blocks = [match for name in kept if (match := _BLOCK.fullmatch(_strip_prefixes(name)))]
     num_blocks = 1 + max((int(match[1]) for match in blocks), default=-1)
-    sources: dict[str, str] = {}
-    unknown: list[str] = []
-    for name in kept:
-        own = _translate_name(_strip_prefixes(name), num_blocks, is_tensorrt)
-        if own is None:
-            unknown.append(name)
-        elif own in sources:
-            raise CheckpointError(
-                f"{quote(sources[own])} and {quote(name)} both stand for {own}; keep one of them"
-            )
-        else:
-            sources[own] = name
-    unused = [name for name in unknown if _is_unused(name)]
-    unknown = [name for name in unknown if not _is_unused(name)]
+    sources, others = collect_sources(
+        kept, lambda name: _translate_name(_strip_prefixes(name), num_blocks, is_tensorrt)
+    )
+    unused = list(filter(_is_unused, others))
+    unknown = [name for name in others if name not in unused]
     if unknown:
         raise CheckpointError(
             "expected input_proj, lm_head.{i}.linear, lm_head.{n}, rnn_u and rnn_w, found tensors "

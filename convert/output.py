@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_redrafter.checkpoint_files import shared_name
-from mlx_redrafter.convert.conversion_options import Config, Conversion, ConversionOptions
+from mlx_redrafter.convert.conversion_options import (
+    Config,
+    Conversion,
+    ConversionOptions,
+    Quantization,
+)
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
 from mlx_redrafter.convert.selftest import SelfTest
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.proposers.checkpoint import check_token_ids, save_drafter
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.mtp.network import MtpConfig
+from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.version import __version__
 
@@ -60,8 +70,7 @@ class ConvertedDrafter:
     """A drafter that is ready to be written.
 
     Attributes:
-        save: Writes the drafter to a folder, with further keys for its ``config.json``.
-        config: The drafter's config.
+        network: Its network, with the config to write.
         name_set: Naming convention of the source.
         measured: Results of the self-test; None if it was skipped.
         notes: Notes on the conversion, for the user.
@@ -69,13 +78,27 @@ class ConvertedDrafter:
         target: Name of the target, if the source gives one.
     """
 
-    save: Callable[[Path, Mapping[str, Any]], None]
-    config: Config
+    network: DraftNetwork
     name_set: str
     measured: SelfTest | None
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
     target: str | None = None
+
+
+def fill(
+    network: DraftNetwork,
+    weights: Mapping[str, mx.array],
+    name: str,
+    quantization: Quantization | None,
+) -> None:
+    """Give a new network the weights of a checkpoint of this name, and quantise them."""
+    network.load_weights(list(weights.items()))
+    check_token_ids(network, name)
+    if quantization is not None:
+        quantize_drafter(network, quantization.bits, quantization.group_size)
+    mx.eval(network.parameters())
+    network.eval()
 
 
 def write_conversion(
@@ -91,12 +114,13 @@ def write_conversion(
         "self_test": None if drafter.measured is None else drafter.measured.to_dict(),
         "notes": list(drafter.notes),
     }
+    config = drafter.network.config
     with publish(destination) as folder:
-        drafter.save(folder, {PROVENANCE_KEY: provenance})
+        save_drafter(drafter.network, folder, {PROVENANCE_KEY: provenance})
         stored_as = str(options.quantization or options.dtype)
-        card = render_card(destination.resolve().name, drafter.config, stored_as, provenance)
+        card = render_card(destination.resolve().name, config, stored_as, provenance)
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    return Conversion(drafter.config, provenance, tuple(drafter.warnings))
+    return Conversion(config, provenance, tuple(drafter.warnings))
 
 
 def render_card(
@@ -105,14 +129,7 @@ def render_card(
     quantization: str,
     provenance: Mapping[str, Any],
 ) -> str:
-    """Render the card as Markdown.
-
-    Args:
-        title: Name of the folder or the repository.
-        config: The drafter's config.
-        quantization: Format of the weights, such as "float16" or "4 bits, groups of 64".
-        provenance: Provenance, as in ``config.json``.
-    """
+    """Render the card as Markdown."""
     target = provenance["target"]
     rows = {
         "hidden size of the target": config.hidden_size,

@@ -71,14 +71,7 @@ def publish(destination: Path) -> Iterator[Path]:
 
 
 def upload_folder(folder: Path, repo: str) -> str:
-    """Upload a folder with the user's stored credentials, and create the repository if necessary.
-
-    Returns:
-        The repository's URL.
-
-    Raises:
-        CheckpointError: The hub cannot be reached or rejects the folder, which is kept.
-    """
+    """Upload a folder with the user's credentials to a repository, new or not; return its URL."""
     api = HfApi()
     try:
         address = api.create_repo(repo, exist_ok=True)

@@ -23,11 +23,7 @@ def has_medusa(source: Source) -> bool:
 
 
 def recognise_foreign(source: Source) -> str | None:
-    """Name the kind of a checkpoint that cannot be converted.
-
-    Returns:
-        The kind in words; None if it may be a recurrent drafter or Medusa heads.
-    """
+    """Name the kind of a checkpoint that cannot be converted; None if it may be one that can."""
     config, names = source.config, list(source.tensors)
     if _is_quantized_mlx(config):
         return "an MLX drafter that is quantised already; convert the drafter it was made from"

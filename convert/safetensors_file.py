@@ -19,11 +19,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32
 
 
 def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a safetensors file, without their values.
-
-    Raises:
-        CheckpointError: The file is damaged, or the header is too long or has a name twice.
-    """
+    """Read the tensors of a safetensors file, without their values."""
     header_size = _read_header_size(path)
     try:
         # The library checks that dtypes, shapes and offsets agree and that the tensors fill the

@@ -92,8 +92,7 @@ class SelfTest:
     def warnings(self, remedy: str = "") -> tuple[str, ...]:
         """Describe the likely mistake; return nothing if the drafter seems to fit.
 
-        Args:
-            remedy: Name of the second variant, and how to convert to it.
+        ``remedy`` names the second variant, and how to convert to it.
         """
         share = f"only {self.acceptance:.0%} of the first drafts match the target"
         if self.other_is_better:
@@ -162,11 +161,7 @@ def self_test_heads(
 def decode_texts(
     network: AutoregressiveNetwork, name: str | Path
 ) -> tuple[Target, list[DecodedText]]:
-    """Load a target and let it continue `PROMPTS`, for networks that read its states.
-
-    Raises:
-        CheckpointError: The target cannot be loaded, or the network does not fit it.
-    """
+    """Load a target and let it continue `PROMPTS`, for networks that read its states."""
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)
@@ -218,12 +213,9 @@ def _decode(target: Target, prompt: list[int]) -> ObservedSequence:
 def _find_matches(
     drafter: Drafter, target: Target, texts: Sequence[ObservedSequence]
 ) -> tuple[list[int], list[int]]:
-    """Compare first and second drafts with the target's tokens.
+    """Compare first and second drafts with the target's tokens: 1 if equal, else 0.
 
     Second drafts follow the target's first token, and depend more on the recurrence.
-
-    Returns:
-        First and second drafts, each 1 if equal to the target's token, else 0.
     """
     pairs = [predict(drafter, target.embed, text) for text in texts]
     firsts, seconds = (

@@ -43,18 +43,7 @@ def infer_drafter_config(
     values: Mapping[str, Any],
     rnn_activation: Activation | None = None,
 ) -> DrafterConfig:
-    """Infer a drafter's config from ``config.json``, and from the shapes if a value is missing.
-
-    Args:
-        named: The drafter's tensors.
-        tensors: Tensors by the names in the checkpoint.
-        values: The checkpoint's ``config.json``.
-        rnn_activation: The user's choice, which takes precedence; None to infer the activation.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected, or of other shapes or dtypes than the
-            config requires, all of them named; or a value in ``config.json`` is out of range.
-    """
+    """Infer a drafter's config from ``config.json``, and from the shapes if a value is missing."""
     shapes = {own: tensors[source].shape for own, source in named.sources.items()}
     inferred = _infer_values(shapes)
     stated = _read_stated(values)
@@ -116,13 +105,12 @@ def _choose_variant(
     return variant
 
 
-def check_dtypes(sources: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise `CheckpointError` unless a drafter's tensors can be read.
-
-    Args:
-        sources: Name in the checkpoint by this package's name.
-        tensors: Tensors by the names in the checkpoint.
-    """
+def check_dtypes(
+    sources: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+    remedy: str = "save the drafter in one of these dtypes",
+) -> None:
+    """Raise `CheckpointError` unless tensors, named as in `read_weights`, can be read."""
     problems = []
     for own, source in sources.items():
         readable = _READABLE_IDS if own == "token_ids" else _READABLE
@@ -131,7 +119,7 @@ def check_dtypes(sources: Mapping[str, str], tensors: Mapping[str, StoredTensor]
     if problems:
         raise CheckpointError(
             f"expected {', '.join(_READABLE)} (token ids: {' or '.join(_READABLE_IDS)}), but "
-            f"{join_shortened(problems)}; save the drafter in one of these dtypes"
+            f"{join_shortened(problems)}; {remedy}"
         )
 
 

@@ -55,7 +55,6 @@ class Source:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def sha256(self) -> dict[str, str]:
@@ -64,12 +63,7 @@ class Source:
 
 
 def open_source(path_or_repo: str | Path) -> Source:
-    """Open a checkpoint folder or a hub repository and read the headers of its weight files.
-
-    Raises:
-        CheckpointError: The checkpoint does not exist, has no weight file, or a file is damaged or
-            hostile.
-    """
+    """Open a checkpoint folder or a hub repository and read the headers of its weight files."""
     folder = find_checkpoint(path_or_repo, _PATTERNS)
     files, owners = _find_weight_files(folder)
     tensors: dict[str, StoredTensor] = {}

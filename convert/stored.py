@@ -36,15 +36,9 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def read(self) -> mx.array:
-        """Read the values into new memory.
-
-        Raises:
-            CheckpointError: The file has become shorter since its header was checked.
-        """
         raw = np.dtype(_ON_DISK[self.dtype])
         count = count_spanned(self.shape, self.strides)
         flat = np.fromfile(self.path, raw, count, offset=self.start)

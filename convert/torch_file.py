@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import mlx.core as mx
+
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from mlx_redrafter.convert.stored import StoredTensor
 from mlx_redrafter.errors import CheckpointError
@@ -23,26 +25,10 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 # Keys of the state dict in files of training scripts that save more than the state dict.
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-_ITEM_SIZES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float64": 8,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 def read_torch_file(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a state dict that ``torch.save`` wrote, without their values.
-
-    Raises:
-        CheckpointError: The file is damaged, is not a state dict, or asks for code to be run.
-    """
+    """Read the tensors of a state dict that ``torch.save`` wrote, without their values."""
     with path.open("rb") as file:
         magic = file.read(len(_ZIP_MAGIC))
     if magic == _ZIP_MAGIC:
@@ -186,9 +172,7 @@ def _list_legacy_members(
     keys: object,
     tensors: Mapping[str, PickledTensor],
 ) -> dict[str, _Member]:
-    item_sizes = {
-        tensor.storage.key: _ITEM_SIZES[tensor.storage.dtype] for tensor in tensors.values()
-    }
+    item_sizes = {one.storage.key: _item_size(one.storage.dtype) for one in tensors.values()}
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
         raise CheckpointError(f"expected a list of storages in {path}, found none")
     if len(set(keys)) != len(keys) or set(keys) != item_sizes.keys():
@@ -232,7 +216,7 @@ def _locate_values(
     path: Path, name: str, tensor: PickledTensor, member: _Member | None
 ) -> StoredTensor:
     storage = tensor.storage
-    item_size = _ITEM_SIZES[storage.dtype]
+    item_size = _item_size(storage.dtype)
     expected = storage.size * item_size
     if member is None or member.size != expected:
         found = "none" if member is None else f"{member.size} bytes"
@@ -241,3 +225,7 @@ def _locate_values(
         )
     start = member.start + tensor.offset * item_size
     return StoredTensor(path, storage.dtype, tensor.shape, tensor.strides, start)
+
+
+def _item_size(dtype: str) -> int:
+    return 1 if dtype == "bool" else getattr(mx, dtype).size

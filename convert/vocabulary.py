@@ -21,11 +21,7 @@ Config = DrafterConfig | MedusaConfig
 
 
 def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:
-    """Count the occurrences of each token in text files, int64, shape (vocab_size,).
-
-    Raises:
-        CheckpointError: A file cannot be read as UTF-8.
-    """
+    """Count the occurrences of each token in text files, int64, shape (vocab_size,)."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in texts:
         try:
@@ -41,15 +37,9 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
 
 
 def choose_rows(counts: np.ndarray, always: Iterable[int], num_rows: int) -> np.ndarray:
-    """Choose the tokens to keep: those of ``always``, then the most frequent.
+    """Choose the ids to keep, ascending: those of ``always``, then the most frequent.
 
     Of equally frequent tokens the lower id is kept, since tokenizers number tokens by frequency.
-
-    Returns:
-        Token ids, ascending, int32, shape (num_rows,).
-
-    Raises:
-        ConfigError: ``num_rows`` exceeds the vocabulary, or leaves no room beside ``always``.
     """
     needed = sorted({token for token in always if 0 <= token < len(counts)})
     if not len(needed) < num_rows <= len(counts):

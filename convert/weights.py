@@ -25,9 +25,6 @@ def read_weights(
 
     Shapes and dtypes must have been checked, so that memory is bounded by the drafter and one
     stored tensor. Waits for the device.
-
-    Raises:
-        NonFiniteError: Values are NaN, infinite, or too large for ``dtype``.
     """
     weights: dict[str, mx.array] = {}
     damaged: list[str] = []

@@ -15,11 +15,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "pair"
 
 
 def find_bundled(part: Literal["target", "drafter"]) -> Path:
-    """Return the checkpoint folder of one part of the pair.
-
-    Raises:
-        CheckpointError: This installation lacks it.
-    """
+    """Return the checkpoint folder of one part of the pair."""
     folder = FOLDER / part
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(

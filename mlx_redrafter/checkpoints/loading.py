@@ -105,9 +105,6 @@ def load(
 def load_drafter(path_or_repo: str | Path) -> Proposer:
     """Load a drafter of any kind as it is stored, without its target.
 
-    Args:
-        path_or_repo: A folder with ``config.json`` and ``model.safetensors``, or a repository id.
-
     Raises:
         CheckpointError: Files are missing, truncated or foreign, or a value is out of range.
         NonFiniteError: A weight is NaN or infinite.

@@ -28,11 +28,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def is_word(drafter: str | Path | None, word: str) -> bool:
-    """Return whether a drafter's name is a word that stands for a kind, such as "lookup".
-
-    Raises:
-        ConfigError: There is a folder of that name, too.
-    """
+    """Return whether a drafter's name is a word that stands for a kind, such as "lookup"."""
     if drafter != word:
         return False
     if Path(word).is_dir():
@@ -50,12 +46,7 @@ def find_kind(drafter: str | Path) -> Kind:
 
 
 def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
-    """Return the kind of a folder or repository, and its config; reads no weights.
-
-    Raises:
-        CheckpointError: Files are missing or damaged, or have the signs of several kinds.
-        UnsupportedTargetError: It is a model whose trees would not be exact.
-    """
+    """Return the kind of a folder or repository, and its config; reads no weights."""
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
     folder = Path(drafter).expanduser()
     refused = find_refused(config)

@@ -29,7 +29,6 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_roots
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.caches.batch_cache import SlotCache
-from mlx_redrafter.target.shared_prefill import prefill_together
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch, tree_size
@@ -96,8 +95,7 @@ class Scheduler:
         for group in _of_similar_lengths([one for one in sequences if one.shares_prefill]):
             if len(group) > 1:
                 with mx.stream(generation_stream):
-                    prefill_together(
-                        self.target,
+                    self.target.prefill_together(
                         [one.request.prompt[:-1] for one in group],
                         [one.own_cache for one in group],
                         group[0].request.prefill_step_size,

@@ -30,14 +30,7 @@ from mlx_redrafter.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of an attention and their dtype.
-
-    Attributes:
-        heads: Number of query heads.
-        key_heads: Number of key and value heads.
-        head_size: D.
-        dtype: Name of the dtype of queries, keys and values.
-    """
+    """Heads of an attention and their dtype."""
 
     heads: int
     key_heads: int
@@ -46,7 +39,6 @@ class AttentionShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether this package has a kernel for the shape."""
         return self.head_size in HEAD_SIZES and self.dtype in DTYPES
 
     def __str__(self) -> str:
@@ -58,13 +50,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Conditions under which attention of one shape uses the kernel.
-
-    Attributes:
-        shape: Shape of the attention.
-        max_keys: Maximum number of keys that a node may attend to.
-        rows: Values of N.
-    """
+    """Maximum number of keys and values of N with which attention of a shape uses the kernel."""
 
     shape: AttentionShape
     max_keys: int
@@ -73,11 +59,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class AttentionChoices:
-    """The choices of one model. A class, because MLX treats a tuple on a module as parameters.
-
-    Attributes:
-        shapes: One choice per shape.
-    """
+    """The choices of one model. A class, because MLX treats a tuple on a module as parameters."""
 
     shapes: tuple[AttentionChoice, ...]
 

@@ -106,12 +106,7 @@ if (lane == 0) {{
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """Parameters of the kernel's source.
-
-    Attributes:
-        head_size: D, one of `HEAD_SIZES`.
-        dtype: Name of the dtype of queries, keys and values.
-    """
+    """Parameters of the kernel's source."""
 
     head_size: int
     dtype: str

@@ -95,5 +95,4 @@ def _is_equal(shape: AttentionShape, committed: int) -> bool:
 
 
 def _path(node: int) -> list[int]:
-    """Return the nodes from the root to this one."""
     return [0] if node == 0 else [*_path(PARENTS[node]), node]

@@ -60,7 +60,6 @@ class DenseShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether this package has kernels for the matrix."""
         return self.dtype in DTYPES and self.outputs >= MIN_OUTPUTS
 
     def variants(self) -> Iterator[DenseVariant]:

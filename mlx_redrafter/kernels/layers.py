@@ -37,13 +37,7 @@ ADAPTERS = "mlx_lm.tuner."
 
 @dataclass(frozen=True)
 class ProductChoice:
-    """Kernel of one layer.
-
-    Attributes:
-        shape: Shape of the layer's matrix.
-        variant: Variant of the kernel.
-        rows: Values of T for which the kernel replaces MLX's.
-    """
+    """Kernel of one layer, which replaces MLX's for the values ``rows`` of T."""
 
     shape: AnyShape
     variant: AnyVariant
@@ -116,9 +110,7 @@ def _stock_type(module: nn.Module) -> type[nn.Module]:
 def _shape(layer: Any, dtypes: set[str]) -> AnyShape | None:
     """Return the shape of a layer's matrix, or None if its inputs may have several dtypes.
 
-    Args:
-        layer: Layer with the matrix.
-        dtypes: Names of the dtypes of all floating-point parameters of its model.
+    ``dtypes`` are those of all floating-point parameters of the model.
     """
     outputs, columns = layer.weight.shape
     if "scales" not in layer:

@@ -257,7 +257,6 @@ def metal_source(variant: Variant, rows: int) -> KernelSource:
 
 
 def _dots(variant: Variant) -> str:
-    """Write the products of a block."""
     bits, sums = variant.bits, METAL_TYPES[variant.sums]
     if variant.mode == "mxfp4":
         return FOURS.format(load=LOAD_MXFP4, unpack=UNPACK_MXFP4, multiply=FOUR_PRODUCTS)

@@ -115,12 +115,7 @@ class KernelTrial(ABC, Generic[Equal]):
 
 
 def time_interleaved(stock: Results, kernel: Results) -> Times:
-    """Return the median seconds per result; blocks until MLX has computed the results.
-
-    Args:
-        stock: Function that builds the results of MLX's kernel.
-        kernel: Function that builds as many results of this package's.
-    """
+    """Return the median seconds per result; blocks until MLX has computed the results."""
     rounds = [(_seconds(stock), _seconds(kernel)) for _ in range(1 + ROUNDS)]
     return Times(*(median(seconds) for seconds in zip(*rounds[1:], strict=True)))
 

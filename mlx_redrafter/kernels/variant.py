@@ -97,7 +97,6 @@ class MatrixShape:
 
     @property
     def is_offered(self) -> bool:
-        """Whether this package has kernels for the matrix."""
         return (
             self.mode in MODES
             and self.bits in BITS

@@ -6,7 +6,7 @@ quantised) next to ``model.safetensors``, as in mlx-lm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,23 +40,17 @@ N = TypeVar("N", bound=nn.Module)
 
 
 class Checkpoint:
-    """A drafter's folder or hub repository, whose files are fetched when they are needed.
-
-    Args:
-        path_or_repo: Folder or repository.
-    """
+    """A drafter's folder or hub repository, whose files are fetched when they are needed."""
 
     def __init__(self, path_or_repo: str | Path):
         self.path_or_repo = path_or_repo
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The object in ``config.json``."""
         return read_config(find_checkpoint(self.path_or_repo, CONFIG_ONLY))
 
     @cached_property
     def folder(self) -> Path:
-        """Folder with all files."""
         return find_checkpoint(self.path_or_repo, PATTERNS)
 
     @cached_property
@@ -77,11 +71,6 @@ class Checkpoint:
             sources: Name of every stored tensor by its name in the network; by default they are
                 the same.
             resolve: Function that replaces, in place, weights that are stored in another form.
-
-        Raises:
-            CheckpointError: Tensors are missing, unexpected or of other shapes, or their numbers
-                are of another type; or ``token_ids`` has values out of range.
-            NonFiniteError: A weight is NaN or infinite.
         """
         if sources is None:
             sources = {name: name for name in self.shapes}
@@ -104,18 +93,34 @@ class Checkpoint:
 def save_drafter(
     drafter: DraftNetwork, folder: str | Path, extra_config: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all.
-
-    Args:
-        drafter: A network of any kind, quantised or not.
-        folder: Destination folder, created if it does not exist.
-        extra_config: Further keys for ``config.json``, such as the origin of the weights.
-    """
+    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all."""
     config = drafter.stored_config()
     if (quantization := quantization_of(drafter)) is not None:
         config["quantization"] = quantization
     tensors = {drafter.stored_name(own): one for own, one in named_parameters(drafter).items()}
     write_checkpoint(Path(folder), {**config, **(extra_config or {})}, tensors)
+
+
+def collect_sources(
+    names: Iterable[str], own_name: Callable[[str], str | None]
+) -> tuple[dict[str, str], list[str]]:
+    """Map this package's names of tensors to those in a checkpoint.
+
+    Also return the names for which ``own_name`` returns None.
+    """
+    sources: dict[str, str] = {}
+    others = []
+    for name in names:
+        own = own_name(name)
+        if own is None:
+            others.append(name)
+        elif own in sources:
+            raise CheckpointError(
+                f"{quote(sources[own])} and {quote(name)} both stand for {own}; keep one of them"
+            )
+        else:
+            sources[own] = name
+    return sources, others
 
 
 def check_shapes(
@@ -124,17 +129,10 @@ def check_shapes(
     folder: str | Path,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that stored tensors are those of a network.
+    """Raise `CheckpointError` unless stored tensors are those of a network.
 
-    Args:
-        network: The network.
-        stored: Shapes of the stored tensors, by the network's names.
-        folder: Name of the checkpoint.
-        names: Names in the checkpoint by the network's, if they differ.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected or of other shapes; the message names the
-            first dozen.
+    The message names the first dozen that are not. ``stored`` is by the network's names; ``names``
+    are those in the checkpoint by the network's, if they differ.
     """
     if problems := describe_misfits(network, stored, names or {}):
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
@@ -143,13 +141,7 @@ def check_shapes(
 def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:
     """Name the first dozen stored tensors that are missing, unexpected or of other shapes.
 
-    Args:
-        network: The network.
-        stored: Shapes of the stored tensors, by the network's names.
-        names: Names in the checkpoint by the network's, if they differ.
-
-    Returns:
-        Their names and shapes in words, empty if all tensors fit.
+    The arguments are those of `check_shapes`. The result is empty if all tensors fit.
     """
     expected = {name: tensor.shape for name, tensor in named_parameters(network).items()}
     called = {name: names.get(name, name) for name in expected.keys() | stored.keys()}

@@ -55,16 +55,7 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> DraftModel:
 
 
 class DraftModel:
-    """A draft model, as `Proposer`.
-
-    Args:
-        model: A supported mlx-lm model.
-        tokenizer: Its tokenizer.
-
-    Raises:
-        UnsupportedTargetError: Trees of this architecture would not be exact, or the K/V entries
-            of drafts do not fit into its caches.
-    """
+    """A draft model, as `Proposer`."""
 
     max_length: int | None = None
 
@@ -102,11 +93,7 @@ class DraftModel:
 
 
 def check_ids(draft: Any, target: Any) -> None:
-    """Check that two tokenizers give the same tokens the same ids.
-
-    Raises:
-        CheckpointError: They do not; the message shows the first difference.
-    """
+    """Check that two tokenizers give the same tokens the same ids."""
     if draft is target:
         return
     ours, theirs = ({i: t for t, i in one.get_vocab().items()} for one in (draft, target))
@@ -126,15 +113,7 @@ def _other_caches(layers: Sequence[Any]) -> str:
 
 
 class ModelDrafting:
-    """Drafts of one sequence.
-
-    Args:
-        model: The draft model.
-        vocab_size: Token ids of the target.
-        prompt: Token ids of the prompt.
-        couple_noise: Whether the target's noise ranks drafts.
-        cached: mlx-lm caches to continue, [] for new ones.
-    """
+    """Drafts of one sequence."""
 
     reader = None
 
@@ -209,14 +188,9 @@ class ModelDrafting:
 
     def read_flight(self, flight: PendingPass) -> mx.array:
         """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
-        self.cache.keep(self.length)
-        self._shorten_unread()
-        known = mx.array(self._unread, dtype=mx.int32)
-        logits = self._forward(mx.concatenate([known, flight.following_tokens]))
-        self.length += len(self._unread)
-        num_known = len(self._unread)
-        self._unread = []
-        return logits[num_known + flight.num_accepted]
+        following = flight.following_tokens
+        logits = self._read_unread(following)
+        return logits[logits.shape[0] - following.shape[0] + flight.num_accepted]
 
     def read_level(self, tokens: mx.array, mask: DraftMask, positions: TreePositions) -> mx.array:
         """Process the newest tokens of the beams, (W,), on entries aside; logits, shape (W, V)."""
@@ -227,22 +201,13 @@ class ModelDrafting:
     def read_tokens(self, tokens: Sequence[int]) -> mx.array:
         """Process a pass's tokens, which the host knows; logits after them, shape (1, V)."""
         self._take(tokens)
-        self.cache.keep(self.length)
-        self._shorten_unread()
-        logits = self._forward(mx.array(self._unread, dtype=mx.int32))
-        self.length += len(self._unread)
-        self._unread = []
-        return logits[-1:]
+        return self._read_unread()[-1:]
 
     def read_known(self) -> None:
         """Process all tokens that the host knows, and forget the entries of drafts aside."""
         self._count_flight()
         if self._unread:
-            self.cache.keep(self.length)
-            self._shorten_unread()
-            self._forward(mx.array(self._unread, dtype=mx.int32))
-            self.length += len(self._unread)
-            self._unread = []
+            self._read_unread()
         self.cache.keep(self.cache.num_rows)
 
     def read_draft(self, token: mx.array) -> mx.array:
@@ -260,12 +225,17 @@ class ModelDrafting:
         self._unread += tokens[num_there:]
         self._ahead = 0
 
-    def _shorten_unread(self) -> None:
-        """Process all but the last known tokens without an entry."""
+    def _read_unread(self, *following: mx.array) -> mx.array:
+        """Process known tokens without an entry, then others; logits after the newest ones."""
+        self.cache.keep(self.length)
         while len(self._unread) > READ_STEP_SIZE:
             self.read(self._unread[:READ_STEP_SIZE])
             self.length += READ_STEP_SIZE
             del self._unread[:READ_STEP_SIZE]
+        known = mx.array(self._unread, dtype=mx.int32)
+        self.length += len(self._unread)
+        self._unread = []
+        return self._forward(mx.concatenate([known, *following]))
 
     def _forward(self, tokens: mx.array) -> mx.array:
         return self.model.model(tokens[None], cache=self.cache.layers)[0]

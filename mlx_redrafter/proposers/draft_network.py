@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Drafting
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import Target
 
@@ -72,6 +73,19 @@ class DraftNetwork(nn.Module):
         return own
 
 
+class StatelessDrafting:
+    """Drafts of one sequence by a network that keeps no state between steps."""
+
+    def outlook(self) -> None:
+        """Return None, as a network always has something to propose."""
+
+    def skip(self, flight: PendingPass) -> None:
+        """Ignore a pass without drafts."""
+
+    def settle(self, length: int) -> None:
+        """Leave everything, as there are no caches."""
+
+
 class ResBlock(nn.Module):
     """``x + silu(linear(x))``, shape (W, D) to (W, D)."""
 
@@ -80,7 +94,6 @@ class ResBlock(nn.Module):
         self.linear = nn.Linear(dims, dims, bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Apply the block to ``x``, shape (..., D)."""
         return x + nn.silu(self.linear(x))
 
 

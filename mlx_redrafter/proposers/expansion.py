@@ -60,11 +60,6 @@ def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
     A child is never more probable than its parent and comes after it, so the best nodes, the first
     of equals preferred, always form a tree. It maximises the expected number of accepted drafts
     if the scores are true (OPT-Tree, arXiv 2406.17276).
-
-    Args:
-        expansion: Scored nodes, M.
-        root: The newest token, integer, shape (1,).
-        plan: N, and the shape of the search.
     """
     shape = plan.shape
     if shape.width == 1:
@@ -88,11 +83,6 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter
     (``dedup_prefix`` and ``pack_beam``). With several beams the host reads the number of nodes, so
     it waits for the device.
-
-    Args:
-        expansion: Scored nodes, M.
-        root: The newest token, integer, shape (1,).
-        shape: W and L.
     """
     scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
     if shape.width == 1:

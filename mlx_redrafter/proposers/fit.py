@@ -105,11 +105,9 @@ class Prediction(NamedTuple):
 
 
 def fit(drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]) -> Calibration:
-    """Fit the scalars to predictions; waits for the device.
+    """Fit the scalars to parts of predictions; waits for the device.
 
-    Args:
-        drafter: The network.
-        predictions: Its predictions, part by part; parts after `ENOUGH` predictions stay unread.
+    Parts after `ENOUGH` predictions stay unread.
     """
     nats, matches, count = [0.0] * len(SCALES), [0] * len(WEIGHTS), 0
     for part in predictions:

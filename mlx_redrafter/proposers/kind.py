@@ -53,10 +53,5 @@ class TunedKind(Kind, Protocol):
     """A kind whose proposers may draft faster on this machine in another form."""
 
     def tune(self, proposer: Any, target: Target) -> Proposer:
-        """Return the form of a loaded proposer that drafts fastest here.
-
-        Args:
-            proposer: A proposer of this kind.
-            target: The model it drafts for.
-        """
+        """Return the form of a loaded proposer that drafts fastest here."""
         ...

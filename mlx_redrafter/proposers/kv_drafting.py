@@ -39,13 +39,6 @@ class KvDrafting(ABC, Generic[N]):
 
     A prompt cache holds no states, so it lacks the pair of its last token and of the first one
     that follows, and the entries after that pair stand one position earlier.
-
-    Args:
-        network: The network.
-        target: The model whose sequence it is.
-        prompt: Token ids of the prompt.
-        couple_noise: Whether the target's noise ranks drafts.
-        cached: mlx-lm caches to continue, [] for new ones.
     """
 
     def __init__(
@@ -161,12 +154,7 @@ class KvDrafting(ABC, Generic[N]):
 
 
 def _stock_cache(network: KvNetwork, target: Target, cached: Sequence[Any]) -> list[Any]:
-    """Check the caller's caches, or make new ones.
-
-    Raises:
-        ConfigError: They are another network's, or do not hold one sequence.
-        UnsupportedTargetError: They are of another kind.
-    """
+    """Check the caller's caches, or make new ones."""
     own: list[Any] = network.make_cache()
     if not cached:
         return own

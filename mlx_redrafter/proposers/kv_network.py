@@ -39,15 +39,12 @@ class KvNetwork(DraftNetwork, ABC):
 
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Process pairs after those in its caches.
+        """Process pairs after those in its caches; outputs, shape (n, H).
 
         Args:
             features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
             embeddings: Rows of the target's input embedding, shape (n, H).
             caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
-
-        Returns:
-            Shape (n, H).
         """
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
@@ -56,11 +53,7 @@ class KvNetwork(DraftNetwork, ABC):
         target.watch(self.captured_layers(target))
 
     def hook(self) -> None:
-        """Let the layers work on trees: their attention, and their rotary embeddings.
-
-        Raises:
-            UnsupportedTargetError: There is a rotary embedding of an unknown kind.
-        """
+        """Let the layers work on trees: their attention, and their rotary embeddings."""
         hook_attention(self)
         hook_positions(self)
 

@@ -21,17 +21,7 @@ N = TypeVar("N")
 class LayerSizes(StoredConfig):
     """Sizes of mlx-lm's layers in a network; a base of its config.
 
-    Attributes:
-        hidden_size: Hidden size of the network and of the target, H.
-        intermediate_size: Width of the MLP.
-        num_attention_heads: Query heads.
-        num_key_value_heads: Key heads.
-        vocab_size: Size of the target's vocabulary.
-        head_dim: Size of a head; None for H divided by the query heads.
-        rms_norm_eps: Epsilon of the norms.
-        rope_theta: Base of the rotary embeddings.
-        rope_scaling: Their scaling, as mlx-lm reads it; None for none.
-        max_position_embeddings: Positions that the network was made for.
+    They have mlx-lm's names. A head's size is H divided by the query heads if ``head_dim`` is None.
     """
 
     hidden_size: int
@@ -78,11 +68,7 @@ class LayerSizes(StoredConfig):
 
 
 def check_captured_layers(layers: object, lowest: int = 0) -> tuple[int, ...]:
-    """Check that these can be layers of a target, numbered from ``lowest``, and return them.
-
-    Raises:
-        ConfigError: They are no list, too many, or out of range.
-    """
+    """Check that these can be layers of a target, numbered from ``lowest``, and return them."""
     if not isinstance(layers, (list, tuple)) or not 1 <= len(layers) <= MAX_CAPTURED:
         raise ConfigError(
             f"captured_layers must be a list of 1 to {MAX_CAPTURED} layers, got "
@@ -103,11 +89,7 @@ def layer_arguments(config: LayerSizes) -> dict[str, Any]:
 
 
 def build(network: Callable[[C], N], config: C) -> N:
-    """Make a network with layers of mlx-lm, whose random weights are not computed.
-
-    Raises:
-        CheckpointError: mlx-lm cannot make the layers, as it does not know their rope_scaling.
-    """
+    """Make a network with layers of mlx-lm, whose random weights are not computed."""
     try:
         return network(config)
     except Exception as error:  # mlx-lm has no exception of its own

@@ -26,9 +26,6 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
 
     Routers of experts stay as they are, too: they are small, and rounding would change which
     experts they choose.
-
-    Raises:
-        ConfigError: MLX has no such bits or group size, or no layer can be quantised with it.
     """
     check_quantization(bits, group_size)
     fitting = [
@@ -47,16 +44,7 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
 
 
 def quantize_as_stored(drafter: nn.Module, quantization: Any, stored: Collection[str]) -> None:
-    """Quantise the layers of a new network whose stored weights are quantised.
-
-    Args:
-        drafter: The network.
-        quantization: Its value in ``config.json``.
-        stored: Names of the stored tensors.
-
-    Raises:
-        CheckpointError: MLX cannot quantise so.
-    """
+    """Quantise the layers whose stored weights are quantised, as ``config.json`` says."""
     if not isinstance(quantization, dict):
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'

@@ -68,13 +68,8 @@ def search(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> 
 def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """Search from every root by itself, as `search` does, in the same calls of the network.
 
-    Args:
-        levels: The network.
-        shape: As in `search`.
-        rank: As in `search`, of shape (R * W, V).
-
-    Returns:
-        The scored nodes, each array with an axis of R before its own.
+    ``rank`` gets log-probabilities of shape (R * W, V). The arrays of the result have an axis of R
+    before their own.
     """
     width, rows, log_probs = shape.width, levels.num_rows, levels.first()
     roots, count = log_probs.shape[0], min(shape.level_nodes, rows)

@@ -28,12 +28,7 @@ class StoredConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a ``config.json``; keys that belong to other programs are ignored.
-
-        Raises:
-            CheckpointError: The file describes another kind of model, lacks a key, or has a value
-                out of range.
-        """
+        """Read a ``config.json``; keys that belong to other programs are ignored."""
         model_type = values.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise CheckpointError(

@@ -24,13 +24,7 @@ class Sizes(Protocol):
 
 
 class TargetFacts(NamedTuple):
-    """Facts about a target, from its config alone.
-
-    Attributes:
-        name: Folder or repository; None if unknown.
-        hidden_size: Its hidden size; None if unknown.
-        vocab_size: Size of its vocabulary; None if unknown.
-    """
+    """Facts about a target, from its config alone; None if unknown."""
 
     name: str | Path | None = None
     hidden_size: int | None = None
@@ -63,15 +57,6 @@ def check_sizes(
 
     A vocabulary smaller than the target's embedding is accepted if it covers the tokenizer: the
     rows beyond are padding.
-
-    Args:
-        config: The drafter's config.
-        hidden_size: The target's hidden size.
-        vocab_size: Rows of the target's embedding.
-        tokenizer_size: Number of tokens of the tokenizer.
-
-    Raises:
-        CheckpointError: The drafter is for another target.
     """
     if hidden_size is not None and config.hidden_size != hidden_size:
         raise CheckpointError(

@@ -13,11 +13,7 @@ P = TypeVar("P", bound=Proposer)
 
 
 class Wrapper(Generic[P]):
-    """The part of a `Proposer` that it has in common with the one inside.
-
-    Args:
-        proposer: The proposer inside.
-    """
+    """The part of a `Proposer` that it has in common with the one inside."""
 
     def __init__(self, proposer: P):
         self.proposer = proposer

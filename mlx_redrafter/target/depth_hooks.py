@@ -20,17 +20,7 @@ from mlx_redrafter.target.hooks import Call
 
 
 def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a layer with a state whose only input with one row per token is ``x``.
-
-    Args:
-        call: The layer.
-        x: Rows of the N nodes, shape (1, N, H).
-        *args: Further arguments, among them the layer's cache; the same for all rows.
-        **kwargs: Further arguments by name.
-
-    Returns:
-        Shape (1, N, H).
-    """
+    """Hook for a layer with a state whose only input with one row per token is ``x``, (1, N, H)."""
     caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, RecurrentCache)]
     if not caches:
         return call(x, *args, **kwargs)

@@ -177,11 +177,7 @@ def embed_tree_positions(call: MethodType, position_ids: mx.array) -> mx.array:
 def scale_at_tree_positions(
     call: Call, num_tokens: int, offset: Any, *args: Any, **kwargs: Any
 ) -> mx.array:
-    """Hook for mlx-lm's Llama 4 attention scale: scale each node's query by its own position.
-
-    Returns:
-        Shape (B, 1, N, 1), or what mlx-lm returns for ``num_tokens`` tokens at ``offset``.
-    """
+    """Hook for mlx-lm's Llama 4 attention scale: scale each node's query by its own position."""
     positions = _positions.get()
     if positions is None:
         return call(num_tokens, offset, *args, **kwargs)
@@ -230,13 +226,7 @@ def mask_groups(call: MethodType, x: mx.array, mask: Any = None, cache: Any = No
 
 
 class _ShiftedCache:
-    """A cache with another offset.
-
-    Args:
-        cache: The cache.
-        offset: The offset.
-        update_and_fetch: Function from new K/V entries to all entries.
-    """
+    """A cache with another offset."""
 
     def __init__(self, cache: Any, offset: int, update_and_fetch: Call):
         self._cache = cache

@@ -22,17 +22,7 @@ def load_model(
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a stock model and its tokenizer.
-
-    Args:
-        name: Folder or hub repository.
-        tokenizer_config: Extra options for the tokenizer.
-        adapter_path: Folder of a LoRA adapter for the model.
-        trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or mlx-lm cannot load it.
-    """
+    """Load a stock model and its tokenizer."""
     folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
     read_shapes(folder)  # names a truncated file before mlx-lm allocates memory
     try:

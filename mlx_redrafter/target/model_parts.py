@@ -57,12 +57,7 @@ class Parts(NamedTuple):
 
 
 def check_config(config: Config) -> None:
-    """Check by its ``config.json`` alone that a model can be decoded exactly.
-
-    Raises:
-        CheckpointError: A value of the config is impossible.
-        UnsupportedTargetError: The model is not supported; the message says why.
-    """
+    """Check by its ``config.json`` alone that a model can be decoded exactly."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise _refusal("a config.json without model_type", "its architecture is unknown")
@@ -98,18 +93,15 @@ def _check_values(config: Config) -> None:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Find the parts of a model, and check that it is supported.
-
-    Raises:
-        UnsupportedTargetError: No test has compared the architecture with plain decoding.
-    """
+    """Find the parts of a model, and check that it is supported."""
     name = _file_name(model)
     text_model, text_name = model, name
     if name in WRAPPERS:
         text_model = model.language_model
         inner = _file_name(text_model)
         text_name = inner if inner in WRAPPERS[name] else WRAPPERS[name][0]
-    args = _find_args(text_model)
+    # mlx-lm's files keep the arguments of a model under two names.
+    args = vars(getattr(text_model, "args", None) or text_model.config)
     _check_text_config(name, text_name, args)
     caches = make_prompt_cache(model)
     _check_caches(name, caches)
@@ -134,11 +126,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 def hook_positions(network: nn.Module) -> None:
-    """Let mlx-lm's rotary embeddings in a network rotate tree nodes by their own positions.
-
-    Raises:
-        UnsupportedTargetError: The network has a rotary embedding of an unknown kind.
-    """
+    """Let mlx-lm's rotary embeddings in a network rotate tree nodes by their own positions."""
     for leaf, module in _named_modules(network):
         if "rope" in leaf or "rotary" in leaf:
             for point in _find_rope_hook(type(network).__name__, module):
@@ -234,11 +222,6 @@ def _find_rope_hook(name: str, rope: nn.Module) -> Iterator[HookPoint]:
     hook = ROPE_HOOKS[kind]
     if hook is not None:
         yield HookPoint(rope, "__call__", hook)
-
-
-def _find_args(model: nn.Module) -> Config:
-    """Return the arguments of a model, which mlx-lm's files keep under two names."""
-    return vars(getattr(model, "args", None) or model.config)
 
 
 def _find_module(model: nn.Module, path: str) -> Any:

@@ -61,9 +61,6 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
     Args:
         call: The convolution.
         x: The S - 1 rows before the root and the rows of the nodes, shape (1, S - 1 + N, C).
-
-    Returns:
-        Shape (1, N, C).
     """
     layer = _layer.get()
     if layer is None:
@@ -91,9 +88,6 @@ def convolve_pairs(
         x: Rows of the nodes, shape (1, H, N, size of a head).
         weights: Weights of the convolution.
         state: The row before the root, shape (1, H, 1, size of a head).
-
-    Returns:
-        The shape of ``x``.
     """
     layer = _layer.get()
     if layer is None:

@@ -13,10 +13,6 @@ class Scoped(Generic[T]):
 
     A class, because every token enters two of these blocks, and one made by contextlib costs more
     than twice the time.
-
-    Args:
-        variable: The variable.
-        value: The value, which ``with`` also returns.
     """
 
     def __init__(self, variable: ContextVar[T | None], value: T):

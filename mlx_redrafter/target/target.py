@@ -19,7 +19,7 @@ from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, parts_of
-from mlx_redrafter.target.caches.full import reserve_rows
+from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -58,7 +58,6 @@ class TargetOutputs(NamedTuple):
     states: mx.array | None = None
 
     def first(self, count: int) -> TargetOutputs:
-        """Return the outputs for the first tokens."""
         return self._mapped(lambda array: array[:count])
 
     @property
@@ -123,11 +122,6 @@ class Target:
             quantisation: KV cache quantization, or None.
             given: The caller's list, which begins with ``prompt_cache``. `TreeCache.settle`
                 replaces its caches by quantised ones, as mlx-lm does.
-
-        Raises:
-            ConfigError: ``prompt_cache`` fits another model, or does not hold one whole sequence.
-            UnsupportedTargetError: A layer's cache is not of the model's kind, or mlx-lm cannot
-                quantise it.
         """
         stock = self.stock_cache(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
@@ -148,11 +142,7 @@ class Target:
         return list(prompt_cache)
 
     def new_batch_cache(self) -> BatchCache:
-        """Create a cache of several sequences.
-
-        Raises:
-            UnsupportedTargetError: A layer does not attend to all tokens.
-        """
+        """Create a cache of several sequences."""
         others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
         if others:
             raise UnsupportedTargetError(
@@ -198,9 +188,6 @@ class Target:
         """Apply the final norm to the last layer's output, shape (n, H).
 
         The first call blocks until MLX has computed one token, to find the norm.
-
-        Raises:
-            UnsupportedTargetError: The input of the LM head is not the output of a norm.
         """
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
@@ -262,6 +249,39 @@ class Target:
             on_progress(done, total)
             mx.clear_cache()
 
+    def prefill_together(
+        self,
+        beginnings: Sequence[Sequence[int]],
+        caches: Sequence[TreeCache],
+        step_size: int,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        """Process the beginnings of several sequences at once, in chunks, without logits.
+
+        All layers must attend to all tokens. Shorter beginnings are padded on the right, where no
+        token before the padding attends to it. Blocks until MLX has computed each chunk.
+
+        Args:
+            beginnings: Token ids of each sequence.
+            caches: Empty caches, which get the K/V entries of their sequences.
+            step_size: Maximum number of tokens per chunk, all sequences together.
+            is_cancelled: Called before every chunk. True leaves all caches empty.
+        """
+        longest = max(map(len, beginnings))
+        padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
+        stock = self.stock_cache()
+        size = max(1, step_size // len(beginnings))
+        for start in range(0, longest, size):
+            if is_cancelled():
+                return
+            self.model(padded[:, start : start + size], cache=stock)
+            mx.eval([layer.state for layer in stock if layer.keys is not None])
+            mx.clear_cache()
+        for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
+            for layer, own in zip(stock, cache.stock, strict=True):
+                copy_entries(layer, own, row, len(tokens))
+            cache.grow(len(tokens))
+
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
@@ -283,9 +303,6 @@ class Target:
             cache: Cache that gets the nodes' K/V entries; `TreeCache.commit` keeps some of them.
             layers: Layers whose inputs to capture. `watch` must have hooked them. `FINAL` is the
                 output of the last one.
-
-        Returns:
-            Outputs of every node.
         """
         cache.expect(tree)
         tokens = tree.tokens
@@ -307,28 +324,13 @@ class Target:
             return self._process(step.tokens, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
-        """Capture the inputs of layers at all tokens of a new sequence, in one pass.
-
-        Args:
-            tokens: Token ids, shape (n,).
-            layers: As in `verify`, at least one.
-
-        Returns:
-            The inputs side by side, shape (n, S).
-        """
+        """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
         states = self._process(tokens[None], None, layers).alone.states
         assert states is not None
         return states
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Hook layers, so that forward passes can capture their inputs; computes nothing.
-
-        Args:
-            layers: As in `verify`.
-
-        Raises:
-            UnsupportedTargetError: There is no such layer, or its input is not one row per token.
-        """
+        """Hook layers, so that forward passes can capture their inputs; computes nothing."""
         for layer in layers:
             if layer == FINAL:
                 continue

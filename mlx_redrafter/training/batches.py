@@ -53,18 +53,11 @@ class BatchOptions(NamedTuple):
 
     @property
     def batch_examples(self) -> int:
-        """Number of examples per batch."""
         return max(1, self.batch_tokens // self.stretch)
 
 
 class HeadRows:
-    """Mapping from token ids to rows of the drafter's head.
-
-    Args:
-        token_ids: Token id of each row of a reduced head, int32, or None for a head with a row for
-            every token.
-        vocab_size: Number of tokens of the target.
-    """
+    """Mapping from token ids to rows of the drafter's head; equal if ``token_ids`` is None."""
 
     def __init__(self, token_ids: NDArray[np.int32] | None, vocab_size: int):
         self._rows: mx.array | None = None
@@ -105,17 +98,7 @@ class ShardGroup:
 
 
 class BatchOrder:
-    """The batches of all epochs.
-
-    Args:
-        cache: A filled teacher cache.
-        split: Split of the cache to read.
-        options: Options of the batches.
-        rows: Rows of the drafter's head; a row for every token by default.
-
-    Raises:
-        DataError: No position has a step that counts.
-    """
+    """The batches of all epochs."""
 
     def __init__(
         self,
@@ -138,7 +121,6 @@ class BatchOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches per epoch."""
         return sum(map(self._num_batches, self.counts))
 
     def batch(self, step: int) -> TrainingBatch:
@@ -216,13 +198,7 @@ class BatchOrder:
 
 
 def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> ShardGroup:
-    """Divide a shard into examples of ``stretch`` positions; no step may reach beyond its stretch.
-
-    Args:
-        shard: The shard.
-        steps: True for the unroll steps that count, bool, shape (n, L - 1).
-        stretch: Number of consecutive positions of an example.
-    """
+    """Divide a shard into examples of ``stretch`` positions, beyond which no step may reach."""
     if stretch == 1:
         return ShardGroup(shard, np.flatnonzero(steps.any(axis=1)), steps)
     count, num_steps = steps.shape

@@ -58,7 +58,6 @@ class Corpus:
 
     @property
     def train(self) -> list[TokenSequence]:
-        """Sequences to train on, given and self-generated."""
         return [*self.given, *self.self_generated]
 
 
@@ -93,9 +92,6 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
 
     Prompts in ``data`` join ``prompts``. If there are no prompts, the target continues beginnings
     of the texts of ``data``, and the drafter also trains on these texts.
-
-    Raises:
-        DataError: There are fewer than two items.
     """
     rng = np.random.default_rng(options.seed)
     max_chars = CHARS_PER_TOKEN * options.sequence_length
@@ -137,10 +133,6 @@ def build_corpus(
     """Tokenise the given texts and let the target generate the others.
 
     Self-generated texts are stored in ``folder``; those in it are read instead of generated.
-
-    Raises:
-        ConfigError: The target must generate texts, but there is nothing to start them from.
-        DataError: A text cannot be encoded.
     """
     share = options.self_generated_share if sources.given else 1.0
     given = list(_encode_given(sources.given, encoder, options, 1.0 - share))
@@ -205,11 +197,7 @@ def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> i
 
 
 def as_prompt_source(item: Item, encoder: Encoder, options: DataOptions) -> PromptSource:
-    """Encode a prompt, or a text whose beginning is one.
-
-    Raises:
-        DataError: The item cannot be encoded.
-    """
+    """Encode a prompt, or a text whose beginning is one."""
     if isinstance(item, Chat):
         tokens = encoder.encode_prompt(item)
         if len(tokens) > options.sequence_length - 8:

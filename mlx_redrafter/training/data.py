@@ -54,7 +54,6 @@ class Chat:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the last message is the assistant's."""
         return self.messages[-1]["role"] == "assistant"
 
 
@@ -79,15 +78,7 @@ class TokenSequence:
 
 
 def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> list[Item]:
-    """Read all texts, chats and prompts.
-
-    Args:
-        paths: Files.
-        lines_are_prompts: Whether every line of a plain text is one prompt.
-
-    Raises:
-        DataError: A file is missing, not UTF-8, malformed (with the line), or empty.
-    """
+    """Read all texts, chats and prompts."""
     items: list[Item] = []
     for path in map(Path, paths):
         num_before = len(items)
@@ -189,13 +180,7 @@ def _check_messages(messages: object, origin: str) -> list[Message]:
 
 
 class Encoder:
-    """Encoder of items into token sequences, with the prompt encoding of decoding.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        sequence_length: Maximum length of a sequence, in tokens.
-        vocab_size: Number of rows of the target's embedding; larger token ids are an error.
-    """
+    """Encoder of items into token sequences, with the prompt encoding of decoding."""
 
     def __init__(self, tokenizer: TokenizerWrapper, sequence_length: int, vocab_size: int):
         self.tokenizer = tokenizer
@@ -203,11 +188,7 @@ class Encoder:
         self.vocab_size = vocab_size
 
     def encode(self, item: Item) -> Iterator[TokenSequence]:
-        """Encode a text or an answered chat as sequences of at most `sequence_length` tokens.
-
-        Raises:
-            DataError: The chat template rejects the messages, or a chat has no template.
-        """
+        """Encode a text or an answered chat as sequences of at most `sequence_length` tokens."""
         if isinstance(item, Document):
             yield from self._encode_text(item)
         elif self.tokenizer.has_chat_template:
@@ -219,14 +200,7 @@ class Encoder:
             yield self._sequence([*prompt, *reply], len(prompt), item.origin)
 
     def encode_prompt(self, item: Chat) -> list[int]:
-        """Encode a chat up to the beginning of the assistant's last reply.
-
-        Returns:
-            Token ids.
-
-        Raises:
-            DataError: The chat template rejects the messages, or a chat has no template.
-        """
+        """Encode a chat up to the beginning of the assistant's last reply."""
         messages = item.messages[:-1] if item.is_answered else item.messages
         if self.tokenizer.has_chat_template:
             return self._apply_template(messages, item.origin, add_generation_prompt=True)

@@ -60,7 +60,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all sequences."""
         return self.given + self.generated + self.held_out + self.prompts
 
 
@@ -133,7 +132,6 @@ class Timetable:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole run."""
         return sum(self.stages.values())
 
     def __str__(self) -> str:

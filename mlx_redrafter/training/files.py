@@ -30,21 +30,8 @@ def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None =
     )
 
 
-def load_arrays(path: Path) -> Arrays:
-    """Load the arrays of a safetensors file.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
-    return load_arrays_and_metadata(path)[0]
-
-
-def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """Load the arrays of a safetensors file and the metadata in its header.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
+def load_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """Load the arrays of a safetensors file and the metadata in its header."""
     try:
         arrays, metadata = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError) as error:
@@ -55,7 +42,6 @@ def load_arrays_and_metadata(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON object."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

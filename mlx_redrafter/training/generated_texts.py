@@ -57,12 +57,9 @@ def read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArr
 
 
 def draw_noise(shard: Shard, states: NDArray[np.int64], vocab_size: int, temp: float) -> mx.array:
-    """Draw posterior noise for the choices after tokens, whose indices have shape (...).
+    """Draw posterior noise, float32 (..., V), for the choices after tokens of indices (...).
 
     The noise after a token is the same whenever it is drawn.
-
-    Returns:
-        Float32, shape (..., V).
     """
     # Past the end of the texts any noise is right, because no draft is accepted there.
     states = np.minimum(states, shard.tokens.shape[0] - 2)

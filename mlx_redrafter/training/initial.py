@@ -24,14 +24,7 @@ CHUNK_SIZE = 1024
 def select_frequent_tokens(
     sequences: Iterable[TokenSequence], always: Iterable[int], count: int, vocab_size: int
 ) -> NDArray[np.int32]:
-    """Select the tokens of a reduced head: those of ``always``, then the most frequent.
-
-    Returns:
-        Token ids, ascending, int32, shape (count,).
-
-    Raises:
-        ConfigError: ``count`` exceeds ``vocab_size``.
-    """
+    """Select the ids of a reduced head, ascending: ``always``, then the most frequent tokens."""
     if count > vocab_size:
         raise ConfigError(f"draft_vocab must be at most the model's {vocab_size}, got {count}")
     frequency = np.zeros(vocab_size, np.int64)
@@ -45,9 +38,7 @@ def select_frequent_tokens(
 def compute_head_matrix(target: Target) -> mx.array | None:
     """Compute the matrix W of ``logits = W hidden``; blocks until MLX has evaluated it.
 
-    Returns:
-        The matrix in float32, dequantised if need be, shape (V, H), or None if the model has no
-        linear head.
+    It is float32, shape (V, H). None if the model has no linear head.
     """
     head = _find_head(target.model)
     apply = getattr(target.embedding, "as_linear", None) if head is None else head

@@ -118,9 +118,6 @@ def draft_loss(
         counts: Number of positions of the whole batch whose step i counts, so that the losses of
             its parts add up, float32, shape (S,).
         options: Recipe and weights of the loss.
-
-    Returns:
-        The loss, a float32 scalar.
     """
     drafter = Distribution.of(logits)
     if options.recipe in DISTILLING:
@@ -172,18 +169,9 @@ def agreement(
     ``log(q_j / q_i)`` for every j. The probability of that is
     ``1 / sum_j max(p_j / p_i, q_j / q_i)`` (Gumbel coupling, arXiv 2408.07978).
 
-    The events are those of `divergence`; the last one, any other token, never counts as agreement.
-    With the events sorted by ``q / p``, the sum over j is the sum of p up to i, divided by p_i,
-    plus the sum of q beyond i, divided by q_i.
-
-    Args:
-        drafter: The drafter's distribution, shape (...).
-        top_ids: As in `divergence`.
-        top_log_probs: As in `divergence`.
-        tail: As in `divergence`.
-
-    Returns:
-        The probability of agreement, 0 to 1, shape (...).
+    The arguments and the events are those of `divergence`; the last event, any other token, never
+    counts as agreement. With the events sorted by ``q / p``, the sum over j is the sum of p up to
+    i, divided by p_i, plus the sum of q beyond i, divided by q_i.
     """
     log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     log_q = mx.where(top_log_probs > IMPOSSIBLE, log_q, LEAST_RATIO_LOG_PROB)
@@ -211,20 +199,12 @@ def _log_probs_of_events(
 
 
 def cross_entropy(drafter: Distribution, labels: mx.array) -> mx.array:
-    """Compute ``-log q(label)``; the result for labels of -1 is arbitrary.
-
-    Args:
-        drafter: The drafter's distribution, shape (...).
-        labels: Rows of the head, shape (...).
-
-    Returns:
-        The cross-entropy in nats, shape (...).
-    """
+    """Compute ``-log q(label)`` in nats, shape (...); the result for labels of -1 is arbitrary."""
     return -drafter.at(mx.maximum(labels, 0)[..., None])[..., 0]
 
 
 def confidence(drafter: Distribution, labels: mx.array, floor: float) -> mx.array:
-    """Estimate the probability that the drafts before each step are accepted; no gradient.
+    """Estimate the probability, (B, S), that the drafts before a step are accepted; no gradient.
 
         rho_i = prod_{j < i} ((1 - floor) q_j(x_{t+2+j}) + floor)
 
@@ -233,9 +213,6 @@ def confidence(drafter: Distribution, labels: mx.array, floor: float) -> mx.arra
         labels: Rows of the head for the tokens that follow, -1 for tokens never accepted, shape
             (B, S).
         floor: Smoothing, 0 to 1; a floor of 1 gives ones.
-
-    Returns:
-        The smoothed probabilities rho, float32, shape (B, S).
     """
     if floor == 1:
         return mx.ones(labels.shape)

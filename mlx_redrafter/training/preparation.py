@@ -36,18 +36,11 @@ from mlx_redrafter.training.training_request import TrainingRequest
 class Preparation:
     """A run that may begin: checked, with its target in memory.
 
-    Args:
-        request: The request.
-        reporter: Receiver of progress and messages.
-
     Attributes:
         student: The drafter; a new one has no weights until `run`.
         cache: The teacher cache.
         target_fingerprint: Fingerprint of the target's weights.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
-
-    Raises:
-        RedrafterError: The files, the target or the options do not allow the run.
     """
 
     def __init__(self, request: TrainingRequest, reporter: Reporter):
@@ -86,11 +79,7 @@ class Preparation:
     def plan(self) -> Timetable | None:
         """Report the disk, memory and time that the run needs, and check that they suffice.
 
-        Returns:
-            The time, or None for a run whose training has begun, which knows its steps.
-
-        Raises:
-            ResourceError: There is not enough disk, memory or time.
+        Return the time, or None for a run whose training has begun, which knows its steps.
         """
         request = self._request
         work = count_work(self._sources, self._encoder, request)

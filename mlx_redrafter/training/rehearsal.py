@@ -55,6 +55,7 @@ MEASURED_TOKENS = 256
 CALIBRATED_TOKENS = 64
 
 Result = TypeVar("Result")
+# Called with the number of stages done, and the number of all stages.
 OnStage = Callable[[int, int], None]
 # Number of stages of the rehearsal.
 NUM_STAGES = 4
@@ -67,18 +68,7 @@ def rehearse(
     prompts: Sequence[list[int]],
     on_stage: OnStage,
 ) -> Pace:
-    """Time the stages of a run. Seeds MLX's global random state.
-
-    Args:
-        request: The run.
-        target: The teacher.
-        student: The drafter, whose weights change.
-        prompts: Token ids of prompts.
-        on_stage: Called with the number of stages done, and the number of all stages.
-
-    Raises:
-        NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
-    """
+    """Time the stages of a run; changes the student and MLX's global random state."""
     on_stage(0, NUM_STAGES)
     sequences, generating = _generate(request, target, prompts)
     on_stage(1, NUM_STAGES)

@@ -116,11 +116,7 @@ def count_weights(network: nn.Module) -> int:
 
 
 def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> Workload:
-    """Estimate the work of a run, from characters unless the options limit the tokens.
-
-    Raises:
-        DataError: One of the texts that measure the characters per token cannot be encoded.
-    """
+    """Estimate the work of a run, from characters unless the options limit the tokens."""
     options = request.data_options
     share = options.self_generated_share if sources.given else 1.0
     rate = _measure_chars_per_token(sources, encoder)
@@ -139,14 +135,7 @@ def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> 
 def estimate(
     work: Workload, request: TrainingRequest, size: TargetSize, student: StudentSize
 ) -> ResourceEstimate:
-    """Estimate the resources for training a drafter.
-
-    Args:
-        work: Amounts of work of the run.
-        request: The run.
-        size: Sizes of the teacher.
-        student: Sizes of the drafter.
-    """
+    """Estimate the resources for training a drafter."""
     hidden, vocab = size.hidden_size, size.vocab_size
     k = min(request.top_k, vocab)
     per_token = 2 * hidden * (1 + student.num_layers) + 6 * k + 9
@@ -214,7 +203,6 @@ def check_minutes(timetable: Timetable, minutes: float) -> None:
 
 
 def _measure_chars_per_token(sources: Sources, encoder: Encoder) -> float:
-    """Measure the characters per token of the first texts."""
     texts = [item for item in [*sources.given, *sources.prompts] if isinstance(item, Document)]
     chars = tokens = 0
     for text in texts[:SAMPLED_TEXTS]:
@@ -230,7 +218,6 @@ def _guess_tokens(item: Item, chars_per_token: float) -> int:
 
 
 def _guess_prompt_tokens(items: Sequence[Item], chars_per_token: float) -> int:
-    """Guess the mean tokens of a prompt."""
     chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Chat)]
     return sum(chats) // len(chats) if chats else PROMPT_TOKENS
 

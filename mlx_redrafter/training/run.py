@@ -43,15 +43,12 @@ class TrainingResult:
 def train_drafter(
     request: TrainingRequest, reporter: Reporter, on_begin: Callable[[], object] = lambda: None
 ) -> TrainingResult | None:
-    """Train a drafter and write it to ``request.out``.
+    """Train a drafter and write it to ``request.out``; return it, or None for a dry run.
 
     Args:
         request: The request.
         reporter: Receiver of progress and messages.
         on_begin: Called after all checks, before the first file is written.
-
-    Returns:
-        The drafter, or None for a dry run.
 
     Raises:
         RedrafterError: The files, the target, the options, the disk or the memory do not allow the

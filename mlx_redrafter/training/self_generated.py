@@ -37,12 +37,7 @@ OnTokens = Callable[[int], None]
 
 
 class GenerationJob(NamedTuple):
-    """One text to generate.
-
-    Attributes:
-        prompt: Token ids that the text begins with.
-        temp: Sampling temperature; 0 is greedy.
-    """
+    """One text to generate."""
 
     prompt: list[int]
     temp: float
@@ -63,13 +58,7 @@ class AnswerLimits(NamedTuple):
 
 
 class TextGenerator:
-    """Generator of texts by the target.
-
-    Args:
-        model: The target.
-        stop_tokens: Ids of the tokens that end a text.
-        seed: Random seed for sampling.
-    """
+    """Generator of texts by the target."""
 
     def __init__(self, model: nn.Module, stop_tokens: Iterable[int], seed: int):
         self.model = model
@@ -84,7 +73,7 @@ class TextGenerator:
         name: str,
         on_tokens: OnTokens,
     ) -> list[TokenSequence]:
-        """Generate texts until there are enough tokens or no more jobs.
+        """Generate prompts with answers until there are enough tokens or no more jobs.
 
         Seeds MLX's global random state. Rounds whose file exists are read instead of generated.
 
@@ -94,9 +83,6 @@ class TextGenerator:
             folder: Folder of the rounds' files.
             name: Prefix of the rounds' file names.
             on_tokens: Called with the number of tokens generated so far, without the prompts.
-
-        Returns:
-            Prompts with their answers; only the answers are trained on.
         """
         sequences: list[TokenSequence] = []
         num_generated = 0
@@ -108,7 +94,7 @@ class TextGenerator:
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
                 save_arrays(path, pack_sequences(self.generate_round(round_jobs, limits, number)))
-            texts = unpack_sequences(load_arrays(path))
+            texts = unpack_sequences(load_arrays(path)[0])
             sequences += texts
             num_generated += sum(int(text.is_trained.sum()) for text in texts)
             number += 1
@@ -184,7 +170,6 @@ class PromptSource(NamedTuple):
     is_fixed: bool
 
     def draw_prompt(self, rng: np.random.Generator) -> list[int]:
-        """Draw the token ids of one prompt."""
         if self.is_fixed:
             return self.tokens
         longest = SHORTEST_BEGINNING + NUM_BEGINNINGS
@@ -198,12 +183,6 @@ def plan_jobs(
 
     A third greedy answer to a fixed prompt would repeat an earlier one, so fixed prompts are only
     sampled after two passes.
-
-    Args:
-        sources: Sources of prompts.
-        temp: Temperature of the sampled half.
-        num_passes: Number of uses of every source.
-        seed: Random seed for the lengths of the prompts.
     """
     rng = np.random.default_rng(seed)
     for turn in range(num_passes):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.training.files import Arrays, load_arrays_and_metadata, save_arrays
+from mlx_redrafter.training.files import Arrays, load_arrays, save_arrays
 
 STATE_FILE = "state.safetensors"
 # Version of the state's arrays, progress and options; a state of another version is an error.
@@ -68,38 +68,21 @@ class TrainingProgress:
     curve: list[CurvePoint] = field(default_factory=list)
     is_done: bool = False
 
-    def to_json(self) -> str:
-        """Render all fields as JSON; floats read back unchanged."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainingProgress:
-        """Read the JSON of `to_json`."""
-        values: dict[str, Any] = json.loads(text)
-        values["curve"] = [CurvePoint(**point) for point in values["curve"]]
-        return cls(**values)
-
 
 def save_state(folder: Path, arrays: Arrays, progress: TrainingProgress, identity: str) -> None:
     """Replace the state in ``folder``; blocks until MLX has evaluated the arrays."""
-    metadata = {"format": FORMAT, "progress": progress.to_json(), "identity": identity}
+    metadata = {"format": FORMAT, "progress": json.dumps(asdict(progress)), "identity": identity}
     save_arrays(folder / STATE_FILE, arrays, metadata)
 
 
 def has_state(folder: Path) -> bool:
-    """Tell whether ``folder`` holds the state of a run."""
     return (folder / STATE_FILE).exists()
 
 
 def load_state(folder: Path, identity: str) -> tuple[Arrays, TrainingProgress]:
-    """Load the state in ``folder``.
-
-    Raises:
-        CheckpointError: The state is damaged, of another version of this package, or belongs to a
-            run with other options or texts.
-    """
+    """Load the state in ``folder``."""
     path = folder / STATE_FILE
-    arrays, metadata = load_arrays_and_metadata(path)
+    arrays, metadata = load_arrays(path)
     version = metadata.get("format", "1")
     if version != FORMAT:
         raise CheckpointError(
@@ -115,7 +98,9 @@ def load_state(folder: Path, identity: str) -> tuple[Arrays, TrainingProgress]:
             "another --out"
         )
     try:
-        return arrays, TrainingProgress.from_json(metadata["progress"])
+        values: dict[str, Any] = json.loads(metadata["progress"])
+        values["curve"] = [CurvePoint(**point) for point in values["curve"]]
+        return arrays, TrainingProgress(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a valid training state ({error}); delete it to begin again"

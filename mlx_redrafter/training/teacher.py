@@ -61,9 +61,6 @@ def fill_cache(
 
     The cache keeps the log-probabilities of k next tokens. ``on_tokens`` receives the number of
     tokens done so far.
-
-    Raises:
-        NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
     """
     done = 0
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
@@ -88,11 +85,7 @@ def group_by_tokens(
 
 
 def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -> Shard:
-    """Compute hidden states and most probable next tokens at every token.
-
-    Raises:
-        NonFiniteError: The target's hidden states or logits are not finite, or do not fit float16.
-    """
+    """Compute hidden states and most probable next tokens at every token."""
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
     outputs = TokenOutputs(
@@ -119,11 +112,7 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
 def fill_states(
     cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
 ) -> None:
-    """Add the inputs of watched layers at every token of all shards; existing ones are kept.
-
-    Raises:
-        NonFiniteError: The inputs are not finite, or do not fit float16.
-    """
+    """Add the inputs of watched layers at every token of all shards; existing ones are kept."""
     (extra,) = extras_of(layers)
     _fill_extra(cache, split, extra, lambda shard: read_states(target, shard, layers), on_tokens)
 
@@ -155,11 +144,7 @@ def _fill_extra(
 
 
 def read_states(target: Target, shard: Shard, layers: Sequence[int]) -> mx.array:
-    """Compute the inputs of some layers at every token, float16, shape (n, C * H).
-
-    Raises:
-        NonFiniteError: They are not finite, or do not fit float16.
-    """
+    """Compute the inputs of some layers at every token, float16, shape (n, C * H)."""
     texts = []
     for start, end in pairwise(to_ints(shard.starts)):
         found = target.layer_inputs(shard.tokens[start:end], layers).astype(mx.float16)
@@ -231,13 +216,10 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
 
 
 def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
-    """Continue every position of every sequence greedily.
+    """Continue every position of every sequence greedily, int32, shape (n, L).
 
     The positions of a stretch of text and their continuations form one tree with the text as its
     trunk. The target verifies the tree once for each further token.
-
-    Returns:
-        The continuations, int32, shape (n, L).
     """
     tokens, starts = np.array(shard.tokens), np.array(shard.starts)
     first = np.array(shard.top_ids[:, 0])

@@ -72,10 +72,6 @@ class TeacherCache:
         folder: Folder of the shards and the manifest.
         identity: Target, texts and options that the cache depends on, as strings and numbers by
             name.
-
-    Raises:
-        CheckpointError: The folder holds a cache with another identity; the message names the
-            difference.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
@@ -98,7 +94,6 @@ class TeacherCache:
         return self.folder / f"{split}-{extra}{'-' if extra else ''}{number:05d}.safetensors"
 
     def has(self, split: Split, number: int, extra: str = "") -> bool:
-        """Tell whether a shard, or an extra array of the shard, is stored."""
         return self.path(split, number, extra).exists()
 
     def save(self, split: Split, number: int, shard: Shard) -> None:
@@ -111,15 +106,12 @@ class TeacherCache:
         save_arrays(self.path(split, number, extra), {_field(extra): array})
 
     def load(self, split: Split, number: int, extras: Sequence[str] = ()) -> Shard:
-        """Read a shard with some of its extra arrays.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-        """
+        """Read a shard with some of its extra arrays."""
         path = self.path(split, number)
-        arrays = load_arrays(path)
+        arrays, _ = load_arrays(path)
         for extra in extras:
-            arrays[_field(extra)] = load_arrays(self.path(split, number, extra))[_field(extra)]
+            found, _ = load_arrays(self.path(split, number, extra))
+            arrays[_field(extra)] = found[_field(extra)]
         try:
             return Shard(**arrays)
         except TypeError as error:
@@ -162,19 +154,11 @@ def _check_identity(
 def find_draftable_steps(
     tokens: NDArray[np.int32], is_trained: NDArray[np.bool_], starts: NDArray[np.int32], length: int
 ) -> NDArray[np.bool_]:
-    """Find the unroll steps whose drafts can occur in decoding.
+    """Find the unroll steps whose drafts can occur in decoding, bool, shape (n, L - 1).
 
     Step i at position t, whose next token is the root, drafts the token at t + 2 + i. The step
     counts if all tokens from the root to this draft are in the same sequence and trained.
-
-    Args:
-        tokens: As in `Shard`.
-        is_trained: As in `Shard`.
-        starts: As in `Shard`.
-        length: L, root included.
-
-    Returns:
-        True for the steps that count, bool, shape (n, L - 1).
+    The arrays are those of `Shard`, and ``length`` is L.
     """
     count = len(tokens)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))

@@ -40,15 +40,7 @@ Event = Callable[[TrainingProgress], None]
 
 
 class Optimiser:
-    """AdamW with warm-up, cosine, clipping, and a moving average of the weights.
-
-    Args:
-        student: The drafter to train in place.
-        stretch: Number of consecutive positions of an example.
-        loss: Training objective.
-        options: Options of the optimisation.
-        total_steps: Length of the training, in steps.
-    """
+    """AdamW with warm-up, cosine, clipping, and a moving average of the weights."""
 
     def __init__(
         self,
@@ -78,11 +70,7 @@ class Optimiser:
         self._apply = self._compile(self._apply_gradient, state)
 
     def step(self, batch: TrainingBatch) -> mx.array:
-        """Compute one step, in parts of the batch that bound the memory for logits.
-
-        Returns:
-            Loss of the batch in nats, a float32 scalar.
-        """
+        """Compute one step, in parts that bound the memory for logits; return its loss in nats."""
         counts = mx.sum(batch.weights, axis=0)
         size = self._part_size(batch)
         loss = mx.array(0.0)
@@ -171,18 +159,7 @@ class TrainingTask(NamedTuple):
 
 
 class Trainer:
-    """Trainer of one drafter, from the beginning or from the state of an interrupted run.
-
-    Args:
-        student: The drafter with its initial weights, trained in place.
-        task: Data and options.
-        folder: Folder of the state; training continues from a state in the folder.
-        identity: Description of the texts and options, which must equal that of the state.
-        total_steps: Number of steps of a new run; by default that of the options.
-
-    Raises:
-        CheckpointError: The state is damaged or has another identity.
-    """
+    """Trainer of one drafter, from the beginning or from the state of an interrupted run."""
 
     def __init__(
         self,
@@ -213,18 +190,12 @@ class Trainer:
             self.best = _select_prefix("best.", arrays)
 
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
-        """Train to the end.
+        """Train to the end, and return the drafter with the best averaged weights.
 
         Args:
             on_step: Called with the progress after every step. A KeyboardInterrupt from the call
                 passes on after the state is written, so that no step is lost.
             on_best: Called with the averaged drafter after each measurement better than all before.
-
-        Returns:
-            The drafter with the best averaged weights.
-
-        Raises:
-            NonFiniteError: The loss is NaN or infinite.
         """
         progress = self.progress
         if not progress.curve:
@@ -244,7 +215,6 @@ class Trainer:
         return self.student.with_weights(self.best)
 
     def save(self) -> None:
-        """Write the state."""
         arrays = {
             **self._optimiser.arrays(),
             **{f"best.{name}": value for name, value in self.best.items()},

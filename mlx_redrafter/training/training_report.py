@@ -112,11 +112,7 @@ def write_csv(folder: Path, curve: Sequence[CurvePoint]) -> None:
 
 
 def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:
-    """Draw tokens per step and loss over the steps, to ``curves.png``.
-
-    Returns:
-        True if the picture was written, False if matplotlib is not installed.
-    """
+    """Draw the curve to ``curves.png``; return False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -256,12 +256,10 @@ class TrainingRequest:
 
     @property
     def state_folder(self) -> Path:
-        """Folder of the training state."""
         return self.out / STATE_FOLDER
 
     @property
     def cache_folder(self) -> Path:
-        """Folder of the teacher cache."""
         return self.cache or self.out / CACHE_FOLDER
 
     @property

@@ -93,7 +93,7 @@ def test_the_target_tells_how_much_it_accepts(
     values = read_config(target)
     sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
     config = EagleConfig(
-        3,
+        version=3,
         intermediate_size=64,
         num_key_value_heads=1,
         captured_layers=(0, 1),

@@ -30,7 +30,14 @@ def model() -> nn.Module:
 
 def _head() -> Eagle:
     config = EagleConfig(
-        3, 32, 48, 4, HEADS, VOCAB_SIZE, num_hidden_layers=LAYERS, captured_layers=(0, 1, 2)
+        version=3,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=LAYERS,
+        captured_layers=(0, 1, 2),
     )
     return Eagle(config)
 

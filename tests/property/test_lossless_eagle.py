@@ -36,8 +36,8 @@ def _head(model: nn.Module, version: int) -> Eagle:
     hidden_size = embedding.model.embed_tokens.weight.shape[1]
     mx.random.seed(version)
     config = EagleConfig(
-        version,
-        hidden_size,
+        version=version,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -74,12 +74,10 @@ class EagleConfig(LayerSizes):
 
     @property
     def name(self) -> str:
-        """The kind of head, in words."""
         return "EAGLE-3" if self.version == 3 else "EAGLE-1/2"
 
     @property
     def summary(self) -> str:
-        """Kind and sizes, in words."""
         return (
             f"{self.name}, hidden_size {self.hidden_size}, intermediate_size "
             f"{self.intermediate_size}, head of {self.head_rows} tokens"

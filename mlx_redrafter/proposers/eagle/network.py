@@ -63,9 +63,6 @@ class Eagle(AutoregressiveNetwork):
 
     ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
     head covers only part of the vocabulary; otherwise it is absent. EAGLE-1 uses the target's head.
-
-    Attributes:
-        config: Sizes and variants.
     """
 
     def __init__(self, config: EagleConfig):
@@ -92,7 +89,6 @@ class Eagle(AutoregressiveNetwork):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype that the network computes in."""
         return self.layers[0].post_attention_layernorm.weight.dtype
 
     def captured_layers(self, target: Target) -> Sequence[int]:
@@ -136,7 +132,6 @@ class Eagle(AutoregressiveNetwork):
 
 
 def _decoder_layer(config: EagleConfig) -> nn.Module:
-    """Make a layer of mlx-lm with the sizes of a head."""
     values = {
         **layer_arguments(config),
         "model_type": config.layer_type,

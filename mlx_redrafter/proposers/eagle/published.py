@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
@@ -60,43 +61,14 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of `Eagle` to the published ones, without those that are not read.
-
-    Raises:
-        CheckpointError: Two names stand for the same tensor.
-    """
-    found: dict[str, str] = {}
-    for name in names:
-        own = _own_name(name)
-        if own in LEFT_OUT or own.endswith("rotary_emb.inv_freq"):
-            continue
-        if own in found:
-            raise CheckpointError(
-                f"{found[own]!r} and {name!r} both stand for {own}; keep one of them"
-            )
-        found[own] = name
-    return found
+    """Map names of `Eagle` to the published ones, without those that are not read."""
+    return collect_sources(names, _own_name)[0]
 
 
 def eagle_config(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> EagleConfig:
-    """Read the config in a ``config.json`` of this package or as published."""
+    """Read a config of this package, or as published; ``shapes`` are by the names of `Eagle`."""
     if values.get("model_type") == MODEL_TYPE:
         return EagleConfig.from_dict(values)
-    return published_config(values, shapes)
-
-
-def published_config(
-    values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> EagleConfig:
-    """Read the config of a published head.
-
-    Args:
-        values: Its ``config.json``.
-        shapes: Shapes of its tensors by the names of `Eagle`.
-
-    Raises:
-        CheckpointError: A value is missing or out of range, or of a variant that is not supported.
-    """
     nested = values.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else values
     _check_variant(values, layer, shapes)
@@ -123,9 +95,7 @@ def published_config(
 def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
     """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
 
-    Args:
-        weights: Tensors by the names of `Eagle`.
-        names: Published names by those.
+    ``names`` are the published names by those of `Eagle`.
     """
     if names.get("token_ids", "").endswith(OFFSETS):
         offsets = weights["token_ids"].astype(mx.int32)
@@ -154,8 +124,11 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
 
 
-def _own_name(name: str) -> str:
+def _own_name(name: str) -> str | None:
+    """Return the name of `Eagle`; None for a tensor that is not read."""
     own = re.sub("^midlayer[.]", "layers.0.", name.removeprefix("model."))
+    if own in LEFT_OUT or own.endswith("rotary_emb.inv_freq"):
+        return None
     return "token_ids" if own == OFFSETS else own
 
 

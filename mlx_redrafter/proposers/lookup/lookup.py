@@ -66,9 +66,6 @@ class Lookup:
     Args:
         history: Token ids of earlier requests to look in as well; a sequence indexes them when it
             begins.
-
-    Attributes:
-        rates: Rates of all sequences so far.
     """
 
     num_layers = 0
@@ -119,7 +116,6 @@ class LookupDrafting:
 
     @property
     def index(self) -> SuffixIndex:
-        """The index of the sequence so far."""
         for token in self._waiting:
             self._index.add(token)
         self._waiting.clear()

@@ -24,12 +24,7 @@ LITTLE = 0.01
 
 
 class LookupFirst(Wrapper[Proposer]):
-    """Prompt lookup and a network, as one proposer.
-
-    Args:
-        lookup: Proposer for plans that are ``from_text``.
-        network: Proposer for all other plans.
-    """
+    """Prompt lookup for plans that are ``from_text``, and a network for all others."""
 
     def __init__(self, lookup: Lookup, network: Proposer):
         super().__init__(network)
@@ -45,13 +40,7 @@ class LookupFirst(Wrapper[Proposer]):
 
 
 class LookupFirstDrafting:
-    """Drafts of one sequence.
-
-    Args:
-        lookup: Drafts for plans that are ``from_text``.
-        network: Drafts for all other plans.
-        clock: Function that returns seconds.
-    """
+    """Drafts of one sequence."""
 
     def __init__(
         self,

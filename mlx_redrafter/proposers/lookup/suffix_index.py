@@ -18,12 +18,7 @@ MOST_COUNTED = 32
 
 
 class Match(NamedTuple):
-    """A suffix of the sequence, with or without drafts after it, that occurs earlier.
-
-    Attributes:
-        state: State of the automaton.
-        length: Number of tokens of the suffix.
-    """
+    """A suffix of the sequence, with or without drafts after it, that occurs earlier."""
 
     state: int
     length: int
@@ -66,7 +61,6 @@ class SuffixIndex:
         return self._size
 
     def add(self, token: int) -> None:
-        """Append a token to the sequence."""
         match = self._extend_match(token)
         self._size += 1
         new = self._add_state(self._length[self._last] + 1)

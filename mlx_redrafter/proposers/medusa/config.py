@@ -83,7 +83,6 @@ class MedusaConfig(StoredConfig):
 
     @property
     def summary(self) -> str:
-        """Sizes and kind of tree in words."""
         return (
             f"hidden_size {self.hidden_size}, {self.num_heads} heads of {self.head_rows} tokens "
             f"with {self.num_layers} blocks, {self.tree} tree"
@@ -102,7 +101,6 @@ class MedusaConfig(StoredConfig):
 
 
 def _as_table(values: Any, num_heads: int, num_rows: int) -> tuple[tuple[float, ...], ...]:
-    """Check accuracies of ranks from a file."""
     num_ranks = min(MAX_RANKS, num_rows)
     is_table = isinstance(values, (list, tuple)) and len(values) == num_heads
     if is_table and all(isinstance(row, (list, tuple)) for row in values):

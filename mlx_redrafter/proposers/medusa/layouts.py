@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.escaping import join_shortened, quote
-from mlx_redrafter.proposers.checkpoint import describe_misfits
+from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 
@@ -91,16 +91,7 @@ def heads_of(names: Iterable[str]) -> set[int]:
 
 
 def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
-    """Find the heads in a checkpoint.
-
-    Args:
-        values: The object in its ``config.json``.
-        shapes: Shapes of its tensors.
-
-    Raises:
-        CheckpointError: Tensors are missing, unexpected or of other shapes; the config contradicts
-            them; or the heads belong to a base that was trained with them.
-    """
+    """Find the heads in a checkpoint."""
     bases = [name for name in shapes if name.endswith(_BASE)]
     if bases:
         raise CheckpointError(
@@ -116,31 +107,21 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
     )
     name_set: NameSet = "vllm" if is_vllm else "fasterdecoding"
     num_layers = _count_layers(bare.values(), name_set)
-    sources: dict[str, str] = {}
-    unknown = []
-    for name in sorted(shapes):
-        own = _own_name(bare[name], name_set, num_layers)
-        if own is None:
-            unknown.append(quote(name))
-        elif own in sources:
-            raise CheckpointError(
-                f"{quote(sources[own])} and {quote(name)} both stand for {own}; keep one of them"
-            )
-        else:
-            sources[own] = name
+    sources, unknown = collect_sources(
+        sorted(shapes), lambda name: _own_name(bare[name], name_set, num_layers)
+    )
     if unknown:
-        raise CheckpointError(
-            f"found tensors that are not part of Medusa heads: {join_shortened(unknown)}"
-        )
+        names = join_shortened(map(quote, unknown))
+        raise CheckpointError(f"found tensors that are not part of Medusa heads: {names}")
     notes: list[str] = []
     if values.get("model_type") == MODEL_TYPE:
         config = MedusaConfig.from_dict(values)
     else:
         config = _infer_config(values, shapes, sources, num_layers, notes)
     network = Medusa(config)
-    names = {own: _name_in_file(own, name_set) for own in named_parameters(network)}
+    own_names = {own: _name_in_file(own, name_set) for own in named_parameters(network)}
     stored = {own: shapes[name] for own, name in sources.items()}
-    if problems := describe_misfits(network, stored, {**names, **sources}):
+    if problems := describe_misfits(network, stored, {**own_names, **sources}):
         raise CheckpointError(
             f"the tensors do not fit {config.num_heads} Medusa heads of hidden_size "
             f"{config.hidden_size}, {config.num_layers} blocks and {config.head_rows} tokens: "

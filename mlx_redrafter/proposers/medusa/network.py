@@ -8,7 +8,7 @@ behind ``heads.``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,14 +17,19 @@ import mlx.nn as nn
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
-from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
+from mlx_redrafter.proposers.draft_network import (
+    DraftNetwork,
+    ResBlock,
+    StatelessDrafting,
+    dtype_of,
+)
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.ranks import ranked_levels
-from mlx_redrafter.proposers.scores import log_probs, ranking
+from mlx_redrafter.proposers.scores import bounded, log_probs, ranking
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -34,9 +39,6 @@ class Medusa(DraftNetwork):
         x = h;  x = x + silu(linear_k,i(x));  y = output_k(x)
 
     Head k proposes the tokens k + 1 after the root, whatever tokens stand between them.
-
-    Attributes:
-        config: Sizes, the calibration of the ranking, and the kind of tree.
     """
 
     config: MedusaConfig
@@ -54,7 +56,6 @@ class Medusa(DraftNetwork):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype that the network computes in."""
         return dtype_of(self.heads[0][-1])
 
     @property
@@ -65,7 +66,6 @@ class Medusa(DraftNetwork):
 
     @property
     def max_length(self) -> int:
-        """The root and a token for every head."""
         return min(1 + self.config.num_heads, MAX_BEAM_LENGTH)
 
     def open(
@@ -89,27 +89,49 @@ class Medusa(DraftNetwork):
         return x
 
     def log_probs(self, hidden: mx.array, head: int, scale: float = 1.0) -> mx.array:
-        """Compute natural log-probabilities of one head, float32, shape (n, V).
-
-        Args:
-            hidden: As in `logits`.
-            head: As in `logits`.
-            scale: Factor on the logits.
-        """
+        """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (n, V)."""
         return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
 
 
-class MedusaDrafting:
-    """Drafts of one sequence; it keeps no state between steps."""
+def ranked_levels(
+    log_probs: Callable[[int], mx.array],
+    accuracies: Sequence[Sequence[float]],
+    to_token_ids: Callable[[mx.array], mx.array],
+) -> FactorisedLevels:
+    """Make levels of the paper's static tree, which propose ranks instead of rows of a head.
+
+    The score of a path of ranks is the product of their measured accuracies, whatever the
+    probabilities are at this step. The best paths are those that the paper finds one by one on
+    calibration data, adding the best neighbour each time.
+
+    Args:
+        log_probs: Function from a depth to log-probabilities that rank its tokens; see
+            `FactorisedLevels`.
+        accuracies: Chance of every rank at each depth, K times the ranks, of which there are at
+            most V.
+        to_token_ids: Function from rows of the head to token ids.
+    """
+    num_ranks = len(accuracies[0])
+    logs = mx.log(mx.array([list(row) for row in accuracies], dtype=mx.float32))
+    # Token ids by rank, at the depth scored last.
+    newest = mx.zeros((num_ranks,), dtype=mx.int32)
+
+    def score(depth: int) -> mx.array:
+        nonlocal newest
+        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks).indices[0])
+        return logs[depth : depth + 1]
+
+    return FactorisedLevels(score, num_ranks, lambda ranks: newest[ranks])
+
+
+class MedusaDrafting(StatelessDrafting):
+    """Drafts of one sequence."""
 
     reader = None
 
     def __init__(self, network: Medusa, couple_noise: bool):
         self.network = network
         self.couple_noise = couple_noise
-
-    def outlook(self) -> None:
-        """Return None, as a network always has something to propose."""
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         network, config = self.network, self.network.config
@@ -129,9 +151,3 @@ class MedusaDrafting:
         else:
             levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
         return build_tree(search(levels, plan.shape), flight.root, plan)
-
-    def skip(self, flight: PendingPass) -> None:
-        """Ignore a pass without drafts."""
-
-    def settle(self, length: int) -> None:
-        """Leave everything, as there are no caches."""

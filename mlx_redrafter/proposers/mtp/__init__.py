@@ -33,12 +33,6 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Mtp:
             index names for the module; or a folder with its ``config.json`` and its MTP tensors
             alone; or `WORD` for the target's own files.
         target: Facts about the target.
-
-    Raises:
-        CheckpointError: There are no such tensors, or they do not fit the config; or the config has
-            values out of range.
-        ConfigError: The model is of a kind whose modules are not supported.
-        NonFiniteError: A weight is NaN or infinite.
     """
     if path_or_repo == WORD and target.name is not None:
         path_or_repo = target.name

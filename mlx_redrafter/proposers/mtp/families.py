@@ -102,11 +102,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def model_type_of(values: Mapping[str, Any]) -> str:
-    """Return the type of the model that a ``config.json``, or its sidecar, describes.
-
-    Raises:
-        ConfigError: Modules of that type are not supported.
-    """
+    """Return the type of the model that a ``config.json``, or its sidecar, describes."""
     if not has_family(values):
         raise ConfigError(
             f"expected a model with an MTP module, of type {', '.join(FAMILIES)}, found "

@@ -30,14 +30,7 @@ OF_THE_MODEL = ("architectures", "quantization", "quantization_config")
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """The config of a module, of the sizes that it shares with its target.
-
-    Attributes:
-        model_type: Type of the model that it was trained with.
-        hidden_size: Hidden size of both, H.
-        vocab_size: Size of the vocabulary.
-        values: The ``config.json`` of the model.
-    """
+    """The config of a module, of the sizes that it shares with its target."""
 
     model_type: str
     hidden_size: int
@@ -48,17 +41,14 @@ class MtpConfig:
 
     @property
     def summary(self) -> str:
-        """Kind and sizes, in words."""
         return f"MTP module of a model of type {self.model_type}, hidden_size {self.hidden_size}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes by their names."""
         names = ("model_type", "hidden_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
     @property
     def head_rows(self) -> int:
-        """Number of tokens that the module proposes."""
         return self.vocab_size
 
 
@@ -72,10 +62,6 @@ class Mtp(AutoregressiveNetwork):
 
     Args:
         values: The ``config.json`` of the model.
-
-    Attributes:
-        config: Type and sizes of the model.
-        family: Order of the joined parts, and the output that it feeds back.
     """
 
     def __init__(self, values: Mapping[str, Any]):
@@ -100,7 +86,6 @@ class Mtp(AutoregressiveNetwork):
         return (FINAL,)
 
     def fuse(self, states: mx.array) -> mx.array:
-        """Return the states as they are."""
         return states
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -120,7 +105,6 @@ class Mtp(AutoregressiveNetwork):
         return self.norm(outputs) if self.family.feeds_norm else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        """Compute logits by the target's head."""
         return target.logits(self.norm(outputs))
 
     def stored_config(self) -> dict[str, Any]:

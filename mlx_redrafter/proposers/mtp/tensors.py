@@ -64,11 +64,6 @@ def open_module(
     """Make a module of the right sizes, and return it with its weights and their published names.
 
     MLX has not read the weights yet.
-
-    Raises:
-        CheckpointError: There are no such tensors, or they do not fit the config; or the config has
-            values out of range.
-        ConfigError: The model is of a kind whose modules are not supported.
     """
     values = read_config(folder)
     tensors = _read_module(folder, paths, values)
@@ -87,11 +82,7 @@ def open_module(
 
 
 def indexed_files(folder: Path, prefix: str) -> list[str] | None:
-    """Return the files that an index names for tensors of a prefix; None without an index.
-
-    Raises:
-        CheckpointError: The index is damaged, or names files outside the folder.
-    """
+    """Return the files that an index names for tensors of a prefix; None without an index."""
     path = folder / INDEX
     if not path.exists():
         return None
@@ -178,7 +169,6 @@ def _rename(
 
 
 def misfit(folder: Path, reason: str) -> CheckpointError:
-    """Return the error of weights that do not fit their config."""
     return CheckpointError(f"the weights in {folder} do not fit its config.json: {reason}")
 
 

@@ -92,7 +92,6 @@ class DrafterConfig(StoredConfig):
 
     @property
     def summary(self) -> str:
-        """Sizes and the kind of state, in words."""
         state = f"RNN ({self.rnn_activation})" if self.rnn else "sum of embeddings"
         if self.captured_layers is not None:
             state += f", states of {len(self.captured_layers)} layers"

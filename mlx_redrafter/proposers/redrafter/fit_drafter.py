@@ -25,11 +25,5 @@ def predict(
 def calibrate(
     drafter: RecurrentNetwork, embed: Embed, texts: Iterable[ObservedSequence]
 ) -> Calibration:
-    """Fit the scalars to sequences; waits for the device.
-
-    Args:
-        drafter: The network.
-        embed: The target's input embedding.
-        texts: Any number of sequences; `fit` reads no more than it needs.
-    """
+    """Fit the scalars to as many sequences as `fit` needs; waits for the device."""
     return fit(drafter, (predict(drafter, embed, part) for text in texts for part in parts(text)))

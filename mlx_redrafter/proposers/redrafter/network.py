@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.proposers.draft_network import StatelessDrafting
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
@@ -33,14 +34,8 @@ class Drafter(RecurrentNetwork):
         return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
 
 
-class RecurrentDrafting:
-    """Drafts of one sequence; it keeps no state between steps.
-
-    Args:
-        drafter: The network.
-        project_input: Function from token ids to their input terms; see `input_lookup`.
-        couple_noise: Whether the target's noise ranks drafts.
-    """
+class RecurrentDrafting(StatelessDrafting):
+    """Drafts of one sequence."""
 
     def __init__(self, drafter: RecurrentNetwork, project_input: Embed, couple_noise: bool):
         self.drafter = drafter
@@ -56,9 +51,6 @@ class RecurrentDrafting:
     def read(self, states: mx.array) -> None:
         """Ignore states of the prompt: the drafter reads those of the newest pass alone."""
 
-    def outlook(self) -> None:
-        """Return None, as a network always has something to propose."""
-
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         origin, rank = self.origin(flight), self.rank(noise)
         found = expand(self.drafter, self.project_input, origin, flight.root, plan.shape, rank)
@@ -73,9 +65,3 @@ class RecurrentDrafting:
         if not self.layers:
             return flight.hidden_state
         return self.drafter.fuse(flight.path_states[flight.num_accepted])[0]
-
-    def skip(self, flight: PendingPass) -> None:
-        """Ignore a pass without drafts."""
-
-    def settle(self, length: int) -> None:
-        """Leave everything, as there are no caches."""

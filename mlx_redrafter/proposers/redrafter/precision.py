@@ -46,10 +46,9 @@ TimePairs = Callable[[Drafter, Drafter, Target], list[float]]
 
 
 def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> list[float]:
-    """Time pairs of searches, the two drafters in alternating order. Waits for the device.
+    """Time pairs of searches in alternating order; waits for the device.
 
-    Returns:
-        Seconds of the given drafter over those of the quantised one, for each pair.
+    Return the given drafter's seconds over the quantised one's, for each pair.
     """
     root = mx.zeros((1,), dtype=mx.int32)
     inputs = {id(drafter): input_lookup(drafter, target) for drafter in (given, quantised)}
@@ -78,11 +77,6 @@ def choose_precision(
     The first run on a machine times both. If the copy may be faster, the next run times them again,
     and the pairs of both runs decide for good. A drafter stays as it is if it is quantised already,
     small, or has no layer whose width is a multiple of a group.
-
-    Args:
-        drafter: The drafter.
-        target: The model it drafts for.
-        time_pairs: Function that times the drafter and its copy.
     """
     num_bytes = sum(array.nbytes for array in named_parameters(drafter).values())
     if bits_of(drafter) is not None or num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width:
@@ -107,11 +101,7 @@ def bits_of(drafter: Drafter) -> int | None:
 
 
 def quantised_copy(drafter: Drafter) -> Drafter:
-    """Make a copy in 8 bits, not computed yet.
-
-    Raises:
-        ConfigError: No layer can be quantised so.
-    """
+    """Make a copy in 8 bits, not computed yet."""
     copy = Drafter(drafter.config)
     copy.update(drafter.parameters())
     copy.eval()

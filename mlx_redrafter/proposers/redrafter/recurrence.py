@@ -74,11 +74,10 @@ class RecurrentNetwork(DraftNetwork):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The floating-point dtype that the network computes in."""
         return dtype_of(self.lm_head[-1])
 
     def fuse(self, states: mx.array) -> mx.array:
-        """Project states of several layers to one that replaces the target's last hidden state.
+        """Project states of several layers to one, (n, H), that replaces the last hidden state.
 
         Inputs of layers are many times larger than the last hidden state, and of unlike sizes, so
         each is scaled to a mean square of 1 first.
@@ -86,9 +85,6 @@ class RecurrentNetwork(DraftNetwork):
         Args:
             states: The inputs of the C layers of ``config.captured_layers`` next to each other,
                 shape (n, C * H), or the last hidden states, shape (n, H), if it names none.
-
-        Returns:
-            Shape (n, H).
         """
         layers = self.config.captured_layers
         if layers is None:
@@ -103,11 +99,8 @@ class RecurrentNetwork(DraftNetwork):
     def project_input(self, embedding: mx.array) -> mx.array:
         """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
 
-        Args:
-            embedding: Rows of the target's input embedding, ``e``, shape (..., H).
-
-        Returns:
-            The same shape, in the drafter's dtype.
+        ``e``, of shape (..., H), has rows of the target's input embedding. The term has the dtype
+        of the drafter.
         """
         embedding = embedding.astype(self.dtype)
         return self.rnn_w(embedding) if self.config.rnn else embedding
@@ -117,14 +110,7 @@ class RecurrentNetwork(DraftNetwork):
         return lambda ids: self.project_input(embed(ids))
 
     def start(self, projected: mx.array) -> mx.array:
-        """Compute the state after the root token: `advance` from the zero state.
-
-        Args:
-            projected: Input terms from `project_input` of the root, shape (1, H).
-
-        Returns:
-            ``s_1``, shape (1, H).
-        """
+        """Compute the state after the root from its input term, shape (1, H) to (1, H)."""
         if self.config.rnn and self.config.rnn_first_step_bias:
             projected = projected + self.rnn_u.bias
         return self._activate(projected)
@@ -140,9 +126,6 @@ class RecurrentNetwork(DraftNetwork):
         Args:
             state: ``s_{t-1}``, shape (W, H), or (1, H) if it is the same for all beams.
             projected: Input terms from `project_input` of the newest tokens, shape (W, H).
-
-        Returns:
-            ``s_t``, shape (W, H).
         """
         return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
 
@@ -205,13 +188,7 @@ class RecurrentNetwork(DraftNetwork):
         hidden_term: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
-        """Compute natural log-probabilities of the next token of each beam.
-
-        Args:
-            hidden: As in `logits`.
-            state: As in `logits`.
-            hidden_term: As in `logits`.
-            scale: Factor on the logits.
+        """Compute natural log-probabilities of each beam's next token: of `logits` times ``scale``.
 
         Returns:
             float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
@@ -233,17 +210,11 @@ class RecurrentNetwork(DraftNetwork):
 
 
 class Columns:
-    """The part of a linear layer that reads some of its inputs.
+    """The part of a linear layer that reads the inputs from ``start`` to before ``stop``.
 
     It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
     follow each other in memory at every use, and threads must not share an array that is not
     computed yet.
-
-    Args:
-        linear: The layer.
-        start: First input that the part reads.
-        stop: First input after those.
-        bias: Bias of the part; None for none.
     """
 
     def __init__(

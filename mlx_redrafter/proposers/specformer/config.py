@@ -37,7 +37,6 @@ class SpecFormerConfig(LayerSizes):
 
     @property
     def summary(self) -> str:
-        """Sizes, in words."""
         return (
             f"SpecFormer of {self.num_slots} slots, hidden_size {self.hidden_size}, "
             f"intermediate_size {self.intermediate_size}, reads {len(self.captured_layers)} layers"

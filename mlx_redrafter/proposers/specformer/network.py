@@ -57,9 +57,6 @@ class SpecFormer(KvNetwork):
         logits = the target's head of the target's final norm of x
 
     Slot i proposes the token i + 1 after the root, whatever tokens stand between them.
-
-    Attributes:
-        config: Sizes.
     """
 
     def __init__(self, config: SpecFormerConfig):
@@ -89,7 +86,6 @@ class SpecFormer(KvNetwork):
 
     @property
     def max_length(self) -> int:
-        """The root and a token for every slot."""
         return min(1 + self.config.num_slots, MAX_BEAM_LENGTH)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:

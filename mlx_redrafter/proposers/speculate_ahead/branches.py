@@ -31,12 +31,7 @@ class Branches(LevelScorer, Protocol):
         ...
 
     def begin(self, nodes: mx.array, tokens: mx.array) -> None:
-        """Make roots of the `LevelScorer` of tokens after some nodes.
-
-        Args:
-            nodes: Node indices, int32, shape (R,).
-            tokens: Token ids, int32, shape (R,).
-        """
+        """Make roots of the `LevelScorer` of tokens after some nodes, both int32, shape (R,)."""
         ...
 
 
@@ -48,14 +43,7 @@ def origin_of(drafting: Branching, flight: PendingPass) -> mx.array | None:
 def branches_of(
     drafting: Branching, tree: TokenTree, origin: mx.array | None, noise: GumbelNoise | None
 ) -> Branches:
-    """Take a network along a tree; this changes nothing of its other drafts.
-
-    Args:
-        drafting: Drafts of the sequence.
-        tree: The tree in flight; it may have padding.
-        origin: `origin_of` the pass before it.
-        noise: Noise that ranks drafts; None without.
-    """
+    """Take a network along a tree; this changes nothing of its other drafts."""
     if isinstance(drafting, ModelDrafting):
         return ModelBranches(drafting, tree)
     assert origin is not None
@@ -67,12 +55,7 @@ def branches_of(
 
 
 class RecurrentBranches:
-    """A recurrent drafter along a tree, from the state that predicted the tree's root.
-
-    Args:
-        levels: The drafter after that root.
-        tree: The tree.
-    """
+    """A recurrent drafter along a tree, from the state that predicted the tree's root."""
 
     def __init__(self, levels: RecurrentLevels, tree: TokenTree):
         self.levels = levels

@@ -54,18 +54,7 @@ class Hits:
 
 
 class SpeculateAhead(Wrapper[Drafter | DraftModel]):
-    """A proposer that drafts for likely outcomes of a pass while the pass runs.
-
-    Args:
-        drafter: A recurrent drafter or a draft model.
-        num_outcomes: Outcomes of a pass to draft for, R.
-
-    Attributes:
-        hits: Counts over all sequences.
-
-    Raises:
-        ConfigError: The drafter is of another kind, or the number is out of range.
-    """
+    """A proposer that drafts for likely outcomes of a pass while the pass runs."""
 
     def __init__(self, drafter: Proposer, num_outcomes: int = 8):
         check_int("predraft", num_outcomes, 1, MAX_OUTCOMES)
@@ -108,13 +97,7 @@ class _Speculation(NamedTuple):
 
 
 class SpeculateAheadDrafting:
-    """Drafts of one sequence.
-
-    Args:
-        drafting: Drafts by the network alone.
-        num_outcomes: R.
-        hits: Counts that it adds to.
-    """
+    """Drafts of one sequence."""
 
     def __init__(self, drafting: Branching, num_outcomes: int, hits: Hits):
         self.drafting = drafting

@@ -317,9 +317,7 @@ class BatchCache:
 class SlotCache:
     """A slot as the cache of its sequence; the batch runs its forward passes.
 
-    Attributes:
-        slot: Number of the slot.
-        stock: The sequence's own mlx-lm caches, which are empty meanwhile.
+    ``stock`` are the sequence's own mlx-lm caches, which are empty meanwhile.
     """
 
     def __init__(self, batch: BatchCache, slot: int, stock: Sequence[KVCache]):

@@ -29,12 +29,7 @@ from mlx_redrafter.target.caches.tree_cache import ForwardPass
 
 
 class FullCache:
-    """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``.
-
-    Attributes:
-        stock: mlx-lm's cache.
-        step: The newest forward pass that `expect` has announced.
-    """
+    """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
     def __init__(self, stock: KVCache | ChunkedKVCache | QuantizedKVCache):
         self.stock = stock
@@ -125,6 +120,15 @@ def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], 
         assert cache.values is not None
         cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
         mx.eval(cache.keys, cache.values)
+
+
+def copy_entries(layer: KVCache, own: KVCache, row: int, length: int) -> None:
+    """Copy the first entries of one sequence of a batch into its own cache."""
+    if layer.keys is None or layer.values is None:  # a layer that the model never uses
+        return
+    parts = layer.keys, layer.values
+    own.keys, own.values = (mx.contiguous(part[row : row + 1, :, :length]) for part in parts)
+    own.offset = length
 
 
 def consecutive_runs(numbers: Sequence[int]) -> list[slice]:

@@ -24,11 +24,6 @@ def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
         layers: The caller's caches, one per layer.
         own: The model's caches after a pass over any token. Layers that the model never uses have
             empty caches.
-
-    Raises:
-        ConfigError: The caches fit another model, hold several sequences or a part of one, or do
-            not record the length of their sequence.
-        UnsupportedTargetError: A cache has another kind than the model's.
     """
     if len(layers) != len(own):
         raise ConfigError(

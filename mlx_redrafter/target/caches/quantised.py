@@ -33,19 +33,11 @@ class QuantisedCache(FullCache):
 
     @property
     def group_size(self) -> int:
-        """Elements per group."""
         return int(self.stock.group_size)
 
 
 class QuantisingCache(TreeCache):
-    """A `TreeCache` that quantises its entries once the sequence is long enough.
-
-    Args:
-        layers: The model's ``cache=`` argument.
-        length: Number of committed tokens.
-        quantisation: Bits, group size, and the length at which quantization starts.
-        given: The caller's list of caches, or None.
-    """
+    """A `TreeCache` that quantises its entries once the sequence is long enough."""
 
     def __init__(
         self,
@@ -89,17 +81,7 @@ class QuantisingCache(TreeCache):
 
 
 def check_quantisation(model: nn.Module, quantisation: Quantisation, layers: Sequence[Any]) -> None:
-    """Check that mlx-lm can quantise the K/V cache of a model.
-
-    Args:
-        model: The model.
-        quantisation: Bits and group size.
-        layers: mlx-lm caches to continue.
-
-    Raises:
-        ConfigError: A cache has other bits or another group size already.
-        UnsupportedTargetError: mlx-lm cannot quantise this model's cache.
-    """
+    """Check that mlx-lm can quantise the K/V cache of a model."""
     bits, group_size = quantisation.bits, quantisation.group_size
     for layer in layers:
         found = getattr(layer, "bits", bits), getattr(layer, "group_size", group_size)

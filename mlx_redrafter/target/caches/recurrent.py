@@ -42,12 +42,7 @@ class RecurrentCache:
         self._passes = [*trees, _Pass(step.length, list(self.stock.cache))]
 
     def branch(self, state_after: StateAfter) -> None:
-        """Record a pass over a tree.
-
-        Args:
-            state_after: Function from a path, node indices from the root on, to the state after
-                its last node.
-        """
+        """Record a pass over a tree; ``state_after`` maps a path from the root on to a state."""
         self._passes[-1].state_after = state_after
 
     def commit(self, path: Sequence[int]) -> None:
@@ -70,7 +65,6 @@ class RecurrentCache:
             self.stock[index] = array
 
     def __getitem__(self, index: int) -> mx.array | None:
-        """Return an array of the state."""
         found: mx.array | None = self.stock[index]
         return found
 

@@ -71,12 +71,7 @@ class ForwardPass:
     def chunk_mask(self, chunk: int, first: int) -> mx.array:
         """Mask all but the tokens of each node's own path since the last multiple of ``chunk``.
 
-        Args:
-            chunk: Number of tokens per chunk.
-            first: Position of the first token that has a column.
-
-        Returns:
-            Bool, shape (N, length - first + N).
+        ``first`` and the result are as in `window_mask`.
         """
         if (chunk, first) not in self._chunk_masks:
             assert self.tree is not None

@@ -12,13 +12,11 @@ arXiv 2503.01840). The slots of a SpecFormer draft all levels in parallel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
-from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
@@ -30,12 +28,7 @@ from mlx_redrafter.training.students.chain import ChainStudent
 
 
 class KvStudent(ChainStudent):
-    """A network that attends to the context.
-
-    Args:
-        network: The network.
-        target: The teacher. Its embedding, and its head if the network has none, stay in use.
-    """
+    """A network that attends to the context, and uses the target's embedding and maybe its head."""
 
     reads_context = True
     network: KvNetwork
@@ -50,14 +43,6 @@ class KvStudent(ChainStudent):
     def learning_rate(self) -> float:
         """1e-3 for 640 wide states, inverse to their width."""
         return min(0.64 / self.target.hidden_size, 1e-2)
-
-    @property
-    def head_rows(self) -> int:
-        return self.network.num_rows
-
-    @property
-    def row_ids(self) -> mx.array | None:
-        return self.network.row_ids
 
     @property
     def coupling_weight(self) -> float:
@@ -100,18 +85,9 @@ class EagleStudent(AutoregressiveStudent):
         if head is not None and self.network.config.version == 3:
             self.network.lm_head.weight = mx.array(head)
 
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
-
 
 class MtpStudent(AutoregressiveStudent):
-    """An MTP module.
-
-    Args:
-        network: The module.
-        target: The teacher.
-        values: The ``config.json`` of a model with such a module.
-    """
+    """An MTP module; ``values`` is the ``config.json`` of a model with one."""
 
     name = "an MTP module (arXiv 2412.19437)"
     network: Mtp
@@ -123,18 +99,12 @@ class MtpStudent(AutoregressiveStudent):
     def new_network(self) -> Mtp:
         return Mtp(self.values)
 
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
-
 
 class SpecFormerStudent(KvStudent):
     """A SpecFormer."""
 
     name = "a SpecFormer"
     network: SpecFormer
-
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
 
     def levels(self, network: SpecFormer, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute the logits of each slot; the positions are those of one stretch."""
@@ -171,15 +141,7 @@ class LevelEntries:
 
 
 def level_masks(sequences: mx.array, num_levels: int) -> Iterator[mx.array]:
-    """Build the mask of each level: its rows attend to entries of all levels so far.
-
-    Args:
-        sequences: Number of the sequence of each position, shape (n,).
-        num_levels: Number of levels.
-
-    Yields:
-        True for the entries attended to, bool, shape (n, levels * n).
-    """
+    """Build the mask of each level, (n, levels * n), to the entries of all levels so far."""
     queries, keys = mx.arange(len(sequences))[:, None], mx.arange(len(sequences))[None]
     is_same = sequences[:, None] == sequences[None]
     for level in range(num_levels):

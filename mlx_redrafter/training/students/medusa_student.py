@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.training.generated_texts import iterate_generated_texts
@@ -52,7 +49,3 @@ class MedusaStudent(ChainStudent):
         found = [text for shard in texts for text in iterate_generated_texts(shard)]
         config = calibrate(network, found).applied(network.config)
         network.config = replace(config, rank_accuracies=rank_accuracies(network, found))
-
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        config = {**self.network.config.to_dict(), **extra}
-        write_checkpoint(folder, config, named_parameters(self.network))

@@ -11,10 +11,8 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,8 +23,8 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.expansion import best_nodes
+from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
@@ -50,12 +48,7 @@ LOGITS_BYTES = 2**26
 
 
 class RecurrentStudent(Student):
-    """A recurrent drafter.
-
-    Args:
-        network: The drafter.
-        embed: The target's input embedding.
-    """
+    """A recurrent drafter."""
 
     name = "a recurrent drafter (ReDrafter, arXiv 2403.09919)"
     network: Drafter
@@ -67,14 +60,9 @@ class RecurrentStudent(Student):
 
     @classmethod
     def load(cls, path_or_repo: str, target: Target, vocab_size: int) -> RecurrentStudent:
-        """Load a drafter to continue training for a target, in float32.
-
-        Raises:
-            ConfigError: The drafter's weights are quantised.
-            RedrafterError: The drafter cannot be loaded, or does not fit the target.
-        """
+        """Load a drafter to continue training for a target, in float32."""
         drafter = load_drafter(path_or_repo)
-        if drafter.quantization is not None:
+        if quantization_of(drafter) is not None:
             raise ConfigError(
                 f"expected floating-point weights to train, found the drafter {path_or_repo}, "
                 "which is quantised; start from the drafter it was made from"
@@ -125,11 +113,7 @@ class RecurrentStudent(Student):
         found = (text for shard in fused for text in iterate_generated_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)
 
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        save_drafter(self.network, folder, extra)
-
     def plans(self, length: int) -> dict[str, DraftPlan]:
-        """List a chain and a tree."""
         width = min(4, self.head_rows)
         return {
             f"chain of {length - 1}": DraftPlan.of(1, length),

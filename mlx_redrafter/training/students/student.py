@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.training.batches import HeadRows
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.teacher_cache import Shard
@@ -25,11 +26,8 @@ from mlx_redrafter.training.teacher_cache import Shard
 class Student(ABC):
     """A drafter of some kind during its training.
 
-    Args:
-        network: Its network, in float32.
-
     Attributes:
-        network: Weights and sizes.
+        network: Weights, in float32, and sizes.
         name: Name of the kind, as a phrase with an article if it has one.
         reads_context: Whether the drafter attends to the context, so that its examples are
             stretches of text; otherwise it drafts from one state of the target.
@@ -66,7 +64,6 @@ class Student(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the target."""
         size: int = self.network.config.vocab_size
         return size
 
@@ -89,9 +86,7 @@ class Student(ABC):
     def start_from_head(self, head: mx.array | None) -> None:  # noqa: B027
         """Replace some of the random weights, most often by the target's head.
 
-        Args:
-            head: Rows of the target's head for the tokens that the drafter can propose, shape
-                (V, H), None if the head is not a matrix.
+        ``head`` has the rows of the tokens that the drafter can propose; None if it is no matrix.
         """
 
     def initialise(
@@ -117,21 +112,15 @@ class Student(ABC):
     def logits(self, network: Any, batch: TrainingBatch) -> mx.array:
         """Compute a network's logits after the root, and after each draft but the last.
 
-        Returns:
-            Float32, shape (B, S, V); arbitrary where the weight is 0.
+        Float32, shape (B, S, V); arbitrary where the weight is 0.
         """
 
     def leave_target(self) -> None:  # noqa: B027
         """Drop the references to the target that training does not need."""
 
-    @abstractmethod
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Write the network.
-
-        Args:
-            folder: Destination.
-            extra: Further keys for ``config.json``.
-        """
+        """Write the network, with further keys for its ``config.json``."""
+        save_drafter(self.network, folder, extra)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""

@@ -46,11 +46,7 @@ DEEP = 8
 
 
 def new_student(target: Target, options: NetworkOptions) -> Student:
-    """Create a student whose random weights are not computed.
-
-    Raises:
-        UnsupportedTargetError: The inputs of the target's layers cannot be read.
-    """
+    """Create a student whose random weights are not computed."""
     student = KINDS[options.head](target, options)
     if student.layers:
         target.watch(student.layers)
