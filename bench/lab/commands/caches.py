@@ -14,8 +14,8 @@ from mlx_redrafter.bench.lab.plots import plot_caches
 from mlx_redrafter.bench.plots import machine_name
 from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.checkpoints.recognition import CONFIG_ONLY
 from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> None:
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is None:
         return
-    kind, _ = recognise(drafter)
+    kind = recognise(drafter)[0].NAME
     if kind == "recurrent drafter":
         exit_dim = arguments.drafter_exit_dim
         config = widen_drafter(drafter, drafter_out, shape.hidden_size, exit_dim, seed)
