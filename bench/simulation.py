@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mlx_redrafter.bench.scenarios import FIRST_TEXT, LEVELS, SECOND_TEXT, Scenario
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.policy.candidates import LENGTHS
+from mlx_redrafter.policy.plans import LENGTHS
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import Drafts
 
@@ -153,7 +153,8 @@ def run_policy(
         if chosen is not None:
             drafts = text.drafts(position, chosen.shape.width)
             short = [i for i, depth in enumerate(drafts.depths) if depth < chosen.shape.length]
-            tree: Any = SimulatedTree(drafts).subtree(short[: chosen.num_nodes - 1])
+            count = chosen.num_nodes if chosen.num_nodes > 1 else chosen.shape.max_nodes  # a probe
+            tree: Any = SimulatedTree(drafts).subtree(short[: count - 1])
             kept = policy.keep(chosen, tree)
             is_read = policy.waits  # type: ignore[attr-defined]
             num_nodes = kept.size

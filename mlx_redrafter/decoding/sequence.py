@@ -12,6 +12,7 @@ waits for the outcome: then the device is idle while the host builds the next fo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar, cast
 
 import mlx.core as mx
@@ -307,6 +308,8 @@ class SequenceDecoder:
         if plan is None or self.drafting is None:
             self._skip(flight)
             return None
+        if plan.num_nodes == 1:  # a probe, which shows all drafts of its search
+            plan = replace(plan, num_nodes=plan.shape.max_nodes)
         with mx.stream(generation_stream):
             accepted = flight.num_accepted, flight.most_accepted
             noise = self.chooser.noise(flight.length + 1, plan.shape.length, *accepted)

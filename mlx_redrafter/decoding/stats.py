@@ -13,15 +13,19 @@ class ShapeStats(NamedTuple):
 
     Attributes:
         plan: Plan of the drafts, with the number of nodes verified; None for plain decoding.
-        seconds: Duration of such a step, as timed on this machine and corrected by this text.
+        seconds: Mean measured cost of such a step; the expected one if there was none.
         steps: Number of steps of this kind.
         tokens: Tokens emitted by those steps.
+        expected_seconds: Mean cost that the policy expected.
+        expected_tokens: Tokens that the policy expected of those steps.
     """
 
     plan: DraftPlan | None
     seconds: float
     steps: int
     tokens: int
+    expected_seconds: float
+    expected_tokens: float
 
 
 @dataclass

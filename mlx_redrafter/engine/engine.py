@@ -41,9 +41,9 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
+from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.joint import JointPolicy
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST
 from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.proposers.kinds import as_proposer
 from mlx_redrafter.proposers.kv_network import KvNetwork
@@ -287,7 +287,7 @@ class Engine:
             text.stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            is_doubted = experience.slowdowns.show_long_times and doubt_times(
+            is_doubted = policy.shows_long_times and doubt_times(
                 self.target, self._network, memory.timed
             )
             if is_doubted and memory.experience is not None:
@@ -297,24 +297,27 @@ class Engine:
 
     def _share(self, options: GenerationOptions) -> StepScheduler:
         batch = Batch(self.target)
-        joint = cache(lambda: self._joint_policy(batch, options))
+        joint = cache(lambda: self._batch_policy(batch, options))
 
         def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
             """What steps of one text take says nothing there of how much is drafted."""
             if isinstance(policy, AdaptivePolicy):
-                return joint().of_text()
+                return joint().new_member()
             return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
         return StepScheduler(batch, in_batch)
 
-    def _joint_policy(self, batch: Batch, options: GenerationOptions) -> JointPolicy:
-        """Who says how much the texts of a batch draft; a lookup drafts by a fixed plan only."""
+    def _batch_policy(self, batch: Batch, options: GenerationOptions) -> BatchPolicy:
+        """Create the policy that sets the draft size for a whole batch.
+
+        Prompt lookup needs a fixed plan there.
+        """
         proposer = self.proposer
         assert proposer is not None
         costs = step_costs(self.target, self._network, CONTEXT, self.memory.timed)
         # Acceptance of uncoupled drafts is not that of coupled ones.
         memory = self.memory if options.couple else LearnedState()
-        return JointPolicy(
+        return BatchPolicy(
             costs, lambda: batch.num_slots, memory.batches, memory.experience, proposer.max_length
         )
 

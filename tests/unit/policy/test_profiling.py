@@ -18,7 +18,7 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.measured import DOUBTS, MOST_DOUBTS, MOST_RUNS
 from mlx_redrafter.policy import profiling
-from mlx_redrafter.policy.candidates import SIZES
+from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.policy.profiling import StepTimes
 from mlx_redrafter.proposers.redrafter.checkpoint import quantize_drafter
 from mlx_redrafter.proposers.redrafter.proposer import RecurrentProposer
