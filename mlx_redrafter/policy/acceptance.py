@@ -27,6 +27,8 @@ PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
 # Maximum number of drafts per tree that the host scores; more cost it up to a millisecond.
 MAX_DRAFTS = 48
 
+_MEAN, _DEVIATION = np.array(PRIOR).T
+_PRECISION = _DEVIATION**-2
 _SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 
 
@@ -57,10 +59,11 @@ class Regression:
     def __init__(self, before: Regression | None = None, max_place: float = math.inf):
         self.weights: Floats = np.array([mean for mean, _ in PRIOR])
         self._rows: Floats = np.zeros((WINDOW, 4))
-        self._count = 0
+        # Number of observations so far, and at the last fit.
+        self._count = self._fitted = 0
         if before is not None:
             self.weights, self._rows = before.weights, before._rows.copy()
-            self._count = before._count
+            self._count = self._fitted = before._count
         self._low = np.array([-math.inf, 0.0, -math.inf])
         self._high = np.array([math.inf, math.inf, max_place])
 
@@ -70,22 +73,22 @@ class Regression:
         self._count += 1
 
     def fit(self) -> None:
-        """Improve the weights by two Newton steps, from where they are."""
+        """Improve the weights by one Newton step if there are new observations."""
+        if self._count == self._fitted:
+            return
+        self._fitted = self._count
         rows = self._rows[: self._count]
         inputs, right = rows[:, :3], rows[:, 3]
-        mean, deviation = np.array(PRIOR).T
-        precision = deviation**-2
-        for _ in range(2):
-            p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
-            slope = inputs.T @ (right - p) - precision * (self.weights - mean)
-            curve = (inputs.T * (p * (1 - p) + 1e-4)) @ inputs + np.diag(precision)
-            wanted = np.linalg.solve(curve, slope)
-            step = np.clip(wanted, self._low - self.weights, self._high - self.weights)
-            free = step == wanted
-            if not free.all():  # the other weights make up for one that is held at its bound
-                rest = slope[free] - curve[free][:, ~free] @ step[~free]
-                step[free] = np.linalg.solve(curve[free][:, free], rest)
-            self.weights = self.weights + step / max(1.0, float(np.abs(step).max()))
+        p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
+        slope = inputs.T @ (right - p) - _PRECISION * (self.weights - _MEAN)
+        curve = (inputs.T * (p * (1 - p) + 1e-4)) @ inputs + np.diag(_PRECISION)
+        wanted = np.linalg.solve(curve, slope)
+        step = np.clip(wanted, self._low - self.weights, self._high - self.weights)
+        free = step == wanted
+        if not free.all():  # the other weights make up for one that is held at its bound
+            rest = slope[free] - curve[free][:, ~free] @ step[~free]
+            step[free] = np.linalg.solve(curve[free][:, free], rest)
+        self.weights = self.weights + step / max(1.0, float(np.abs(step).max()))
 
 
 class Acceptance:
@@ -99,8 +102,8 @@ class Acceptance:
     """
 
     def __init__(self, before: Acceptance | None = None):
-        self.first: Regression = Regression(before and before.first)
-        self.later: Regression = Regression(before and before.later, max_place=0.0)
+        self.first: Regression = Regression(None if before is None else before.first)
+        self.later: Regression = Regression(None if before is None else before.later, max_place=0.0)
 
     def probabilities(self, features: Sequence[Features], parents: Sequence[int]) -> list[float]:
         """Return the probability that each draft is accepted.

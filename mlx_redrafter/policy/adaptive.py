@@ -58,12 +58,10 @@ from mlx_redrafter.trees.tree import TokenTree
 EXPLORE = 0.01
 # Share of the time for learning on the host, after the cost of one plain step.
 LEARNING = 0.02
-# Plain steps that the budget for trials holds before the first sequence, and at most after it.
-AT_FIRST = 1.0
 # Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
-# Number of steps of a trial; one plain step alone cannot be timed between two drafted ones.
-TRIAL = 2
+# Number of steps of a trial: a plain step is timed if plain ones come before and after it.
+TRIAL = 3
 
 
 class Experience:
@@ -75,20 +73,28 @@ class Experience:
     """
 
     def __init__(self, before: Experience | None = None, window: int = MEMORY):
-        self.acceptance: Acceptance = Acceptance(before and before.acceptance)
-        self.correction: Correction = Correction(before and before.correction)
-        self.lookups: LookupCorrection = LookupCorrection(before and before.lookups)
-        self.drafts: ExpectedDrafts = ExpectedDrafts(before and before.drafts, window)
-        self.ratios: TimeRatios = TimeRatios(before and before.ratios)
-        self.guard: Guard | None = before and before.guard
+        self.acceptance = Acceptance()
+        self.correction = Correction()
+        self.lookups = LookupCorrection()
+        self.drafts = ExpectedDrafts(window=window)
+        self.ratios = TimeRatios()
+        self.guard: Guard | None = None
         # Seconds saved for probes and surveys, and for trials.
-        self.probes: float = 0.0 if before is None else before.probes
-        self.trials: float = math.inf if before is None else before.trials
-        self.num_surveys: int = 0 if before is None else before.num_surveys
+        self.probes, self.trials = 0.0, 0.0
+        self.num_surveys = 0
+        if before is not None:
+            self.acceptance = Acceptance(before.acceptance)
+            self.correction = Correction(before.correction)
+            self.lookups = LookupCorrection(before.lookups)
+            self.drafts = ExpectedDrafts(before.drafts, window)
+            self.ratios = TimeRatios(before.ratios)
+            self.guard = before.guard
+            self.probes, self.trials = before.probes, before.trials
+            self.num_surveys = before.num_surveys
 
     def forget_times(self) -> None:
         """Forget time ratios, as steps will be timed again."""
-        self.ratios, self.guard, self.trials = TimeRatios(), None, math.inf
+        self.ratios, self.guard = TimeRatios(), None
 
 
 @dataclass
@@ -193,7 +199,6 @@ class AdaptivePolicy:
         self._costs.update(self.experience.ratios)
         self._guard = Guard(self._costs.plain, self.experience.guard)
         self.experience.guard = self._guard
-        self.experience.trials = min(self.experience.trials, AT_FIRST * self._costs.plain)
         # The choice under trial and its remaining steps.
         self._trial, self._trial_steps = PLAIN, 0
         # Decisions whose steps have not been observed, and the newest one.
@@ -203,8 +208,7 @@ class AdaptivePolicy:
         # Whether a drafted step was timed since the last decision, and tokens to learn from.
         self._is_stale = False
         self._outcomes: list[tuple[PendingDrafts, ScoredDrafts | None, Sequence[int]]] = []
-        # Seconds of the plain steps in a row so far.
-        self._plain_run: list[float] = []
+        self._was_plain = False
         self._clock, self._learning, self._elapsed = clock, 0.0, 0.0
         self._totals: dict[tuple[DraftPlan | None, int], Total] = {}
         # Expected tokens of plans with a fixed number of nodes, shape (W, L, S).
@@ -442,7 +446,7 @@ class AdaptivePolicy:
         if self._learning > self._costs.plain + LEARNING * self._elapsed:
             for pending, _, _ in outcomes:
                 pending.open.clear()
-            outcomes = []
+            return
         if not (outcomes or self._is_stale):
             return
         start, experience = self._clock(), self.experience
@@ -473,6 +477,7 @@ class AdaptivePolicy:
         timed = self._costs.timed(plan, step.num_nodes, decision.waits)
         total = self._totals.setdefault((plan, step.num_nodes), Total())
         total.add(step, decision, timed * self.experience.ratios.of(kind))
+        self._guard.count(num_tokens)
         if step.seconds is None:
             return
         self._elapsed += step.seconds
@@ -483,20 +488,16 @@ class AdaptivePolicy:
             rate = self._best.rate if plan is None else 1 / plain
             experience.trials = min(0.0, experience.trials - step.seconds + num_tokens / rate)
         if plan is not None:
-            self._plain_run = []
+            self._was_plain = False
             self.experience.ratios.learn(kind, step.seconds / timed)
-            self._guard.learn_drafted(step.seconds, num_tokens)
+            self._guard.learn_drafted(step.seconds, num_tokens, kind != PROBE)
             return
         # A plain step is dispatched before the one before is read: in a row of them the first seems
         # longer and the last shorter than they are.
-        self._plain_run.append(step.seconds)
-        plain_follows = self._newest.choice.plan is None
-        seconds = step.seconds if plain_follows and len(self._plain_run) > 1 else 0.0
-        if not plain_follows and len(self._plain_run) == 2:
-            seconds = sum(self._plain_run) / 2
-        if seconds:
-            self.experience.ratios.learn(1, seconds / self._timed.plain)
-            self._guard.learn_plain(seconds)
+        if self._was_plain and self._newest.choice.plan is None:
+            self.experience.ratios.learn(1, step.seconds / self._timed.plain)
+            self._guard.learn_plain(step.seconds)
+        self._was_plain = True
 
 
 def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:

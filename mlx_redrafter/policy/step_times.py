@@ -24,8 +24,8 @@ OWN = 0.5
 # Number of steps of a kind after which that variance falls no further, as costs change.
 KNOWN = 24
 # Logarithm of a surprise that is rather a change than noise.
-LARGE = 0.2
-# Plain steps that the exploration budget may save up, and that drafting may lose at once.
+LARGE = 0.4
+# Plain steps that each budget may save up, and that drafting may lose at once.
 SPARE = 8.0
 # Share of all tokens, in plain steps, that drafting may lose besides.
 LOSS = 0.05
@@ -131,45 +131,58 @@ class CurrentCosts:
 class Guard:
     """What drafted steps have really cost, beside plain decoding of the same tokens.
 
-    It estimates nothing, so no wrong estimate can make drafting lose more than SPARE plain steps
-    and LOSS of the tokens, and what one step costs. Gains of a sequence pay for its losses.
+    It estimates nothing, so no wrong estimate can make drafting lose more than SPARE plain steps,
+    LOSS of the tokens, and what one step costs. Losses count since drafting last had lost nothing.
 
     Args:
         plain: Seconds of a plain step, until some are measured.
-        before: Guard of the previous sequence; half of its debt stays.
+        before: Guard of the previous sequence, of whose losses half count.
     """
 
     def __init__(self, plain: float, before: Guard | None = None):
-        self._timed = plain
-        self._plain: list[float] = []
-        # Plain steps that drafting may still lose, and what its newest step has lost.
-        self._balance: float = SPARE
+        self._plain = [plain]
+        # Seconds and tokens of drafted steps, and the two newest of those steps.
+        self._seconds = self._tokens = 0.0
+        self._newest: list[tuple[float, int]] = []
+        self._emitted = 0
+        self._is_measured = False
         if before is not None:
-            self._balance = min(SPARE, (SPARE + before._balance) / 2)
-        self._newest: float = 0.0 if before is None else before._newest
+            self._seconds, self._tokens = before._seconds / 2, before._tokens / 2
+            self._newest, self._is_measured = before._newest, before._is_measured
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain step: the median of the newest five."""
-        return median_low(self._plain or [self._timed])
+        """Seconds of a plain step: the median of the newest five.
+
+        Until one is measured, half of what was timed: the timing may have been disturbed, and if
+        drafting is not twice as fast, the guard will soon have plain steps measured.
+        """
+        return median_low(self._plain) if self._is_measured else self._plain[0] / 2
 
     def learn_plain(self, seconds: float) -> None:
-        """Take in the cost of a plain step."""
-        self._plain = [*self._plain[-4:], seconds]
-        self._refill(LOSS)
+        """Take in the cost of a plain step between plain ones."""
+        self._plain = [*self._plain[-4:], seconds] if self._is_measured else [seconds]
+        self._is_measured = True
 
-    def learn_drafted(self, seconds: float, num_tokens: int) -> None:
-        """Take in a drafted step and its tokens."""
-        lost = seconds / self.plain - num_tokens
-        self._newest = max(0.0, lost)
-        self._balance -= lost
-        self._refill(LOSS * num_tokens)
+    def learn_drafted(self, seconds: float, num_tokens: int, is_verified: bool = True) -> None:
+        """Take in a drafted step and its tokens; a probe's drafts are not verified."""
+        if is_verified:
+            self._newest = [*self._newest[-1:], (seconds, num_tokens)]
+        self._seconds, self._tokens = self._seconds + seconds, self._tokens + num_tokens
+        if self._lost(self._seconds, self._tokens) < 0:
+            self._seconds = self._tokens = 0.0
 
-    def _refill(self, steps: float) -> None:
-        if self._balance < SPARE:
-            self._balance = min(SPARE, self._balance + steps)
+    def count(self, num_tokens: int) -> None:
+        """Count tokens of any step, of which drafting may lose a share."""
+        self._emitted += num_tokens
 
     @property
     def allows_drafts(self) -> bool:
-        """Whether drafting may lose once more what its newest step has lost."""
-        return self._balance >= min(SPARE, self._newest)
+        """Whether drafting may lose once more what both of its newest steps have lost."""
+        again = min((self._lost(*step) for step in self._newest), default=0.0)
+        lost = self._lost(self._seconds, self._tokens) + max(0.0, again)
+        return lost <= SPARE + LOSS * self._emitted
+
+    def _lost(self, seconds: float, num_tokens: float) -> float:
+        """Plain steps that drafting has lost."""
+        return seconds / self.plain - num_tokens

@@ -27,6 +27,8 @@ PRIOR_CHAIN = 0.75
 PRIOR_TREE = 1.15
 # Drafts added on both sides of a ratio that extrapolates: the ratio of two small means is noise.
 SMALL = 0.05
+# Weight of a further level's likeness to the last one seen, beside its own mean.
+DOUBT = 0.2
 # Window of the counts that correct expectations, in trees.
 COUNTED = 100
 
@@ -166,14 +168,18 @@ class ExpectedDrafts:
     def _extrapolate(self, found: Floats, shape: DraftShape) -> Floats:
         """Fill in longer and wider plans than ``shape``."""
         (w, n), mean = PLACES[shape], self.mean
-        if n + 1 < _NL:  # further levels add their mean, scaled by this tree's last level
-            last, usual = (
-                values[0, 0, n, -1] - (values[0, 0, n - 1, -1] if n else 0.0)
-                for values in (found, mean)
-            )
+        if n + 1 < _NL:
+            # What the last level of a chain adds in this tree, the level before, and the mean.
+            *_, before, last = 1.0, *np.diff(found[0, 0, : n + 1, -1], prepend=0.0)
+            usual = np.diff(mean[0, 0, : n + 1, -1], prepend=0.0)[-1]
+            # Further levels add their mean, scaled by the last level, and a part of what they would
+            # add if they were as likely as it was: a mean that no tree has shown lately is doubted.
             further = mean[:, :, n + 1 :] - mean[:, :, n : n + 1]
             scale = (SMALL + last) / (SMALL + max(0.0, usual))
-            found[:, :, n + 1 :] = found[:, :, n : n + 1] + scale * further
+            added = last * min(1.0, last / (SMALL + before)) * (np.array(COUNTS) >= LENGTHS[n])
+            found[:, :, n + 1 :] = (
+                found[:, :, n : n + 1] + (1 - DOUBT) * scale * further + DOUBT * added
+            )
         for wider in range(w + 1, _NW):
             ratio = (SMALL + mean[:, wider]) / (SMALL + mean[:, w])
             found[:, wider] = found[:, w] * ratio
@@ -206,11 +212,11 @@ def _chain(drafts: Drafts) -> list[int]:
 
 def _sums(probabilities: Floats, depths: Floats, order: Sequence[int], longest: int) -> Floats:
     """Sums over the first drafts in an order, for each length up to a place and each count."""
-    order = np.array(order, dtype=np.int64)
-    inside = depths[order] < np.array(LENGTHS[: longest + 1])[:, None]
+    places = np.array(order, dtype=np.int64)
+    inside = depths[places] < np.array(LENGTHS[: longest + 1])[:, None]
     sums = np.zeros((longest + 1, len(order) + 1))
     rows = np.arange(longest + 1)[:, None]
-    sums[rows, inside.cumsum(axis=-1)] = (inside * probabilities[order]).cumsum(axis=-1)
+    sums[rows, inside.cumsum(axis=-1)] = (inside * probabilities[places]).cumsum(axis=-1)
     sums = np.maximum.accumulate(sums, axis=-1)
-    found: Floats = sums[:, np.minimum(COUNTS, len(order))]
+    found: Floats = sums[:, np.minimum(COUNTS, len(places))]
     return found

@@ -109,7 +109,7 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
         plain / run_fixed(text, plan, TOKENS, 2 * TOKENS)
         for plan in (DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16))
     )
-    assert speed > 0.9 * best
+    assert speed > 0.87 * best
 
 
 def test_levels_are_drafted_while_they_give_more_than_their_time() -> None:

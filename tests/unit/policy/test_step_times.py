@@ -103,31 +103,48 @@ def test_plans_longer_than_the_proposer_drafts_are_not_offered() -> None:
     assert not CurrentCosts(StepCosts(1.0, COSTS.verify)).offered.any(), "no network"
 
 
+def _measured(seconds: float = 1.0) -> Guard:
+    guard = Guard(seconds)
+    guard.learn_plain(seconds)
+    return guard
+
+
 def test_the_guard_stops_drafts_that_cost_more_than_they_yield() -> None:
-    guard, lost = Guard(1.0), 0.0
+    guard, lost = _measured(), 0.0
     for _ in range(250):
         if guard.allows_drafts:
             guard.learn_drafted(10.0, 1)
             lost += 9
         else:
             guard.learn_plain(1.0)
-    assert lost <= SPARE + 9 + LOSS * 250
+        guard.count(1)
+    assert 9 <= lost <= SPARE + 9 + LOSS * 250
 
 
-def test_gains_pay_for_losses_of_the_same_sequence_only() -> None:
-    guard = Guard(1.0)
+def test_gains_pay_for_losses_and_half_of_them_stays_for_the_next_sequence() -> None:
+    guard = _measured()
+    guard.learn_drafted(12.0, 1)
+    assert not guard.allows_drafts
+    assert not Guard(1.0, guard).allows_drafts
     for _ in range(10):
         guard.learn_drafted(1.0, 4)
-    guard.learn_drafted(20.0, 1)
     assert guard.allows_drafts
-    after = Guard(1.0, guard)
-    after.learn_drafted(20.0, 1)
-    assert not after.allows_drafts
-    assert not Guard(1.0, after).allows_drafts, "half of the debt stays"
 
 
-def test_the_guard_goes_by_measured_plain_steps() -> None:
+def test_one_slow_drafted_step_does_not_count_twice_after_a_good_one() -> None:
+    guard = _measured()
+    guard.learn_drafted(1.0, 2)
+    guard.learn_drafted(9.0, 2)
+    assert guard.allows_drafts
+    guard.learn_drafted(1.0, 1, is_verified=False)
+    guard.learn_drafted(9.0, 2)
+    assert not guard.allows_drafts
+
+
+def test_the_guard_goes_by_measured_plain_steps_and_is_careful_before() -> None:
     guard = Guard(2.0)
-    for seconds in (1.0, 1.0, 9.0):
-        guard.learn_plain(seconds)
     assert guard.plain == 1.0
+    for seconds in (1.5, 1.5, 9.0):
+        guard.learn_plain(seconds)
+    assert guard.plain == 1.5
+    assert Guard(3.0, guard).plain == 3.0, "the estimate, with which a sequence begins"
