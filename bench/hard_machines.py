@@ -144,7 +144,7 @@ def times_by_plain(number: int, case: str, begin: Begin) -> list[tuple[float, fl
     """
     stop, found = FIRST_TEXT + SECOND_TEXT, []
     for seed in range(SEEDS):
-        # Each sequence meets all kernels anew.
+        # Each sequence meets all kernels for the first time.
         texts = [
             SimulatedText(replace(make_hard_machine(number, case), seed=3 * number + seed))
             for _ in range(2)

@@ -48,7 +48,7 @@ def _reversed(right: Ints, rng: np.random.Generator) -> Ints:
     return np.where(is_later, CHILDREN - right, right)
 
 
-# What is done to the right child, and whether all scores are near log-odds of 14 and -14.
+# The change to the right child, and whether all scores are near log-odds of 14 and -14.
 CASES: dict[str, tuple[Move, bool]] = {
     "siblings never right": (_only_first, False),
     "scores right for the first child only": (_shuffled, False),

@@ -27,6 +27,17 @@ class ShapeStats(NamedTuple):
     expected_seconds: float
     expected_tokens: float
 
+    def __str__(self) -> str:
+        name, steps = "plain", max(1, self.steps)
+        if self.plan is not None:
+            search = f"{self.plan.shape.width}x{self.plan.shape.length}"
+            name = f"{'lookup' if self.plan.from_text else search}:{self.plan.num_nodes}"
+        return (
+            f"{name} {self.steps} steps, {self.tokens / steps:.2f} tokens "
+            f"({self.expected_tokens / steps:.2f} expected), {1e3 * self.seconds:.1f} ms "
+            f"({1e3 * self.expected_seconds:.1f} expected)"
+        )
+
 
 @dataclass
 class DecodingStats:

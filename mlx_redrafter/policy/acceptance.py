@@ -115,7 +115,7 @@ class Acceptance:
             parents: Node index of each draft's parent.
         """
         (a, b, c), (d, e, f) = self.first.weights.tolist(), self.later.weights.tolist()
-        # Of each node: its own probability, what its children leave, and that of its last child.
+        # Each node's own probability, the share its children leave, and its last child's share.
         reached, left, last = ([1.0] * (len(parents) + 1) for _ in range(3))
         for i, ((is_later, x, place), parent) in enumerate(zip(features, parents, strict=True)):
             z = d + e * x + f * place if is_later else a + b * x + c * place
@@ -161,7 +161,7 @@ class ScoredDrafts:
         tree: The drafts; the host reads them on first use, which may wait for the device.
 
     Attributes:
-        plan: As above.
+        plan: Plan of the drafts.
         node: Node that the text has reached; None once the text has left the tree.
         right: Drafts that the text has proved right.
         probabilities: The newest result of `score`.

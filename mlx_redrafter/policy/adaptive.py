@@ -65,7 +65,7 @@ TRIAL = 3
 
 
 class Experience:
-    """What a sequence has shown, with which the next one begins.
+    """Estimates that one sequence hands to the next.
 
     Args:
         before: Experience of the previous sequence.

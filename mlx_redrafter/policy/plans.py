@@ -42,7 +42,7 @@ FITS = np.array(
 
 
 class Choice(NamedTuple):
-    """What the adaptive policy chooses for a step.
+    """Choice of the adaptive policy for one step.
 
     Attributes:
         plan: Plan of the drafts; None for plain decoding.

@@ -53,7 +53,7 @@ class TimeRatios:
         self._newest: dict[int, float] = {}
 
     def of(self, kind: int) -> float:
-        """The ratio of one kind: a number of nodes, 1 for plain decoding, PROBE or LOOKED_UP."""
+        """Return the ratio of one kind: a number of nodes, 1 for plain decoding, PROBE or LOOKED_UP."""
         return math.exp(self._common + self._own.get(kind, (0.0, 0.0))[0])
 
     def knows(self, kind: int) -> bool:
@@ -67,7 +67,7 @@ class TimeRatios:
         return any(self.of(kind) < 0.75 for kind in known)
 
     def learn(self, kind: int, ratio: float) -> None:
-        """Take in one step."""
+        """Learn from one step."""
         own, variance = self._own.get(kind, (0.0, OWN))
         known, ratio = self._common + own, math.log(max(ratio, 1e-3))
         last, self._newest[kind] = self._newest.get(kind, min(known, ratio)), ratio
@@ -129,10 +129,10 @@ class CurrentCosts:
 
 
 class Guard:
-    """What drafted steps have really cost, beside plain decoding of the same tokens.
+    """Measured cost of drafted steps, next to plain decoding of the same tokens.
 
     It estimates nothing, so no wrong estimate can make drafting lose more than SPARE plain steps,
-    LOSS of the tokens, and what one step costs. Losses count since drafting last had lost nothing.
+    LOSS of the tokens, and the cost of one step. Losses count since drafting last had lost nothing.
 
     Args:
         plain: Seconds of a plain step, until some are measured.
@@ -160,12 +160,12 @@ class Guard:
         return median_low(self._plain) if self._is_measured else self._plain[0] / 2
 
     def learn_plain(self, seconds: float) -> None:
-        """Take in the cost of a plain step between plain ones."""
+        """Learn the cost of a plain step between plain ones."""
         self._plain = [*self._plain[-4:], seconds] if self._is_measured else [seconds]
         self._is_measured = True
 
     def learn_drafted(self, seconds: float, num_tokens: int, is_verified: bool = True) -> None:
-        """Take in a drafted step and its tokens; a probe's drafts are not verified."""
+        """Count a drafted step and its tokens; a probe's drafts are not verified."""
         if is_verified:
             self._newest = [*self._newest[-1:], (seconds, num_tokens)]
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + num_tokens

@@ -148,7 +148,7 @@ class ExpectedDrafts:
     def learn(
         self, scored: ScoredDrafts, correction: Correction, costs: CurrentCosts, rate: float
     ) -> None:
-        """Take in the drafts of one tree.
+        """Learn from the drafts of one tree.
 
         Args:
             scored: The drafts, which have been scored.
@@ -169,7 +169,7 @@ class ExpectedDrafts:
         """Fill in longer and wider plans than ``shape``."""
         (w, n), mean = PLACES[shape], self.mean
         if n + 1 < _NL:
-            # What the last level of a chain adds in this tree, the level before, and the mean.
+            # Drafts that a chain's last level adds in this tree, the level before, and the mean.
             *_, before, last = 1.0, *np.diff(found[0, 0, : n + 1, -1], prepend=0.0)
             usual = np.diff(mean[0, 0, : n + 1, -1], prepend=0.0)[-1]
             # Further levels add their mean, scaled by the last level, and a part of what they would
@@ -201,7 +201,7 @@ def _within(scored: ScoredDrafts) -> Floats:
 
 
 def _chain(drafts: Drafts) -> list[int]:
-    """The drafts that a search of one beam would have found: first children from the root on."""
+    """Return the drafts that a search of one beam would have found: first children from the root on."""
     chain, node = [], 0
     for draft, parent in enumerate(drafts.parents):
         if parent == node:
