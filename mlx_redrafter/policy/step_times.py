@@ -53,7 +53,7 @@ class TimeRatios:
         self._newest: dict[int, float] = {}
 
     def of(self, kind: int) -> float:
-        """Return the ratio of one kind: a number of nodes, 1 for plain decoding, PROBE or LOOKED_UP."""
+        """Return the ratio of a kind: a number of nodes (1: plain), PROBE or LOOKED_UP."""
         return math.exp(self._common + self._own.get(kind, (0.0, 0.0))[0])
 
     def knows(self, kind: int) -> bool:

@@ -201,7 +201,7 @@ def _within(scored: ScoredDrafts) -> Floats:
 
 
 def _chain(drafts: Drafts) -> list[int]:
-    """Return the drafts that a search of one beam would have found: first children from the root on."""
+    """Return the drafts of a search of one beam: first children from the root on."""
     chain, node = [], 0
     for draft, parent in enumerate(drafts.parents):
         if parent == node:
