@@ -266,13 +266,16 @@ def _print_statistics(result: Result, drafts: bool) -> None:
 
 
 def _print_shapes(shapes: Sequence[ShapeStats]) -> None:
-    """Print the number, duration and yield of the steps of every draft size."""
-    lines = ["Drafted             steps  ms/step  tokens/step"]
+    """Print the steps of every kind: their number, and what was measured and expected."""
+    lines = ["Drafted             steps  ms/step  expected  tokens/step  expected"]
     for one in shapes:
         name, plan = "nothing", one.plan
         if plan is not None:
             search = f"{plan.shape.width} x {plan.shape.length}"
             name = f"{'lookup' if plan.from_text else search}, {plan.num_nodes} nodes"
-        gave = f"{one.tokens / one.steps:.2f}" if one.steps else "-"
-        lines.append(f"{name:<20}{one.steps:>5}{1e3 * one.seconds:>9.2f}{gave:>13}")
+        steps = max(1, one.steps)
+        lines.append(
+            f"{name:<20}{one.steps:>5}{1e3 * one.seconds:>9.2f}{1e3 * one.expected_seconds:>10.2f}"
+            f"{one.tokens / steps:>13.2f}{one.expected_tokens / steps:>10.2f}"
+        )
     typer.echo("\n".join(lines), err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from mlx_redrafter.server.requests import TextRequest
 
 # A function that is called with the parts of a reply, and at the end with None or an error.
 Receiver = Callable[[Part | Refusal | None], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -145,6 +148,8 @@ class Job:
         finally:
             counters.texts[end] += 1
             _count(counters.totals, stats)
+            if stats.shapes:
+                logger.info("drafts: %s", "; ".join(map(str, stats.shapes)))
 
 
 def _seed_of(request: TextRequest, index: int) -> int | None:

@@ -141,7 +141,7 @@ def simulate_regret(
     outcomes = []
     for done in range(scenarios):
         on_progress(done, scenarios)
-        outcomes.append(play(make_scenario(first + done, is_shared), _begin))
+        outcomes.append(play(make_scenario(first + done, is_shared), begin_policy))
     on_progress(scenarios, scenarios)
     regrets = [outcome.regret for outcome in outcomes]
     plain = [outcome.speed for outcome in outcomes if outcome.best is None]
@@ -154,6 +154,7 @@ def simulate_regret(
     )
 
 
-def _begin(costs: StepCosts, before: Any) -> AdaptivePolicy:
+def begin_policy(costs: StepCosts, before: Any) -> AdaptivePolicy:
+    """Begin a sequence with the default policy; each time that it learns costs the host as much."""
     experience = None if before is None else before.experience
     return AdaptivePolicy(costs, experience, count(0, LEARNING_SECONDS).__next__)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mlx_redrafter.bench.lab.scenarios import FIRST_TEXT, LEVELS, SECOND_TEXT, Scenario
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.policy.candidates import LENGTHS
+from mlx_redrafter.policy.plans import LENGTHS
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import Drafts
 
@@ -33,7 +33,13 @@ TAIL = 200
 
 
 class SimulatedText:
-    """The drafts at every position of a scenario's text."""
+    """The drafts at every position of a scenario's text.
+
+    Attributes:
+        children: Continuations of a node that are simulated.
+    """
+
+    children = CHILDREN
 
     def __init__(self, scenario: Scenario):
         self.scenario = scenario
@@ -59,7 +65,7 @@ class SimulatedText:
         for _ in range(2):
             own = scenario.ease[ahead] - scenario.fade * depths + rng.normal(0.0, 1.0, LEVELS)
             top = 1 / (1 + np.exp(-own))
-            rest = top[:, None] * rng.uniform(0.2, 0.7, (LEVELS, 1)) ** np.arange(1, CHILDREN)
+            rest = top[:, None] * rng.uniform(0.2, 0.7, (LEVELS, 1)) ** np.arange(1, self.children)
             rest *= np.minimum(1.0, 0.95 * (1 - top) / rest.sum(axis=1))[:, None]
             both.append(np.concatenate([top[:, None], rest], axis=1))
         on, off = both
@@ -85,7 +91,7 @@ class SimulatedText:
             options = [
                 (score + (on if is_right else off)[level, child], node, child, is_right)
                 for score, node, is_right in beams
-                for child in range(CHILDREN)
+                for child in range(self.children)
             ]
             options.sort(key=lambda option: -option[0])
             beams = []
@@ -218,17 +224,22 @@ class Outcome(NamedTuple):
         return 1 - self.speed / self.best_speed
 
 
-def play(scenario: Scenario, begin: Begin) -> Outcome:
+def play(
+    scenario: Scenario,
+    begin: Begin,
+    make_text: Callable[[Scenario], SimulatedText] = SimulatedText,
+) -> Outcome:
     """Let a policy decode a scenario's two texts, and every fixed plan the second one.
 
     Args:
         scenario: The scenario.
         begin: Makes the policy of a text from the times of steps and the policy of the text before.
+        make_text: Makes the text.
     """
     stop, seconds = FIRST_TEXT + SECOND_TEXT, 0.0
     fixed: dict[DraftPlan | None, float] = dict.fromkeys((None, *FIXED), 0.0)
     for seed in range(TEXTS):
-        text = SimulatedText(replace(scenario, seed=TEXTS * scenario.seed + seed))
+        text = make_text(replace(scenario, seed=TEXTS * scenario.seed + seed))
         first = begin(scenario.timed, None)
         run_policy(text, first, 0, FIRST_TEXT)
         seconds += run_policy(text, begin(scenario.timed, first), FIRST_TEXT, stop, seed=1)

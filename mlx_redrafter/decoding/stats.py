@@ -13,15 +13,30 @@ class ShapeStats(NamedTuple):
 
     Attributes:
         plan: Plan of the drafts, with the number of nodes verified; None for plain decoding.
-        seconds: Cost of such a step, as measured on this machine and corrected in this sequence.
+        seconds: Mean measured cost of such a step; the expected one if there was none.
         steps: Number of steps of this kind.
         tokens: Tokens emitted by those steps.
+        expected_seconds: Mean cost that the policy expected.
+        expected_tokens: Tokens that the policy expected of those steps.
     """
 
     plan: DraftPlan | None
     seconds: float
     steps: int
     tokens: int
+    expected_seconds: float
+    expected_tokens: float
+
+    def __str__(self) -> str:
+        name, steps = "plain", max(1, self.steps)
+        if self.plan is not None:
+            search = f"{self.plan.shape.width}x{self.plan.shape.length}"
+            name = f"{'lookup' if self.plan.from_text else search}:{self.plan.num_nodes}"
+        return (
+            f"{name} {self.steps} steps, {self.tokens / steps:.2f} tokens "
+            f"({self.expected_tokens / steps:.2f} expected), {1e3 * self.seconds:.1f} ms "
+            f"({1e3 * self.expected_seconds:.1f} expected)"
+        )
 
 
 @dataclass

@@ -40,9 +40,9 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.candidates import SHORTEST, WIDEST
+from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.joint import JointPolicy
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST
 from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
@@ -309,7 +309,7 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            is_doubted = experience.slowdowns.show_long_times and doubt_times(
+            is_doubted = policy.shows_long_times and doubt_times(
                 self.target, self._network, memory.timed
             )
             if is_doubted and memory.experience is not None:
@@ -319,26 +319,26 @@ class Engine:
 
     def _share(self, options: GenerationOptions) -> Scheduler:
         @cache
-        def joint() -> JointPolicy:
-            return self._joint_policy(scheduler, options)
+        def batch_policy() -> BatchPolicy:
+            return self._batch_policy(scheduler, options)
 
         def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
             """Replace a policy that rests on the step times of a lone sequence."""
             if isinstance(policy, AdaptivePolicy):
-                return joint().of_text()
+                return batch_policy().new_member()
             return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
         scheduler = Scheduler(self.target, in_batch)
         return scheduler
 
-    def _joint_policy(self, scheduler: Scheduler, options: GenerationOptions) -> JointPolicy:
+    def _batch_policy(self, scheduler: Scheduler, options: GenerationOptions) -> BatchPolicy:
         """Make the policy of a whole batch. Prompt lookup needs a fixed plan there."""
         proposer = self.proposer
         assert proposer is not None
         costs = self._costs(self._network)
         # Acceptance of uncoupled drafts is not that of coupled ones.
         memory = self.memory if options.couple else LearnedState()
-        return JointPolicy(
+        return BatchPolicy(
             costs,
             lambda: scheduler.num_slots,
             memory.batches,

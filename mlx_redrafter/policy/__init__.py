@@ -1,1 +1,1 @@
-"""How much to draft, step by step; no text depends on it."""
+"""Draft plans of every step: how many tokens to draft and to verify; no text depends on them."""

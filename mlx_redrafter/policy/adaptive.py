@@ -1,91 +1,187 @@
-"""The plan expected to be fastest, step by step: how far to draft, and how much to verify.
+"""Choose in every step the draft plan with the most expected tokens per second.
 
-Every draft, verified or not, is compared with the text that follows it, which calibrates the
-proposer's probabilities. Calibrated, the drafts of one step say what every plan within their shape
-would have got; plans beyond it are extrapolated. The plan with the most expected tokens per second
-is next; plain decoding is one of them.
+A step yields one token and its accepted drafts. `acceptance` and `value` estimate those,
+`step_times` the costs; plain decoding is one of the plans. A budget, a share of the time, pays for
+what the plans in use do not show:
 
-Axes: W widths on offer, L lengths, S numbers of nodes, n drafts of a tree.
+- a probe: drafts that are drawn next to a plain step, scored and not verified;
+- a survey: drafts one length longer or one width wider, of which as many are verified;
+- a trial: plain steps while drafting, or drafted steps while decoding plainly.
+
+A guard compares measured costs with plain decoding, and stops drafting whatever is estimated.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate
-from math import exp
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.awaited_drafts import AwaitedDrafts
-from mlx_redrafter.policy.candidates import (
+from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts, cumulative, most_probable
+from mlx_redrafter.policy.plans import (
+    COUNTS,
     FITS,
-    LENGTHS,
-    LONGEST,
     LOOKUP,
     PLACES,
+    PLAIN,
     PLANS,
     SIZES,
-    expected_drafts,
-    highest,
+    Choice,
+    probe,
 )
-from mlx_redrafter.policy.choice import PLAIN, Choice
-from mlx_redrafter.policy.credits import EXPLORE_AT_FIRST, Credits
-from mlx_redrafter.policy.experience import Experience
-from mlx_redrafter.policy.learning_time import LearningTime
-from mlx_redrafter.policy.lessons import Outcome, Taken, learn_time, together
-from mlx_redrafter.policy.prices import Prices
-from mlx_redrafter.policy.promises import Promises
-from mlx_redrafter.policy.seen_drafts import SeenDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.policy.tally import Tally
+from mlx_redrafter.policy.step_times import (
+    LOOKED_UP,
+    PROBE,
+    SPARE,
+    CurrentCosts,
+    Guard,
+    TimeRatios,
+)
+from mlx_redrafter.policy.value import (
+    BUCKETS,
+    MEMORY,
+    Correction,
+    ExpectedDrafts,
+    LookupCorrection,
+)
 from mlx_redrafter.trees.tree import TokenTree
 
-Floats = npt.NDArray[np.float64]
-
-# Least part of the time for exploring that is used where drafts seem hopeless.
-LEAST_HOPE = 0.6
-# Steps with drafts between two that show what longer and wider searches would give, and steps from
-# one whose drafts are only looked at to the next: plain ones in a row are timed.
-SURVEY_EVERY, LOOKS, LOOK_EVERY = 8, 3, 10
-# Steps without drafts, or with the best ones, whichever is not in use, that show whether they take
-# as long as thought: how many, and after how many, fewer where both seem alike.
-TRIAL, TRIAL_SOONEST, TRIAL_EVERY = 4, 16, 128
-# How many times as many between two where those before have changed nothing.
-MOST_CALM = 4
-# Speed of drafts by that of plain decoding from which trials of them do not become rarer.
-NEAR = 0.9
-# How much slower they may seem for a trial.
-CLOSE = 1.5
-# Steps that teach nothing but their times until those are learnt from, which takes the host's time:
-# plain ones, and those with drafts in use, whose times are mostly learnt from with some drafts.
-LOOK_AGAIN, LOOK_AGAIN_DRAFTING = 8, 32
-# Seconds by which plain steps' time has to change for choices to be compared again, which takes the
-# host's time as well: all times change with it, mostly alike.
-LEAST_CHANGE = 1e-4
-# Plain steps decided in advance from which they are taken in as one.
-SEVERAL = 3
-# How much faster than plain decoding drafts must seem: times and gains are estimates.
+# Share of the time for exploring, half for probes and surveys and half for trials.
+EXPLORE = 0.01
+# Share of the time for learning on the host, after the cost of one plain step.
+LEARNING = 0.02
+# Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
+# Number of steps of a trial: a plain step is timed if plain ones come before and after it.
+TRIAL = 3
+
+
+class Experience:
+    """Estimates that one sequence hands to the next.
+
+    Args:
+        before: Experience of the previous sequence.
+        window: Number of trees that means are over.
+    """
+
+    def __init__(self, before: Experience | None = None, window: int = MEMORY):
+        self.acceptance = Acceptance()
+        self.correction = Correction()
+        self.lookups = LookupCorrection()
+        self.drafts = ExpectedDrafts(window=window)
+        self.ratios = TimeRatios()
+        self.guard: Guard | None = None
+        # Seconds saved for probes and surveys, and for trials.
+        self.probes, self.trials = 0.0, 0.0
+        self.num_surveys = 0
+        if before is not None:
+            self.acceptance = Acceptance(before.acceptance)
+            self.correction = Correction(before.correction)
+            self.lookups = LookupCorrection(before.lookups)
+            self.drafts = ExpectedDrafts(before.drafts, window)
+            self.ratios = TimeRatios(before.ratios)
+            self.guard = before.guard
+            self.probes, self.trials = before.probes, before.trials
+            self.num_surveys = before.num_surveys
+
+    def forget_times(self) -> None:
+        """Forget time ratios, as steps will be timed again."""
+        self.ratios, self.guard = TimeRatios(), None
+
+
+@dataclass
+class Decision:
+    """A choice and what was expected of it.
+
+    Attributes:
+        choice: The choice.
+        tokens: Expected tokens, the target's own one included.
+        waits: Whether the host waited for the drafts.
+        promised: Accepted drafts that prompt lookup expects, without correction.
+    """
+
+    choice: Choice = PLAIN
+    tokens: float = 1.0
+    waits: bool = False
+    promised: float = 0.0
+
+
+class PendingDrafts:
+    """Drafts of one sequence that the policy still learns from.
+
+    Attributes:
+        newest: Drafts of the step in flight, before its tokens are known.
+        open: Drafts of earlier steps that later tokens may prove right or wrong.
+    """
+
+    def __init__(self) -> None:
+        self.newest: ScoredDrafts | None = None
+        self.open: list[ScoredDrafts] = []
+
+
+@dataclass
+class Total:
+    """Sums over the steps of one kind, for statistics."""
+
+    steps: int = 0
+    tokens: int = 0
+    expected_tokens: float = 0.0
+    seconds: float = 0.0
+    expected_seconds: float = 0.0
+
+    def add(self, step: Step, decision: Decision, expected_seconds: float) -> None:
+        """Add a step; one without a measured time counts as it was expected."""
+        self.steps += 1
+        self.tokens += len(step.tokens)
+        self.expected_tokens += decision.tokens
+        self.seconds += expected_seconds if step.seconds is None else step.seconds
+        self.expected_seconds += expected_seconds
+
+
+@dataclass
+class _Best:
+    """The plans between which the policy decides.
+
+    Attributes:
+        choice: The choice with the highest rate.
+        tokens: Its expected tokens.
+        rate: Its tokens per second; drafting must exceed that of plain decoding by MARGIN.
+        fixed: The best drafting choice whose number of nodes is fixed.
+        fixed_tokens: Its expected tokens.
+        fixed_seconds: Its cost.
+        probed: The plan to probe while decoding plainly.
+    """
+
+    choice: Choice
+    tokens: float
+    rate: float
+    fixed: Choice = PLAIN
+    fixed_tokens: float = 1.0
+    fixed_seconds: float = math.inf
+    probed: DraftPlan = PLANS[0, 0]
 
 
 class AdaptivePolicy:
-    """See `DraftPolicy`; the text does not depend on what it decides.
+    """A `DraftPolicy` that learns; no text depends on what it decides.
 
     Args:
         costs: Seconds of steps, as timed beforehand.
-        before: Experience of the text before.
-        clock: Seconds so far, by which learning is kept short.
-        max_length: Longest beams that the proposer can draft; None where nothing bounds them.
+        before: Experience of the previous sequence.
+        clock: Function that returns the time in seconds, to limit the host's learning.
+        max_length: Longest beams that the proposer can draft; None if it has no bound.
+        window: Number of trees that means are over.
 
     Attributes:
-        experience: Experience of this text so far.
-        waits: Whether the last step looked at its drafts before they were verified.
+        experience: Experience of this sequence so far.
+        waits: Whether the host waited for the drafts of the last step before it verified them.
     """
 
     def __init__(
@@ -94,298 +190,316 @@ class AdaptivePolicy:
         before: Experience | None = None,
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
+        window: int = MEMORY,
     ):
-        self.experience = Experience([1, *costs.verify], before)
+        self.experience = Experience(before, window)
         self.waits = False
-        self._costs = costs
-        fits, self._longest = FITS, LONGEST
-        if max_length is not None:
-            fits = FITS & (np.array(LENGTHS) <= max_length)[:, None]
-            self._longest = PLANS[PLACES[LONGEST.within(max_length).shape]]
-        self._offered = fits.any(axis=-1)
-        self._prices = Prices(costs, fits)
-        self._credits = Credits(0.0 if before else EXPLORE_AT_FIRST * costs.plain)
-        self._until_survey = SURVEY_EVERY // 2
-        # Drafts that lookups have promised and not brought yet.
-        self._promised: list[tuple[Promises, float]] = []
-        self._tally = Tally()
-        self._last: DraftPlan | None = None
-        self._next = PLAIN
-        # Plain steps decided in advance: how many, how many are left, and those taken.
-        self._ahead = self._left = 0
-        self._rested: list[Step] = []
-        self._seen: SeenDrafts | None = None
-        # What is to be learnt from.
-        self._taken: list[Taken] = []
-        self._outcomes: list[Outcome] = []
-        self._awaited = AwaitedDrafts()
-        self._time = LearningTime(clock, costs.plain, is_first=before is None)
-        self._best = PLAIN
+        self._timed = costs
+        self._costs = CurrentCosts(costs, max_length)
+        self._costs.update(self.experience.ratios)
+        self._guard = Guard(self._costs.plain, self.experience.guard)
+        self.experience.guard = self._guard
+        # The choice under trial and its remaining steps.
+        self._trial, self._trial_steps = PLAIN, 0
+        # Decisions whose steps have not been observed, and the newest one.
+        self._in_flight: deque[Decision] = deque()
+        self._newest = Decision()
+        self._pending = PendingDrafts()
+        # Whether a drafted step was timed since the last decision, and tokens to learn from.
+        self._is_stale = False
+        self._outcomes: list[tuple[PendingDrafts, ScoredDrafts | None, Sequence[int]]] = []
+        self._was_plain = False
+        self._clock, self._learning, self._elapsed = clock, 0.0, 0.0
+        self._totals: dict[tuple[DraftPlan | None, int], Total] = {}
+        # Expected tokens of plans with a fixed number of nodes, shape (W, L, S).
+        self._tokens = np.ones(FITS.shape)[..., 1:]
         self._decide()
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        """See `DraftPolicy.choose`."""
-        looks_up = self._looks_up(outlook)
-        if self._left and not looks_up:
-            self._left -= 1
-            return None
-        self._catch_up()
-        may_learn = self._time.is_due and not self._is_trying
-        if may_learn and any(outcome.seen for outcome in self._outcomes):
-            with self._time.spent():
-                self._learn()
-                self._decide()
-        elif self._num_taken >= (LOOK_AGAIN if self._best is PLAIN else LOOK_AGAIN_DRAFTING):
-            has_drafted = any(taken.step.plan for taken in self._taken)
-            self._learn()
-            plain = self._costs.plain * self.experience.slowdowns.of(1)
-            if has_drafted or abs(plain - self._prices.plain) > LEAST_CHANGE:
-                self._decide()
-        self._next = Choice(LOOKUP) if looks_up else self._explore(self._best)
-        if self._next is PLAIN:
-            self._ahead = self._left = self._steps_ahead()
-        plan, num_nodes = self._next
-        return replace(plan, num_nodes=1) if plan is not None and num_nodes == 1 else plan
-
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """See `DraftPolicy.keep`; waits for the drafts where it depends on them."""
-        if plan.from_text:
-            self.waits = False
-            chances = [exp(score) for score in tree.read().scores]
-            return tree.subtree(self._prices.worth(chances, self._rate))
-        self._seen = SeenDrafts(plan, tree)
-        return self.select(self._seen, tree)
-
-    def select(self, seen: SeenDrafts, tree: TokenTree) -> TokenTree:
-        """The nodes of a network's drafts that are worth verifying, of any text with the same plan.
-
-        Args:
-            seen: The drafts.
-            tree: Tree of them.
-        """
-        wanted = self._next.num_nodes
-        self.waits = wanted is None
-        if wanted is None:
-            chances = seen.chances(self.experience.calibration)
-            return tree.subtree(self._prices.worth(chances, self._rate))
-        most = min(wanted, tree.size)
-        if most == 1:
-            return tree.first(1)
-        return tree.first(max(size for size in self._costs.verify if size <= most))
-
-    def observe(self, step: Step) -> None:
-        """See `DraftPolicy.observe`; `choose` learns from it, when the device is busy."""
-        if self._ahead and step.plan is None:
-            self._rested.append(step)
-        else:
-            self._take_in(step)
-
-    def _take_in(self, step: Step, num_steps: int = 1) -> None:
-        # A plain step is dispatched before the outcome of the one before is read, which may wait
-        # for both: the first of some plain steps takes twice its time, and the last one none.
-        is_plain = step.plan is None
-        is_inner = (self._last is None) == is_plain == (self._next.plan is None)
-        # Learning takes the host's time, which is a part of what drafts take where they are in use.
-        is_disturbed = self._time.take(num_steps * (step.seconds or self._prices.plain))
-        is_disturbed &= is_plain or self._best is PLAIN
-        self._last = step.plan
-        is_typical = num_steps > 1 or (is_inner and not is_disturbed)
-        self._taken.append(Taken(step, is_typical, self.waits, num_steps))
-        if step.plan is not None and step.plan.from_text and self._promised:
-            promises, promised = self._promised.pop(0)
-            promises.learn(promised, len(step.tokens) - 1)
-        self.follow(self._awaited, self._seen, step.tokens)
-        self._seen = None
-        self._tally.count(step, num_steps)
-
-    def follow(
-        self, awaited: AwaitedDrafts, seen: SeenDrafts | None, tokens: Sequence[int]
-    ) -> None:
-        """Learn from a step of any text with the same plan, but for its time.
-
-        Args:
-            awaited: Earlier drafts of the text.
-            seen: Drafts of the step; None without any.
-            tokens: Tokens of the step.
-        """
-        if seen is not None:
-            self._time.compare(self._expected, len(tokens))
-            # Where none are in use, looking at drafts has been paid for.
-            seen = seen if self._best is PLAIN or self._time.is_left else None
-        # Tokens that no drafts await teach nothing; those of outcomes not yet learnt from may.
-        if seen is not None or awaited or self._outcomes:
-            self._outcomes.append(Outcome(seen, tokens, awaited))
-
-    def conclude(self) -> Experience:
-        """The experience of this text, which ends, with the times of its last steps."""
-        self._catch_up()
-        self._learn_times()
-        return self.experience
+    @property
+    def only_looks(self) -> bool:
+        """Whether the plan chosen last is a probe."""
+        plan = self._newest.choice.plan
+        return plan is not None and plan.num_nodes == 1
 
     @property
     def is_used(self) -> bool:
-        """Whether any step was by it."""
-        return bool(self._tally)
+        """Whether this policy has observed a step."""
+        return bool(self._totals)
+
+    @property
+    def shows_long_times(self) -> bool:
+        """Whether steps cost far less than was timed: other work disturbed the timing."""
+        return self.experience.ratios.are_low
+
+    def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
+        self._learn()
+        allowed = self._guard.allows_drafts
+        expected = self._lookup_tokens(outlook) if outlook and allowed else 0.0
+        if expected:
+            self._newest = Decision(Choice(LOOKUP), expected)
+        else:
+            choice = self._explore()
+            self._newest = Decision(choice, self._expected_tokens(choice))
+        self._in_flight.append(self._newest)
+        return self._newest.choice.plan
+
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        return self.keep_for(self._pending, plan, tree)
+
+    def keep_for(self, pending: PendingDrafts, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """Select the drafts of one sequence to verify.
+
+        Args:
+            pending: Drafts of that sequence.
+            plan: Plan of the drafts.
+            tree: The drafts.
+        """
+        decision, self.waits = self._newest, False
+        if plan.from_text:
+            probabilities = [math.exp(score) for score in tree.read().scores]
+            share = [self.experience.lookups.share] * COUNTS[-1]
+            _, decision.tokens, kept = self._worth(probabilities, share, self._costs.lookup)
+            decision.waits, decision.promised = True, sum(probabilities[i] for i in kept)
+            return tree.subtree(kept)
+        pending.newest = ScoredDrafts(replace(plan, num_nodes=plan.shape.max_nodes), tree)
+        wanted = decision.choice.num_nodes
+        if wanted != 1 and not self._guard.allows_drafts:
+            # The step in flight when this one was chosen has cost too much.
+            wanted, decision.tokens, self._trial_steps = 1, 1.0, 0
+        if wanted is None:
+            self.waits = decision.waits = True
+            probabilities = pending.newest.score(self.experience.acceptance)
+            share = self.experience.correction.share[1][BUCKETS].tolist()
+            _, decision.tokens, kept = self._worth(probabilities, share, self._costs.verify)
+            return tree.subtree(kept)
+        most = min(wanted, tree.size)
+        return tree.first(max(size for size in (1, *self._timed.verify) if size <= most))
+
+    def observe(self, step: Step) -> None:
+        self.observe_time(step)
+        self.observe_tokens(self._pending, step.tokens)
+
+    def observe_time(self, step: Step) -> None:
+        """Learn from the cost of a step, at once: `keep` of the next one depends on it."""
+        # The last step of a sequence is observed without having been chosen.
+        decision = self._in_flight.popleft() if self._in_flight else Decision()
+        self._is_stale |= step.plan is not None
+        self._learn_time(step, decision)
+
+    def observe_tokens(self, pending: PendingDrafts, tokens: Sequence[int]) -> None:
+        """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
+        newest, pending.newest = pending.newest, None
+        if newest is not None or pending.open or self._outcomes:
+            self._outcomes.append((pending, newest, tokens))
+
+    def conclude(self) -> Experience:
+        """End the sequence and return its experience."""
+        self._learn()
+        return self.experience
 
     def shapes(self) -> list[ShapeStats]:
-        """See `DecodingStats.shapes`; drafts in the order of their shapes."""
-        self._catch_up()
-        return self._tally.shapes(self._prices, self._costs, self.experience.slowdowns)
+        """Return the statistics of every kind of step: plain ones first, then by shape."""
+        self._learn()
+        plain = self._costs.plain
+        found = [] if (None, 1) in self._totals else [ShapeStats(None, plain, 0, 0, plain, 0.0)]
+        for (plan, num_nodes), total in sorted(self._totals.items(), key=_place_of_kind):
+            kind = None if plan is None else DraftPlan(plan.shape, num_nodes, plan.from_text)
+            found.append(
+                ShapeStats(
+                    kind,
+                    total.seconds / total.steps,
+                    total.steps,
+                    total.tokens,
+                    total.expected_seconds / total.steps,
+                    total.expected_tokens,
+                )
+            )
+        return found
 
     def _decide(self) -> None:
-        """Find the choice with the most expected tokens per second, and what exploring rests on."""
-        self._prices.update(self.experience.slowdowns, self.experience.in_vain.of(1))
-        # The best choice and its speed, and the best plan whose number of nodes is fixed: its speed
-        # and place, and its gain as a share of what it would have to gain.
-        was_drafting = self._best.plan is not None
-        self._best, self._rate = PLAIN, (1 + MARGIN) / self._prices.plain
-        self._best_fixed: tuple[float, tuple[int, ...]] = 0.0, (0, 0, 0)
-        self._hope = self._expected = 1.0
-        self._extra = 0.0  # seconds that a survey takes beyond drafts in use
-        if not self._costs.level:
+        """Find the best choices by the current estimates."""
+        experience, costs = self.experience, self._costs
+        costs.update(experience.ratios)
+        best = _Best(PLAIN, 1.0, (1 + MARGIN) / costs.plain)
+        self._best = best
+        if not self._timed.level:
             return
-        gains = self.experience.gains
-        self._best_fixed = highest((1 + gains.mean) / self._prices.step)
-        speed, (w, length, size) = self._best_fixed
-        needed = max(1e-6, self._prices.step[w, length, size] / self._prices.plain - 1)
-        self._hope = max(LEAST_HOPE, min(1.0, float(gains.mean[w, length, size] / needed)))
-        if speed > self._rate:
-            self._best, self._rate = Choice(PLANS[w, length], SIZES[size]), speed
-            self._expected = 1 + float(gains.mean[w, length, size])
-        drafts, relative = gains.chosen
-        speeds = (1 + drafts) / (relative * self._prices.fewest) * self._offered
-        speed, (w, length) = highest(speeds)
-        if speed > self._rate:
-            self._best, self._rate = Choice(PLANS[w, length]), speed
-            self._expected = 1 + float(drafts[w, length])
-        if self._best.plan is not None:
-            drafting, own = self._prices.drafting, PLACES[self._best.plan.shape]
-            self._extra = drafting.item(PLACES[self._longest.shape]) - drafting.item(own)
-        if was_drafting != (self._best.plan is not None):
-            self.experience.until_trial = min(self.experience.until_trial, TRIAL_EVERY)
+        # A fixed number of nodes: the host is ahead of the device.
+        tokens = 1 + experience.correction.apply(experience.drafts.mean)[0, ..., 1:]
+        self._tokens = tokens
+        rates = tokens / costs.step[..., 1:]
+        w, n, size = np.unravel_index(int(rates.argmax()), rates.shape)
+        rate, place = float(rates[w, n, size]), (int(w), int(n))
+        best.fixed = Choice(PLANS[place], SIZES[size])
+        best.fixed_tokens = float(tokens[w, n, size])
+        best.fixed_seconds = best.fixed_tokens / rate
+        if rate > best.rate:
+            best.choice, best.tokens, best.rate = best.fixed, best.fixed_tokens, rate
+        # As many nodes as pay, once the host knows the drafts.
+        drafts, relative = experience.drafts.chosen
+        rates = (1 + drafts) / (relative * costs.fewest) * costs.offered
+        w, n = np.unravel_index(int(rates.argmax()), rates.shape)
+        if rates[w, n] > rate:
+            place = int(w), int(n)
+        if rates[w, n] > best.rate:
+            best.choice = Choice(PLANS[place])
+            best.tokens, best.rate = 1 + float(drafts[w, n]), float(rates[w, n])
+        best.probed = PLANS[place]
 
-    @property
-    def _is_trying(self) -> bool:
-        """Whether drafts are in a trial, whose steps teach as much together, in less time."""
-        return self._best is PLAIN and -TRIAL < self.experience.until_trial <= 0
-
-    @property
-    def _num_taken(self) -> int:
-        return sum(taken.num_steps for taken in self._taken)
-
-    def _explore(self, best: Choice) -> Choice:
-        """The best choice, or now and then one that shows more."""
-        if not self._costs.level:
-            return best
-        if self.experience.plain_due:
-            self.experience.plain_due -= 1
+    def _explore(self) -> Choice:
+        """Return the best choice, or now and then one that shows more."""
+        best, plain, trials = self._best, self._costs.plain, self.experience.trials
+        if not self._timed.level:
             return PLAIN
-        self.experience.until_trial -= 1
-        self._until_survey -= 1
-        if self.experience.until_trial <= -TRIAL:
-            self.experience.until_trial = self._until_trial(best)
-        if best.plan is None:
-            return self._explore_drafts()
-        if self.experience.until_trial <= 0 and self._rate * self._prices.plain < CLOSE:
+        if self._trial_steps and (self._trial.plan is None or self._guard.allows_drafts):
+            self._trial_steps -= 1
+            return self._trial
+        if best.choice.plan is None:
+            # Seconds that a trial is expected to lose.
+            loss = TRIAL * max(0.0, best.fixed_seconds - best.fixed_tokens * plain)
+            is_sure = self.experience.ratios.knows(1) and self._guard.allows_drafts
+            if is_sure and trials >= loss:
+                return self._begin_trial(best.fixed)
+            cost = float(self._costs.step[PLACES[best.probed.shape]][0]) - plain
+            return self._pay(probe(best.probed), cost, PLAIN)
+        if not self._guard.allows_drafts:
             return PLAIN
-        if self._until_survey <= 0 and self._credits.pay(self._extra):
-            self._until_survey = SURVEY_EVERY
-            return best._replace(plan=self._longest)
-        return best
+        if trials >= TRIAL * (plain - 1 / best.rate):
+            return self._begin_trial(PLAIN)
+        return self._survey(best.choice)
 
-    def _steps_ahead(self) -> int:
-        """How many steps after a plain one are plain whatever they show, unless lookups differ.
+    def _survey(self, choice: Choice) -> Choice:
+        """Draft longer and wider in turns, if the budget pays for it."""
+        assert choice.plan is not None
+        w, n = PLACES[choice.plan.shape]
+        further = [PLANS[place] for place in ((w, n + 1), (w + 1, n)) if place in PLANS]
+        further = [plan for plan in further if self._costs.offered[PLACES[plan.shape]]]
+        if not further:
+            return choice
+        plan = further[self.experience.num_surveys % len(further)]
+        cost = self._drafting(plan) - self._drafting(choice.plan)
+        if choice.num_nodes is not None:  # what its first nodes are expected to yield less
+            cost = max(cost, self._loss(plan, choice.num_nodes))
+        chosen = self._pay(choice._replace(plan=plan), cost, choice)
+        self.experience.num_surveys += chosen is not choice
+        return chosen
 
-        Between two forward passes the host finds nothing in its caches: to think of several steps
-        at once takes far less than of one after the other.
+    def _loss(self, plan: DraftPlan, num_nodes: int) -> float:
+        """Seconds that a step of a plan is expected to lose to the best choice."""
+        w, n = PLACES[plan.shape]
+        size = SIZES.index(num_nodes)
+        seconds, tokens = self._costs.step[w, n, 1 + size], self._tokens[w, n, size]
+        return float(seconds - tokens / self._best.rate)
+
+    def _begin_trial(self, choice: Choice) -> Choice:
+        self._trial, self._trial_steps = choice._replace(is_trial=True), TRIAL - 1
+        return self._trial
+
+    def _pay(self, choice: Choice, seconds: float, otherwise: Choice) -> Choice:
+        if self.experience.probes < seconds:
+            return otherwise
+        self.experience.probes -= seconds
+        return choice
+
+    def _drafting(self, plan: DraftPlan) -> float:
+        return float(self._costs.drafting[PLACES[plan.shape]])
+
+    def _expected_tokens(self, choice: Choice) -> float:
+        if choice.plan is None or choice.num_nodes == 1:
+            return 1.0
+        return self._best.fixed_tokens if choice.is_trial else self._best.tokens
+
+    def _lookup_tokens(self, outlook: Sequence[float]) -> float:
+        """Expected tokens of a prompt lookup if it is faster than the best choice; else 0."""
+        share = [self.experience.lookups.share] * COUNTS[-1]
+        surplus, tokens, _ = self._worth(outlook, share, self._costs.lookup)
+        if surplus > 0:
+            return tokens
+        self.experience.lookups.forget()
+        return 0.0
+
+    def _worth(
+        self, probabilities: Sequence[float], share: Sequence[float], seconds: np.ndarray
+    ) -> tuple[float, float, list[int]]:
+        """Find the number of drafts with the most tokens beyond what their time yields otherwise.
+
+        Args:
+            probabilities: Probability of each draft that it is accepted.
+            share: Share of it to expect, by place in the order.
+            seconds: Cost of the step, by entry of COUNTS.
+
+        Returns:
+            Tokens beyond those, expected tokens, and the drafts.
         """
-        is_parked = self._best.plan is None and not self.experience.plain_due
-        if not is_parked or self._seen is not None or self._outcomes:
-            return 0
-        soonest = LOOK_AGAIN - self._num_taken
-        if self._costs.level:
-            soonest = min(soonest, self.experience.until_trial)
-            if self._until_survey > 0:
-                soonest = min(soonest, self._until_survey)
-        return max(0, soonest - 1)
-
-    def _catch_up(self) -> None:
-        """Take in the steps that were decided in advance."""
-        num_decided, self._ahead, self._left = self._ahead - self._left, 0, 0
-        self.experience.until_trial -= num_decided
-        self._until_survey -= num_decided
-        rested, self._rested = self._rested, []
-        if len(rested) >= SEVERAL:
-            self._take_in(together(rested), len(rested))
-        else:
-            for step in rested:
-                self._take_in(step)
-
-    def _until_trial(self, best: Choice) -> int:
-        """Steps until the next trial, after one."""
-        is_drafting, steps = best.plan is not None, TRIAL_EVERY
-        if is_drafting:
-            lead = (self._rate * self._prices.plain - 1) / (CLOSE - 1)
-            steps = max(TRIAL_SOONEST, int(TRIAL_EVERY * min(1.0, lead)))
-        is_near = not is_drafting and self._best_fixed[0] * self._prices.plain > NEAR
-        calm = 1 if is_near else self.experience.calm[is_drafting]
-        self.experience.calm = {is_drafting: min(2 * calm, MOST_CALM), not is_drafting: 1}
-        return steps * calm
-
-    def _explore_drafts(self) -> Choice:
-        """Plain decoding, or now and then drafts that are looked at, or verified in a trial."""
-        speed, (w, length, size) = self._best_fixed
-        if self.experience.until_trial <= 0 and speed * self._prices.plain * CLOSE > 1:
-            seconds = self._prices.step[w, length, size]
-            loss = TRIAL * seconds * max(0.0, 1 - speed * self._prices.plain)
-            if self.experience.until_trial < 0 or self._credits.trials >= loss:
-                return Choice(PLANS[w, length], SIZES[size])
-            self.experience.until_trial = 1
-        if self._until_survey > 0 or not self._credits.pay(float(self._prices.drafting[w, length])):
-            return PLAIN
-        if self._until_survey <= 1 - LOOKS:
-            self._until_survey = LOOK_EVERY
-        return Choice(PLANS[w, length], num_nodes=1)
-
-    def _looks_up(self, outlook: Sequence[float] | None) -> bool:
-        """Whether drafts out of the text, of these probabilities, promise the most speed.
-
-        What they promise is kept, to be compared with what they bring.
-        """
-        if not outlook:
-            return False
-        tokens = list(accumulate(outlook, initial=0.0))
-        is_further = self._next.plan is not None and self._next.plan.from_text
-        promises = self.experience.promises[is_further]
-        rate, wait = self._rate * self.experience.lookups.of(1), self._costs.wait
-        drafts = [tokens[min(size, len(tokens)) - 1] for size in SIZES]
-        value, promised = max(
-            (1 + promises.share * count - rate * (seconds + wait), count)
-            for count, seconds in zip(drafts, self._prices.verify, strict=True)
-        )
-        if value > 0:
-            self._promised.append((promises, promised))
-        return value > 0
-
-    def _learn_times(self) -> None:
-        """Learn from the times of the steps since the last time; waits for nothing."""
-        taken, self._taken = self._taken, []
-        for one in taken:
-            self._credits.take(one, self._prices, self._hope, self._best.plan is not None)
-            learn_time(one, self._costs, self._prices, self.experience)
+        order = most_probable(probabilities)
+        shares = zip(order, share, strict=False)
+        sums = cumulative(probabilities[draft] * part for draft, part in shares)
+        rate = self._best.rate
+        options = zip(COUNTS, seconds.tolist(), strict=True)
+        values = [1 + sums[count] - rate * cost for count, cost in options if count < len(sums)]
+        best = max(range(len(values)), key=values.__getitem__)
+        return values[best], 1 + sums[COUNTS[best]], order[: COUNTS[best]]
 
     def _learn(self) -> None:
-        """Take in the steps since the last time."""
-        self._learn_times()
+        """Learn from the drafts of all steps since the last time."""
         outcomes, self._outcomes = self._outcomes, []
-        calibration = self.experience.calibration
-        for seen, tokens, awaited in outcomes:
-            if seen is not None:
-                awaited.add(seen)
-            awaited.teach(calibration, tokens)
-        calibration.fit()
-        drafts = [outcome.seen for outcome in outcomes if outcome.seen is not None]
-        prices, rate = self._prices, self._rate
-        for seen in drafts:
-            best, chosen = expected_drafts(seen.drafts, seen.chances(calibration), seen.plan.shape)
-            self.experience.gains.learn(best, chosen, prices.looking, prices.fewest, rate)
+        if self._learning > self._costs.plain + LEARNING * self._elapsed:
+            for pending, _, _ in outcomes:
+                pending.open.clear()
+            return
+        if not (outcomes or self._is_stale):
+            return
+        start, experience = self._clock(), self.experience
+        for pending, newest, tokens in outcomes:
+            if newest is not None:
+                newest.score(experience.acceptance)
+                rate = self._best.rate
+                experience.drafts.learn(newest, experience.correction, self._costs, rate)
+                pending.open.append(newest)
+            for scored in pending.open:
+                scored.follow(tokens, experience.acceptance)
+                if scored.node is None:
+                    experience.correction.learn(scored.probabilities, scored.right)
+            pending.open = [scored for scored in pending.open if scored.node is not None]
+        if any(newest is not None for _, newest, _ in outcomes):
+            experience.acceptance.fit()
+        self._is_stale = False
+        self._decide()
+        self._learning += self._clock() - start
+
+    def _learn_time(self, step: Step, decision: Decision) -> None:
+        """Learn from the cost of a step, and save for the budget."""
+        plan, num_tokens, plain = step.plan, len(step.tokens), self._costs.plain
+        kind = step.num_nodes if plan is None or step.num_nodes > 1 else PROBE
+        if plan is not None and plan.from_text:
+            kind = LOOKED_UP
+            self.experience.lookups.learn(decision.promised, num_tokens - 1)
+        timed = self._costs.timed(plan, step.num_nodes, decision.waits)
+        total = self._totals.setdefault((plan, step.num_nodes), Total())
+        total.add(step, decision, timed * self.experience.ratios.of(kind))
+        self._guard.count(num_tokens)
+        if step.seconds is None:
+            return
+        self._elapsed += step.seconds
+        saved, experience = EXPLORE / 2 * step.seconds, self.experience
+        experience.probes = min(SPARE * plain, experience.probes + saved)
+        experience.trials = min(SPARE * plain, experience.trials + saved)
+        if decision.choice.is_trial:  # pays what it has lost; what is left or gained is not kept
+            rate = self._best.rate if plan is None else 1 / plain
+            experience.trials = min(0.0, experience.trials - step.seconds + num_tokens / rate)
+        if plan is not None:
+            self._was_plain = False
+            self.experience.ratios.learn(kind, step.seconds / timed)
+            self._guard.learn_drafted(step.seconds, num_tokens, kind != PROBE)
+            return
+        # A plain step is dispatched before the one before is read: in a row of them the first seems
+        # longer and the last shorter than they are.
+        if self._was_plain and self._newest.choice.plan is None:
+            self.experience.ratios.learn(1, step.seconds / self._timed.plain)
+            self._guard.learn_plain(step.seconds)
+        self._was_plain = True
+
+
+def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:
+    (plan, num_nodes), _ = item
+    return () if plan is None else (plan.from_text, plan.shape.width, plan.shape.length, num_nodes)

@@ -1,4 +1,4 @@
-"""The same plan at every step."""
+"""The same draft plan in every step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from mlx_redrafter.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """A `DraftPolicy` that always does the same.
+    """A `DraftPolicy` with the same plan in every step.
 
     Attributes:
         plan: Plan of every step that has something to propose; None for plain decoding.
-        costs: Seconds of steps, by which trees are padded; None to leave them as they are.
+        costs: Seconds of steps, by which trees are padded; None to leave trees as they are.
     """
 
     plan: DraftPlan | None
     costs: StepCosts | None = None
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        """See `DraftPolicy.choose`."""
         has_nothing = outlook is not None and len(outlook) == 0
         return None if has_nothing else self.plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """See `DraftPolicy.keep`; all nodes are, with padding where that takes less time."""
+        """Keep all nodes, with padding if a larger size costs less."""
         return tree if self.costs is None else tree.padded(self.costs.cheapest_size(tree.size))
 
     def observe(self, step: Step) -> None:
-        """See `DraftPolicy.observe`; there is nothing to learn."""
+        """Do nothing."""

@@ -28,7 +28,7 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.measured import Timed, load_or_measure, measure_again
-from mlx_redrafter.policy.candidates import LOOKUP, SIZES, WIDTHS
+from mlx_redrafter.policy.plans import LOOKUP, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 from mlx_redrafter.target.target import Target
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
 WIDTH, FEW = 2, 3
 BASE = DraftShape(WIDTH, 6)
 SHORT, LONG = 3, 9
-TIMED_WIDTHS = (WIDTHS[0], WIDTH, WIDTHS[-1])
+TIMED_WIDTHS = (1, WIDTH, 4)
 PLAIN, UNTIMED = Kind(None), Kind(None, waits=True)
 VERIFY = {size: Kind(DraftPlan(BASE, size)) for size in SIZES}
 SEARCH = {

@@ -13,9 +13,8 @@ import pytest
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer, Step
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.policy.candidates import PLANS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -129,6 +128,13 @@ class ScriptedDrafting:
         """Nothing to settle."""
 
 
+# Every width and length that a policy may choose, with all drafts that a search scores.
+ALL_PLANS = [
+    DraftPlan(shape, shape.max_nodes)
+    for shape in (DraftShape(width, length) for width in range(1, 5) for length in range(2, 11))
+]
+
+
 class RandomShapes:
     """Any shape after any other, plain decoding among them, and any number of its nodes.
 
@@ -142,7 +148,7 @@ class RandomShapes:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         merged = DraftPlan.of(3, 4, select="beam")
-        plan = self.rng.choice([None, None, merged, *PLANS.values()])
+        plan = self.rng.choice([None, None, merged, *ALL_PLANS])
         self.seen.add(plan)
         if plan is not None and plan != merged and self.rng.random() < 0.3:
             return replace(plan, num_nodes=1)

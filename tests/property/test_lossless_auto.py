@@ -11,7 +11,7 @@ import pytest
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine import engine, generation
-from mlx_redrafter.policy.candidates import SIZES, WIDTHS
+from mlx_redrafter.policy.plans import SIZES, WIDTHS
 from mlx_redrafter.policy.profiling import step_costs
 from mlx_redrafter.policy.step_costs import StepCosts
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy

@@ -1,4 +1,4 @@
-"""The choice of a plan in simulated texts: what it is based on, and how it changes."""
+"""The choice of a plan in simulated sequences, and how it changes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.lab.regret import simulate_regret
-from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
-from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
+from mlx_redrafter.bench.regret import simulate_regret
+from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
+from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import (
-    LOOK_AGAIN,
-    LOOK_EVERY,
-    TRIAL,
-    TRIAL_EVERY,
-    AdaptivePolicy,
-)
-from mlx_redrafter.policy.candidates import LOOKUP, PLANS, SHORTEST, SIZES
-from mlx_redrafter.policy.experience import TRIAL_AT_FIRST, Experience
+from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Experience
 from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import LOOKUP, PLANS, SHORTEST, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
@@ -60,6 +53,10 @@ class Watched:
     def waits(self) -> bool:
         return self.policy.waits
 
+    @property
+    def only_looks(self) -> bool:
+        return self.policy.only_looks
+
     def choose(self, outlook: Any) -> DraftPlan | None:
         return self.policy.choose(outlook)
 
@@ -83,8 +80,8 @@ def _nodes(watched: Watched, last: int = 40) -> float:
 
 
 def test_the_regret_of_simulated_texts_is_small() -> None:
-    """One scenario of every kind of machine; `simulate` of the laboratory has hundreds."""
-    found = simulate_regret(12)
+    """One scenario of every kind of machine; `bench simulate` has hundreds."""
+    found = simulate_regret(6)
     assert found.median <= 0.03
     assert found.p95 <= 0.08
     assert found.worst <= 0.15
@@ -95,8 +92,8 @@ def test_the_regret_of_simulated_texts_is_small() -> None:
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     first = _decode(_scenario(-8.0))
     second = _decode(_scenario(-8.0), first, TOKENS)
-    assert sum(step.num_nodes > 1 for step in second.steps) <= 2 * TRIAL
-    assert any(step.plan is not None for step in second.steps), "drafts are looked at now and then"
+    assert sum(step.num_nodes > 1 for step in second.steps) <= 3 * TRIAL
+    assert any(step.num_nodes == 1 and step.plan for step in second.steps), "probes"
     assert sum(step.seconds or 0.0 for step in second.steps) < 1.02 * QUIET.mean * TOKENS
 
 
@@ -112,7 +109,7 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
         plain / run_fixed(text, plan, TOKENS, 2 * TOKENS)
         for plan in (DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16))
     )
-    assert speed > 0.9 * best
+    assert speed > 0.87 * best
 
 
 def test_levels_are_drafted_while_they_give_more_than_their_time() -> None:
@@ -142,58 +139,6 @@ def test_a_hard_beginning_does_not_decide_a_text() -> None:
     assert sum(step.plan is not None for step in steps[-20:]) > 15
 
 
-def test_plain_steps_are_timed_now_and_then_where_drafts_gain_little() -> None:
-    steps = _decode(_scenario(-1.5, _costs("tiles", level=0.06))).steps
-    plain = [i for i, step in enumerate(steps) if step.plan is None]
-    assert len(steps) > TRIAL_EVERY
-    assert plain
-
-
-def test_drafts_that_nearly_pay_get_a_trial_of_their_times() -> None:
-    scenario = _scenario(-0.7, _costs("steep"))
-    second = _decode(scenario, _decode(scenario), TOKENS)
-    places = [i for i, step in enumerate(second.steps) if step.num_nodes > 1]
-    assert TRIAL <= len(places) <= 2 * TRIAL
-    assert places[TRIAL - 1] == places[0] + TRIAL - 1, "one after another"
-    assert places[0] >= TRIAL_AT_FIRST - 1
-
-
-def test_the_steps_of_a_trial_are_learnt_from_together() -> None:
-    scenario, reads = _scenario(-0.7, _costs("steep")), itertools.count()
-    before = _decode(scenario).policy.experience
-    times: list[int] = []
-
-    class Counted(Watched):
-        def observe(self, step: Step) -> None:
-            super().observe(step)
-            times.append(next(reads))  # between two, the policy has read the clock
-
-    watched = Counted(AdaptivePolicy(scenario.timed, before, lambda: float(next(reads))))
-    run_policy(SimulatedText(scenario), watched, 0, TOKENS)
-    first = next(i for i, step in enumerate(watched.steps) if step.num_nodes > 1)
-    since = np.diff(times)[first : first + TRIAL]
-    assert since.tolist() == [1] * (TRIAL - 1) + [3]
-
-
-def test_what_drafts_that_are_chosen_take_follows_what_steps_take() -> None:
-    costs = _costs()
-    before = Experience([1, *costs.verify])
-    before.gains.mean = 0 * before.gains.mean
-    before.gains.chosen = np.ones_like(before.gains.chosen)
-    assert AdaptivePolicy(costs, before).choose([]) is not None
-    for size in list(costs.verify) * 20:
-        before.slowdowns.learn(size, 4.0)
-        before.slowdowns.learn(1, 1.0)
-    assert AdaptivePolicy(costs, before).choose([]) is None
-
-
-def test_drafts_are_looked_at_while_there_is_too_little_for_a_trial() -> None:
-    scenario = _scenario(-1.6, _costs("steep"))
-    second = _decode(scenario, _decode(scenario), TOKENS)
-    looks = [i for i, step in enumerate(second.steps) if step.plan is not None]
-    assert np.diff([*looks, len(second.steps)]).max() < 3 * LOOK_EVERY
-
-
 def _tree(*chances: float) -> Any:
     """A chain of drafts, each of this probability."""
     scores = np.cumsum(np.log(chances)).tolist()
@@ -218,50 +163,6 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
     assert not policy.waits
 
 
-def test_drafts_out_of_the_text_that_break_their_promise_are_taken_less_often() -> None:
-    outlook = [0.9, 0.8, 0.7]
-
-    def begin(before: Experience | None = None) -> AdaptivePolicy:
-        costs = StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES})
-        return AdaptivePolicy(costs, before)
-
-    policy = begin()
-    for _ in range(80):
-        if policy.choose(outlook) is not None:
-            policy.observe(Step(LOOKUP, 1, [1], None))
-    assert policy.choose(outlook) is None
-    assert policy.choose([0.99] * 16) == LOOKUP, "there is much more to promise"
-    assert begin(policy.experience).choose(outlook) == LOOKUP, "another text"
-
-
-def test_drafts_out_of_the_text_are_left_out_where_they_take_longer_than_a_network_s() -> None:
-    before = _decode(_scenario(-8.0)).policy.experience
-    policy = AdaptivePolicy(_costs(), before, itertools.count(0, 0).__next__)
-    outlook = [0.7, 0.5]
-    assert policy.choose(outlook) == LOOKUP
-    for _ in range(2 * LOOK_AGAIN):
-        policy.observe(Step(LOOKUP, 3, [1, 1], 2.5))
-        policy.observe(Step(None, 1, [1], 1.0))
-        chosen = policy.choose(outlook)
-    assert chosen != LOOKUP
-    assert policy.choose([0.9] * 6) == LOOKUP
-    for _ in range(2 * LOOK_AGAIN):
-        policy.observe(Step(LOOKUP, 3, [1, 1], 1.0))
-        chosen = policy.choose(outlook)
-    assert chosen == LOOKUP, "and come back"
-
-
-def test_plain_steps_decided_in_advance_are_all_taken_in_and_give_way_to_lookups() -> None:
-    policy = AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES}))
-    num_steps = 3 * LOOK_AGAIN + 3
-    for _ in range(num_steps):
-        assert policy.choose([]) is None
-        policy.observe(Step(None, 1, [1], 1.5))
-    assert policy.choose([0.9, 0.8, 0.7]) == LOOKUP, "whatever was decided in advance"
-    assert policy.conclude().slowdowns.of(1) == pytest.approx(1.5, rel=0.05)
-    assert policy.shapes()[0].steps == num_steps
-
-
 def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     costs = _costs()
     disturbed = {
@@ -271,7 +172,7 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     right, wrong = _scenario(0.5, costs), _scenario(0.5, costs, timed=timed)
     first = _decode(wrong)
     assert [step.num_nodes for step in first.steps[:8]].count(24) > 4
-    assert first.policy.experience.slowdowns.of(24) > 2
+    assert first.policy.experience.ratios.of(24) > 2
     assert _seconds(wrong) < 1.2 * _seconds(right)
     second, known = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
     seconds = [sum(step.seconds or 0.0 for step in one.steps) for one in (second, known)]
@@ -297,19 +198,6 @@ def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
 
     shares = [speed(ease, slow) / speed(ease, timed) for ease in (1.0, 1.5, 2.0, 2.5)]
     assert np.mean(shares) > 0.92
-
-
-@pytest.mark.parametrize(
-    ("curve", "level", "ease"), [("steep", 0.3, 0.0), ("steep", 0.6, 0.5), ("linear", 0.5, -1.0)]
-)
-def test_drafting_that_was_timed_as_free_is_corrected_in_use(
-    curve: str, level: float, ease: float
-) -> None:
-    costs = _costs(curve, level)
-    timed = StepCosts(costs.plain, costs.verify, costs.first, dict.fromkeys(costs.level, 0.0))
-    right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
-    assert sum(step.plan is not None for step in _decode(wrong).steps[:20]) > 5
-    assert _seconds(wrong) < 1.35 * _seconds(right), "uncorrected, 2 to 5 times as long"
 
 
 def test_a_slow_learner_still_learns() -> None:
@@ -367,6 +255,9 @@ def test_shapes_say_what_was_taken_and_what_it_gave() -> None:
     assert found[0].plan is None
     assert sum(one.steps for one in found) == len(watched.steps)
     assert sum(one.tokens for one in found) == sum(len(step.tokens) for step in watched.steps)
+    assert sum(one.expected_tokens for one in found) == pytest.approx(
+        sum(one.tokens for one in found), rel=0.3
+    )
     plans = [one.plan for one in found[1:]]
     assert len(set(plans)) == len(plans)
     assert all(math.isfinite(one.seconds) for one in found)
@@ -374,3 +265,98 @@ def test_shapes_say_what_was_taken_and_what_it_gave() -> None:
 
 def test_every_plan_on_offer_shows_all_drafts_of_its_search() -> None:
     assert all(plan.num_nodes == plan.shape.max_nodes for plan in PLANS.values())
+
+
+def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
+    steps = _decode(_scenario(-1.0, _costs("tiles", level=0.06))).steps
+    trials = [i for i, step in enumerate(steps) if step.plan is None]
+    assert 2 <= len(trials) < 40
+    assert trials[1] == trials[0] + 1, "one plain step alone cannot be timed"
+
+
+def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
+    """The prior says that trees are no better; the third child is right as often as the first."""
+    before = Experience()
+    before.drafts.mean[:, 1] = before.drafts.mean[:, 0]
+    policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
+    watched = Watched(policy)
+    run_policy(SimulatedText(_scenario(0.7, _costs("linear"))), watched, 0, TOKENS)
+    shapes = [step.plan.shape.width for step in watched.steps if step.plan is not None]
+    assert 2 in shapes
+
+
+def test_choices_follow_the_cost_of_steps() -> None:
+    costs, before = _costs(), Experience()
+    before.drafts.mean = 0 * before.drafts.mean
+    before.drafts.chosen = np.ones_like(before.drafts.chosen)
+    before.trials = 0.0
+    assert AdaptivePolicy(costs, before).choose([]) is not None
+    for size in list(costs.verify) * 20:
+        before.ratios.learn(size, 4.0)
+        before.ratios.learn(1, 1.0)
+    chosen = AdaptivePolicy(costs, before).choose([])
+    assert chosen is None or chosen.num_nodes == 1
+
+
+def test_a_guard_turns_drafts_in_flight_into_a_plain_step() -> None:
+    """The second step is chosen before the first one's cost is known, and not verified."""
+    policy = AdaptivePolicy(_costs(), None, itertools.count(0, 0).__next__)
+    tree = _tree(0.9, 0.8, 0.7)
+    first = policy.choose(None)
+    assert first is not None
+    policy.keep(first, tree)
+    second = policy.choose(None)
+    assert second is not None
+    policy.observe(Step(first, 4, [1], 30.0))
+    assert policy.keep(second, tree).size == 1
+    assert policy.choose(None) is None
+
+
+def test_a_plan_of_one_node_is_a_probe() -> None:
+    scenario = _scenario(-8.0)
+    second = _decode(scenario, _decode(scenario), TOKENS)
+    probes = [step.plan for step in second.steps if step.plan and step.plan.num_nodes == 1]
+    assert probes
+    assert not any(step.plan.num_nodes == 1 for step in second.steps if step.num_nodes > 1)
+
+
+def _lookup_policy(before: Experience | None = None) -> AdaptivePolicy:
+    costs = StepCosts(1.0, {size: 1 + 0.1 * size for size in SIZES})
+    return AdaptivePolicy(costs, before)
+
+
+def test_lookups_that_break_their_promise_are_used_less_often_and_come_back() -> None:
+    policy, outlook = _lookup_policy(), [0.9, 0.8, 0.7]
+    used = []
+    for _ in range(80):
+        plan = policy.choose(outlook)
+        used.append(plan is not None)
+        if plan is not None:
+            policy.keep(plan, _tree(0.9, 0.9, 0.9))
+        policy.observe(Step(plan, 4 if plan else 1, [1], None))
+    assert sum(used[10:]) < 40
+    assert any(used[40:]), "unused lookups are forgiven"
+    assert _lookup_policy(policy.experience).choose([0.99] * 16) == LOOKUP, "much more is promised"
+
+
+def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
+    policy, outlook = _lookup_policy(), [0.7, 0.5]
+    assert policy.choose(outlook) == LOOKUP
+    chosen: DraftPlan | None = LOOKUP
+    for _ in range(40):
+        if chosen is not None:
+            policy.keep(chosen, _tree(0.7, 0.7))
+        policy.observe(
+            Step(chosen, 3 if chosen else 1, [1, 1] if chosen else [1], 2.5 if chosen else 1.0)
+        )
+        chosen = policy.choose(outlook)
+    assert chosen is None
+
+
+def test_plain_steps_without_a_network_are_all_counted() -> None:
+    policy = _lookup_policy()
+    for _ in range(30):
+        assert policy.choose([]) is None
+        policy.observe(Step(None, 1, [1], 1.5))
+    assert policy.conclude().ratios.of(1) == pytest.approx(1.5, rel=0.05)
+    assert policy.shapes()[0].steps == 30

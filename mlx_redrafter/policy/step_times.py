@@ -1,0 +1,188 @@
+"""Current costs of steps, and what drafting has lost to plain decoding.
+
+Axes: W widths, L lengths, S sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median_low
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES
+from mlx_redrafter.policy.step_costs import StepCosts
+
+Floats = npt.NDArray[np.float64]
+
+# Variance, from one step to the next, of what slows all steps; one step's noise has variance 1.
+CHANGE = 0.25
+# Variance of what slows one kind of step alone, before its first one.
+OWN = 0.5
+# Number of steps of a kind after which that variance falls no further, as costs change.
+KNOWN = 24
+# Logarithm of a surprise that is rather a change than noise.
+LARGE = 0.4
+# Plain steps that each budget may save up, and that drafting may lose at once.
+SPARE = 8.0
+# Share of all tokens, in plain steps, that drafting may lose besides.
+LOSS = 0.05
+
+# Kinds of steps beside numbers of nodes: drafts that are not verified, and prompt lookup.
+PROBE, LOOKED_UP = 0, -1
+
+
+class TimeRatios:
+    """Ratio of measured to stored step costs, by kind of step.
+
+    Its logarithm is a part common to all kinds, such as a hot chip, other work or a long context,
+    plus one of the kind's own. A filter with two gains divides a surprise by their variances. One
+    slow step changes nothing: each ratio is cut to between the estimate and the one before.
+
+    Args:
+        before: Ratios of the previous sequence; half of the common part stays, as the rest may be
+            that sequence's length.
+    """
+
+    def __init__(self, before: TimeRatios | None = None):
+        self._common: float = 0.0 if before is None else before._common / 2
+        # Logarithm and variance by kind.
+        self._own: dict[int, tuple[float, float]] = {} if before is None else dict(before._own)
+        self._newest: dict[int, float] = {}
+
+    def of(self, kind: int) -> float:
+        """Return the ratio of a kind: a number of nodes (1: plain), PROBE or LOOKED_UP."""
+        return math.exp(self._common + self._own.get(kind, (0.0, 0.0))[0])
+
+    def knows(self, kind: int) -> bool:
+        """Whether some step of a kind has been measured."""
+        return kind in self._own
+
+    @property
+    def are_low(self) -> bool:
+        """Whether some kind of step, after many of them, costs far less than was timed."""
+        known = (kind for kind, (_, variance) in self._own.items() if variance < 2 / KNOWN)
+        return any(self.of(kind) < 0.75 for kind in known)
+
+    def learn(self, kind: int, ratio: float) -> None:
+        """Learn from one step."""
+        own, variance = self._own.get(kind, (0.0, OWN))
+        known, ratio = self._common + own, math.log(max(ratio, 1e-3))
+        last, self._newest[kind] = self._newest.get(kind, min(known, ratio)), ratio
+        surprise = max(min(last, known), min(ratio, max(last, known))) - known
+        noise = 1 / (1 + (surprise / LARGE) ** 2)
+        total = noise + CHANGE + variance
+        self._common += surprise * CHANGE / total
+        variance, own = variance - variance**2 / total, own + surprise * variance / total
+        self._own[kind] = own, max(1 / KNOWN, variance)
+
+
+class CurrentCosts:
+    """Seconds that steps cost at present, by plan.
+
+    Args:
+        costs: Seconds as timed beforehand.
+        max_length: Longest beams that the proposer can draft; None if it has no bound.
+
+    Attributes:
+        plain: A plain step.
+        drafting: Drafting alone, shape (W, L).
+        verify: Verifying, by entry of COUNTS; at least a plain step.
+        lookup: Verifying the drafts of a prompt lookup, by entry of COUNTS.
+        step: Drafting and verifying, infinite if the plan has too few drafts, (W, L, 1 + S).
+        waiting: The same if the host waits for the drafts.
+        fewest: Drafting, waiting and verifying the smallest size, shape (W, L).
+        offered: Whether the proposer can draft a plan, bool, shape (W, L).
+    """
+
+    def __init__(self, costs: StepCosts, max_length: int | None = None):
+        self._costs = costs
+        short = np.array(LENGTHS)[:, None] <= (max_length or LENGTHS[-1])
+        fits = FITS & short & bool(costs.level)
+        self._unfit = np.where(fits, 0.0, np.inf)
+        self.offered = fits[..., 1]
+        self._drafting: Floats = np.zeros(FITS.shape[:2])
+        for place, plan in PLANS.items() if costs.level else ():
+            self._drafting[place] = costs.drafting(plan.shape)
+        self._verify = np.array([costs.plain, *(costs.verify.get(n, np.inf) for n in SIZES)])
+        self.update(TimeRatios())
+
+    def update(self, ratios: TimeRatios) -> None:
+        """Take over the newest ratios."""
+        wait, slowed = self._costs.wait, np.array([ratios.of(kind) for kind in (PROBE, *SIZES)])
+        self.plain: float = self._costs.plain * ratios.of(1)
+        self.drafting: Floats = self._drafting * ratios.of(1)
+        self.verify: Floats = np.maximum(self._verify * slowed, self.plain)
+        self.lookup: Floats = np.maximum(self._verify * ratios.of(LOOKED_UP), self.plain) + wait
+        self.step: Floats = self._drafting[..., None] * slowed + self._unfit + self.verify
+        self.waiting: Floats = self.step + wait
+        self.fewest: Floats = self._drafting * slowed[1] + self.verify[1] + wait
+
+    def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
+        """Seconds of a step as timed beforehand."""
+        drafts = plan is not None and not plan.from_text
+        drafting = float(self._drafting[PLACES[plan.shape]]) if plan and drafts else 0.0
+        verify = float(self._verify[COUNTS.index(num_nodes - 1)])
+        return drafting + verify + waits * self._costs.wait
+
+
+class Guard:
+    """Measured cost of drafted steps, next to plain decoding of the same tokens.
+
+    It estimates nothing, so no wrong estimate can make drafting lose more than SPARE plain steps,
+    LOSS of the tokens, and the cost of one step. Losses count since drafting last had lost nothing.
+
+    Args:
+        plain: Seconds of a plain step, until some are measured.
+        before: Guard of the previous sequence, of whose losses half count.
+    """
+
+    def __init__(self, plain: float, before: Guard | None = None):
+        self._plain = [plain]
+        # Seconds and tokens of drafted steps, and the two newest of those steps.
+        self._seconds = self._tokens = 0.0
+        self._newest: list[tuple[float, int]] = []
+        self._emitted = 0
+        self._is_measured = False
+        if before is not None:
+            self._seconds, self._tokens = before._seconds / 2, before._tokens / 2
+            self._newest, self._is_measured = before._newest, before._is_measured
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain step: the median of the newest five.
+
+        Until one is measured, half of what was timed: the timing may have been disturbed, and if
+        drafting is not twice as fast, the guard will soon have plain steps measured.
+        """
+        return median_low(self._plain) if self._is_measured else self._plain[0] / 2
+
+    def learn_plain(self, seconds: float) -> None:
+        """Learn the cost of a plain step between plain ones."""
+        self._plain = [*self._plain[-4:], seconds] if self._is_measured else [seconds]
+        self._is_measured = True
+
+    def learn_drafted(self, seconds: float, num_tokens: int, is_verified: bool = True) -> None:
+        """Count a drafted step and its tokens; a probe's drafts are not verified."""
+        if is_verified:
+            self._newest = [*self._newest[-1:], (seconds, num_tokens)]
+        self._seconds, self._tokens = self._seconds + seconds, self._tokens + num_tokens
+        if self._lost(self._seconds, self._tokens) < 0:
+            self._seconds = self._tokens = 0.0
+
+    def count(self, num_tokens: int) -> None:
+        """Count tokens of any step, of which drafting may lose a share."""
+        self._emitted += num_tokens
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether drafting may lose once more what both of its newest steps have lost."""
+        again = min((self._lost(*step) for step in self._newest), default=0.0)
+        lost = self._lost(self._seconds, self._tokens) + max(0.0, again)
+        return lost <= SPARE + LOSS * self._emitted
+
+    def _lost(self, seconds: float, num_tokens: float) -> float:
+        """Plain steps that drafting has lost."""
+        return seconds / self.plain - num_tokens

@@ -1,0 +1,169 @@
+"""Probabilities of drafts: what the proposer says, corrected by which drafts were right."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mlx_redrafter.policy.acceptance import (
+    WINDOW,
+    Acceptance,
+    Features,
+    Regression,
+    ScoredDrafts,
+    features_of,
+)
+from mlx_redrafter.policy.plans import PLANS
+from mlx_redrafter.trees.tree import Drafts, TokenTree
+
+
+def _random_drafts(rng: np.random.Generator) -> Drafts:
+    """A tree of 40 drafts in the proposer's order, three levels deep."""
+    scores, depths, parents = [], [], []
+    nodes = [(0.0, 0)]
+    left = [1.0]
+    for _ in range(40):
+        parent = int(rng.integers(len(nodes)))
+        score, depth = nodes[parent]
+        if depth == 3:
+            continue
+        q = left[parent] * rng.uniform(0.0, 0.9)
+        left[parent] -= q
+        nodes.append((score + math.log(max(q, 1e-30)), depth + 1))
+        left.append(1.0)
+        scores.append(nodes[-1][0])
+        depths.append(depth + 1)
+        parents.append(parent)
+    return Drafts(scores, depths, parents, list(range(len(scores))))
+
+
+def _siblings(*chances: float) -> Drafts:
+    """Children of the root with these probabilities."""
+    count = len(chances)
+    return Drafts(np.log(chances).tolist(), [1] * count, [0] * count, list(range(10, 10 + count)))
+
+
+def _learn(stated: float, true: float, count: int = 300) -> Acceptance:
+    acceptance, features = Acceptance(), features_of(_siblings(stated))
+    for i in range(count):
+        acceptance.learn(features, [(0, int((i + 1) * true) > int(i * true))])
+        acceptance.fit()
+    return acceptance
+
+
+def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        acceptance = Acceptance()
+        acceptance.first.weights = rng.normal(0.0, 4.0, 3)
+        acceptance.later.weights = rng.normal(0.0, 4.0, 3)
+        drafts = _random_drafts(rng)
+        found = acceptance.probabilities(features_of(drafts), drafts.parents)
+        reached = [1.0, *found]
+        children: dict[int, list[float]] = {}
+        for probability, parent in zip(found, drafts.parents, strict=True):
+            children.setdefault(parent, []).append(probability)
+        for parent, siblings in children.items():
+            assert sum(siblings) <= reached[parent] + 1e-9
+            assert siblings == sorted(siblings, reverse=True)
+
+
+def test_the_proposer_is_believed_until_something_is_known() -> None:
+    chances = [0.9, 0.05, 0.01]
+    found = Acceptance().probabilities(features_of(_siblings(*chances)), [0] * 3)
+    assert found == pytest.approx(chances, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stated", "true"), [(0.999, 0.5), (0.1, 0.8), (0.7, 0.7), (0.9, 0.0)])
+def test_probabilities_become_what_is_seen(stated: float, true: float) -> None:
+    (found,) = _learn(stated, true).probabilities(features_of(_siblings(stated)), [0])
+    assert found == pytest.approx(true, abs=0.07)
+
+
+def test_ten_wrong_drafts_are_enough_to_doubt() -> None:
+    (found,) = _learn(0.8, 0.0, 10).probabilities(features_of(_siblings(0.8)), [0])
+    assert found < 0.3
+
+
+@pytest.mark.parametrize("max_place", [math.inf, 0.0])
+def test_a_regression_finds_frequencies_even_if_all_log_odds_are_14(max_place: float) -> None:
+    """The weights that are free make up for one that is held at its bound."""
+    rng = np.random.default_rng(1)
+    regression = Regression(max_place=max_place)
+    rates = {0.0: 0.2, 1.0: 0.3, 2.0: 0.35}
+    for i in range(1000):
+        place = float(rng.integers(3))
+        regression.add(14.0, place, bool(rng.random() < rates[place]))
+        if i % 8 == 0:
+            regression.fit()
+    found = [1 / (1 + math.exp(-regression.weights @ (1.0, 14.0, place))) for place in rates]
+    assert np.mean(found) == pytest.approx(np.mean(list(rates.values())), abs=0.05)
+    assert regression.weights[1] >= 0
+    assert regression.weights[2] <= max_place
+
+
+def test_later_siblings_have_weights_of_their_own() -> None:
+    """The first child is right as often as it says, later ones never."""
+    acceptance, rng = Acceptance(), np.random.default_rng(2)
+    drafts = _siblings(0.6, 0.2, 0.1, 0.05)
+    features = features_of(drafts)
+    for _ in range(400):
+        is_right = bool(rng.random() < 0.6)
+        found = [(0, True)] if is_right else [(i, False) for i in range(4)]
+        acceptance.learn(features, found)
+        acceptance.fit()
+    first, *later = acceptance.probabilities(features, drafts.parents)
+    assert first == pytest.approx(0.6, abs=0.07)
+    assert max(later) < 0.03
+
+
+def test_old_observations_are_forgotten() -> None:
+    acceptance, features = Acceptance(), features_of(_siblings(0.6))
+    for right in (1, 9):
+        for i in range(WINDOW):
+            acceptance.learn(features, [(0, i % 10 < right)])
+            acceptance.fit()
+    assert acceptance.probabilities(features, [0])[0] == pytest.approx(0.9, abs=0.05)
+
+
+def test_a_sequence_begins_with_the_weights_of_the_previous_one_and_leaves_them_alone() -> None:
+    before, features = _learn(0.9, 0.2), features_of(_siblings(0.9))
+    known = before.probabilities(features, [0])[0]
+    after = Acceptance(before)
+    assert after.probabilities(features, [0])[0] == known
+    for _ in range(100):
+        after.learn(features, [(0, True)])
+        after.fit()
+    assert after.probabilities(features, [0])[0] > known
+    before.fit()
+    assert before.probabilities(features, [0])[0] == pytest.approx(known, abs=0.01)
+
+
+def test_extreme_scores_stay_finite() -> None:
+    drafts = Drafts([0.0, -1e30, -1e30], [1, 1, 2], [0, 0, 1], [1, 2, 3])
+    features, acceptance = features_of(drafts), Acceptance()
+    acceptance.learn(features, [(0, False), (1, True), (2, True)])
+    acceptance.fit()
+    assert np.isfinite(acceptance.probabilities(features, drafts.parents)).all()
+
+
+def test_siblings_are_told_apart_by_rank_and_first_children_by_depth() -> None:
+    drafts = Drafts([-0.1, -0.2, -0.3, -2.0], [1, 2, 2, 1], [0, 1, 1, 0], [1, 2, 3, 4])
+    found = [(one.has_better_sibling, one.place) for one in features_of(drafts)]
+    assert found == [(False, 0.0), (False, 1.0), (True, 0.0), (True, 0.0)]
+    assert isinstance(features_of(drafts)[0], Features)
+
+
+def test_every_sibling_up_to_the_right_one_is_observed() -> None:
+    """Two steps: the second sibling is right, then the text leaves the tree."""
+    tree = TokenTree.of([0, 5, 6, 7, 8], [0, 0, 0, 0, 2], [-0.5, -1.5, -2.0, -2.5])
+    scored, acceptance = ScoredDrafts(PLANS[1, 1], tree), Acceptance()
+    scored.score(acceptance)
+    scored.follow([6], acceptance)
+    assert (scored.node, scored.right) == (2, {1})
+    assert (acceptance.first._count, acceptance.later._count) == (1, 1)
+    scored.follow([9], acceptance)
+    assert (scored.node, scored.right) == (None, {1})
+    assert (acceptance.first._count, acceptance.later._count) == (2, 1)

@@ -1,0 +1,150 @@
+"""Current costs of steps, and the guard of what drafting has lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.step_times import LOSS, PROBE, SPARE, CurrentCosts, Guard, TimeRatios
+
+COSTS = StepCosts(
+    1.0, {size: 1 + 0.1 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.1, 2: 0.2}, wait=0.1
+)
+
+
+def _learn(ratios: TimeRatios, kind: int, ratio: float, times: int = 1) -> None:
+    for _ in range(times):
+        ratios.learn(kind, ratio)
+
+
+def test_a_size_that_costs_more_than_timed_is_found_out() -> None:
+    ratios = TimeRatios()
+    for _ in range(20):
+        ratios.learn(8, 3.0)
+        ratios.learn(1, 1.0)
+    assert ratios.of(8) == pytest.approx(3.0, rel=0.15)
+    assert ratios.of(1) == pytest.approx(1.0, rel=0.1)
+    assert ratios.of(4) < 1.5, "never used"
+
+
+def test_what_slows_all_steps_is_common_to_those_not_in_use() -> None:
+    ratios = TimeRatios()
+    _learn(ratios, 8, 1.0, 30)
+    _learn(ratios, 1, 1.0, 30)
+    for _ in range(10):
+        ratios.learn(8, 1.6)
+        ratios.learn(1, 1.6)
+    assert ratios.of(8) == pytest.approx(1.6, rel=0.1)
+    assert ratios.of(4) > 1.35
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    ratios = TimeRatios()
+    _learn(ratios, 8, 1.0, 5)
+    known = ratios.of(8)
+    ratios.learn(8, 20.0)
+    assert ratios.of(8) == known
+    ratios.learn(8, 1.0)
+    assert ratios.of(8) == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_first_step_is_believed_if_it_costs_less_than_timed() -> None:
+    """Other work makes steps slower, never faster."""
+    ratios = TimeRatios()
+    ratios.learn(1, 0.5)
+    assert ratios.of(1) < 0.65
+
+
+def test_times_that_are_far_too_long_show() -> None:
+    ratios = TimeRatios()
+    _learn(ratios, 8, 1.0, 40)
+    assert not ratios.are_low
+    _learn(ratios, 4, 0.4, 40)
+    assert ratios.are_low
+
+
+def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one() -> None:
+    ratios = TimeRatios()
+    for _ in range(20):
+        ratios.learn(8, 3.0)
+        ratios.learn(1, 1.5)
+    after = TimeRatios(ratios)
+    assert after.of(8) / after.of(1) == pytest.approx(ratios.of(8) / ratios.of(1))
+    after.learn(8, 9.0)
+    assert ratios.of(8) == pytest.approx(3.0, rel=0.2), "as it was"
+
+
+def test_current_costs_are_timed_ones_times_ratios() -> None:
+    costs, ratios = CurrentCosts(COSTS), TimeRatios()
+    w, n = PLACES[PLANS[0, 2].shape]
+    assert costs.step[w, n, 3] == pytest.approx(costs.drafting[w, n] + COSTS.verify[4])
+    assert costs.waiting[w, n, 3] == pytest.approx(costs.step[w, n, 3] + 0.1)
+    assert costs.timed(PLANS[0, 2], 4, waits=True) == pytest.approx(costs.waiting[w, n, 3])
+    assert np.isinf(costs.step[0, 0, 2]), "a chain of two tokens has one draft"
+    for kind in (1, PROBE, *SIZES):
+        _learn(ratios, kind, 2.0, 60)
+    before = costs.step[w, n, 3]
+    costs.update(ratios)
+    assert costs.step[w, n, 3] == pytest.approx(2 * before, rel=0.1)
+
+
+def test_no_verify_seems_to_cost_less_than_a_plain_step() -> None:
+    costs, ratios = CurrentCosts(COSTS), TimeRatios()
+    _learn(ratios, 4, 0.2, 40)
+    costs.update(ratios)
+    assert costs.verify.min() >= costs.plain
+
+
+def test_plans_longer_than_the_proposer_drafts_are_not_offered() -> None:
+    costs = CurrentCosts(COSTS, max_length=4)
+    assert costs.offered.any(axis=0).tolist() == [length <= 4 for length in LENGTHS]
+    assert not CurrentCosts(StepCosts(1.0, COSTS.verify)).offered.any(), "no network"
+
+
+def _measured(seconds: float = 1.0) -> Guard:
+    guard = Guard(seconds)
+    guard.learn_plain(seconds)
+    return guard
+
+
+def test_the_guard_stops_drafts_that_cost_more_than_they_yield() -> None:
+    guard, lost = _measured(), 0.0
+    for _ in range(250):
+        if guard.allows_drafts:
+            guard.learn_drafted(10.0, 1)
+            lost += 9
+        else:
+            guard.learn_plain(1.0)
+        guard.count(1)
+    assert 9 <= lost <= SPARE + 9 + LOSS * 250
+
+
+def test_gains_pay_for_losses_and_half_of_them_stays_for_the_next_sequence() -> None:
+    guard = _measured()
+    guard.learn_drafted(12.0, 1)
+    assert not guard.allows_drafts
+    assert not Guard(1.0, guard).allows_drafts
+    for _ in range(10):
+        guard.learn_drafted(1.0, 4)
+    assert guard.allows_drafts
+
+
+def test_one_slow_drafted_step_does_not_count_twice_after_a_good_one() -> None:
+    guard = _measured()
+    guard.learn_drafted(1.0, 2)
+    guard.learn_drafted(9.0, 2)
+    assert guard.allows_drafts
+    guard.learn_drafted(1.0, 1, is_verified=False)
+    guard.learn_drafted(9.0, 2)
+    assert not guard.allows_drafts
+
+
+def test_the_guard_goes_by_measured_plain_steps_and_is_careful_before() -> None:
+    guard = Guard(2.0)
+    assert guard.plain == 1.0
+    for seconds in (1.5, 1.5, 9.0):
+        guard.learn_plain(seconds)
+    assert guard.plain == 1.5
+    assert Guard(3.0, guard).plain == 3.0, "the estimate, with which a sequence begins"

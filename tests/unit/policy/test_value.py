@@ -1,0 +1,124 @@
+"""Expected drafts of plans: means over trees, extrapolated and corrected by what came."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts
+from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.step_times import CurrentCosts
+from mlx_redrafter.policy.value import (
+    BUCKETS,
+    MEMORY,
+    Correction,
+    ExpectedDrafts,
+    LookupCorrection,
+)
+from mlx_redrafter.trees.tree import TokenTree
+
+COSTS = StepCosts(
+    1.0, {size: 1 + 0.02 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.01, 2: 0.011}, 0.02
+)
+
+
+def _scored(place: tuple[int, int], scores: list[float], parents: list[int]) -> ScoredDrafts:
+    tree = TokenTree.of(range(len(parents) + 1), [0, *parents], scores)
+    scored = ScoredDrafts(PLANS[place], tree)
+    scored.score(Acceptance())
+    return scored
+
+
+def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
+    count = LENGTHS[length] - 1
+    scores = [(i + 1) * math.log(probability) for i in range(count)]
+    return _scored((0, length), scores, list(range(count)))
+
+
+def _learn(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
+    for _ in range(times):
+        expected.learn(scored, Correction(), CurrentCosts(COSTS), 0.9)
+
+
+def test_a_chain_shows_every_shorter_one() -> None:
+    expected = ExpectedDrafts()
+    _learn(expected, _chain(4))
+    for n, length in enumerate(LENGTHS[:5]):
+        for s, count in enumerate(COUNTS):
+            drafts = min(length - 1, count)
+            assert expected.mean[0, 0, n, s] == pytest.approx(1 - 0.5**drafts, abs=1e-6)
+
+
+def test_a_tree_shows_the_chain_within_and_both_orders() -> None:
+    """Two children, whose better one has a child: depth 2."""
+    chances = [0.5, 0.4, 0.3]
+    scored = _scored((1, 1), np.log(chances).tolist(), [0, 0, 1])
+    scored.probabilities = [0.3, 0.45, 0.25]
+    expected = ExpectedDrafts()
+    _learn(expected, scored)
+    sums = expected.mean[:, 1, 1]
+    assert sums[0, :4] == pytest.approx([0.0, 0.3, 0.75, 1.0])
+    assert sums[1, :4] == pytest.approx([0.0, 0.45, 0.75, 1.0])
+    assert expected.mean[0, 0, 1, :4] == pytest.approx([0.0, 0.3, 0.55, 0.55])
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.5, 0.99])
+def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability: float) -> None:
+    """However small the means that ratios extrapolate from."""
+    expected = ExpectedDrafts()
+    for place in (0, 6, 1, 5, 0):
+        _learn(expected, _chain(place, probability), 3)
+        _learn(expected, _chain(place, 1e-4))
+        assert (expected.mean[:, :, :, :] <= np.array(COUNTS) + 1e-9).all()
+        assert (expected.mean >= 0).all()
+
+
+def test_the_newest_trees_count() -> None:
+    expected = ExpectedDrafts()
+    _learn(expected, _chain(4, 0.9), 100)
+    _learn(expected, _chain(4, 0.1), 3 * MEMORY)
+    assert expected.mean[0, 0, 0, 1] == pytest.approx(0.1, abs=0.05)
+
+
+def test_a_correction_finds_the_truth_within_three_trees() -> None:
+    """The proposer expects 12 drafts of each tree, and 3 come."""
+    correction = Correction()
+    for _ in range(3):
+        correction.learn([0.8] * 15, {0, 1, 2})
+    total = np.add.reduce([0.8 * correction.share[1][BUCKETS[i]] for i in range(15)])
+    assert total < 6
+
+
+def test_chance_corrects_hardly_anything() -> None:
+    rng, correction = np.random.default_rng(0), Correction()
+    shares = []
+    for _ in range(300):
+        chances = rng.uniform(0.1, 0.9, 15)
+        correction.learn(chances.tolist(), set(np.flatnonzero(rng.random(15) < chances).tolist()))
+        shares.append(correction.share.copy())
+    assert np.abs(np.mean(shares, axis=0) - 1).max() < 0.03
+
+
+def test_the_next_sequence_begins_with_half_of_the_counts() -> None:
+    correction = Correction()
+    for _ in range(20):
+        correction.learn([0.8] * 15, {0})
+    after = Correction(correction)
+    assert (after.share >= correction.share - 1e-9).all()
+    assert after.share.min() < 0.5
+    assert (Correction(after)._expected == correction._expected / 4).all()
+
+
+def test_prompt_lookup_is_believed_less_after_broken_promises_and_recovers_unused() -> None:
+    lookups = LookupCorrection()
+    for _ in range(8):
+        lookups.learn(3.0, 0)
+    low = lookups.share
+    assert low < 0.3
+    assert LookupCorrection(lookups).share > low
+    for _ in range(100):
+        lookups.forget()
+    assert lookups.share > 0.9
