@@ -216,12 +216,6 @@ class AdaptivePolicy:
         self._decide()
 
     @property
-    def only_looks(self) -> bool:
-        """Whether the plan chosen last is a probe."""
-        plan = self._newest.choice.plan
-        return plan is not None and plan.num_nodes == 1
-
-    @property
     def is_used(self) -> bool:
         """Whether this policy has observed a step."""
         return bool(self._totals)

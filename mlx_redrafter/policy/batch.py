@@ -77,11 +77,6 @@ class BatchPolicy:
         self.num_decisions = 0
         self._timed: MemberPolicy | None = None
 
-    @property
-    def only_looks(self) -> bool:
-        """Whether the newest plan is a probe."""
-        return self._policy.only_looks
-
     def new_member(self) -> MemberPolicy:
         """Return the policy of one sequence."""
         return MemberPolicy(self)
@@ -137,11 +132,6 @@ class MemberPolicy:
         self._batch = batch
         self.num_decisions = batch.num_decisions
         self.pending = PendingDrafts()
-
-    @property
-    def only_looks(self) -> bool:
-        """Whether the newest plan is a probe."""
-        return self._batch.only_looks
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         return self._batch.choose(self)

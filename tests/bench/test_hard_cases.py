@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench import hard_siblings
-from mlx_redrafter.bench.hard_machines import CASES, times_by_plain
-from mlx_redrafter.bench.hard_siblings import MisleadingText
-from mlx_redrafter.bench.regret import begin_policy
-from mlx_redrafter.bench.scenarios import LEVELS, Scenario, make_scenario
-from mlx_redrafter.bench.simulation import play, run_fixed, run_policy
+from mlx_redrafter.bench.lab import hard_siblings
+from mlx_redrafter.bench.lab.hard_machines import CASES, times_by_plain
+from mlx_redrafter.bench.lab.hard_siblings import MisleadingText
+from mlx_redrafter.bench.lab.regret import begin_policy
+from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario, make_scenario
+from mlx_redrafter.bench.lab.simulation import play, run_fixed, run_policy
 from mlx_redrafter.draft_plan import DraftPlan
 
 

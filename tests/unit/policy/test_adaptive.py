@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.regret import simulate_regret
-from mlx_redrafter.bench.scenarios import CURVES, LEVELS, QUIET, Scenario
-from mlx_redrafter.bench.simulation import SimulatedText, run_fixed, run_policy
+from mlx_redrafter.bench.lab.regret import simulate_regret
+from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
+from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Experience
@@ -52,10 +52,6 @@ class Watched:
     @property
     def waits(self) -> bool:
         return self.policy.waits
-
-    @property
-    def only_looks(self) -> bool:
-        return self.policy.only_looks
 
     def choose(self, outlook: Any) -> DraftPlan | None:
         return self.policy.choose(outlook)

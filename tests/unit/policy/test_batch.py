@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.scenarios import LEVELS, Scenario
-from mlx_redrafter.bench.simulation import SimulatedText, run_policy
+from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
+from mlx_redrafter.bench.lab.simulation import SimulatedText, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy.adaptive import Experience
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs

@@ -1,6 +1,6 @@
 """Simulated drafters whose scores of siblings mislead.
 
-    python -m mlx_redrafter.bench.hard_siblings 60
+    python -m mlx_redrafter.bench.lab.hard_siblings 60
 
 prints, for each case, the median, 95th percentile and maximum of the default's regret, and its
 least speed if nothing pays.
@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.bench.regret import begin_policy
-from mlx_redrafter.bench.scenarios import Scenario, make_scenario
-from mlx_redrafter.bench.simulation import SimulatedText, play
+from mlx_redrafter.bench.lab.regret import begin_policy
+from mlx_redrafter.bench.lab.scenarios import Scenario, make_scenario
+from mlx_redrafter.bench.lab.simulation import SimulatedText, play
 
 # Children of a node, as many as a search of four beams scores.
 CHILDREN = 16

@@ -1,6 +1,6 @@
 """Simulated machines whose steps cost something else than was timed, and what a policy loses there.
 
-    python -m mlx_redrafter.bench.hard_machines 30
+    python -m mlx_redrafter.bench.lab.hard_machines 30
 
 prints, for each case, a policy's time as a multiple of plain decoding's: of first sequences of 250
 tokens, and of later ones of 200.
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from mlx_redrafter.bench.regret import begin_policy
-from mlx_redrafter.bench.scenarios import FIRST_TEXT, SECOND_TEXT, Scenario, make_scenario
-from mlx_redrafter.bench.simulation import Begin, SimulatedText, run_fixed, run_policy
+from mlx_redrafter.bench.lab.regret import begin_policy
+from mlx_redrafter.bench.lab.scenarios import FIRST_TEXT, SECOND_TEXT, Scenario, make_scenario
+from mlx_redrafter.bench.lab.simulation import Begin, SimulatedText, run_fixed, run_policy
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.policy.step_costs import StepCosts
 

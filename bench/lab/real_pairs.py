@@ -1,6 +1,6 @@
 """The default beside eight fixed shapes on a real pair: sequences in a row with the same drafter.
 
-    python -m mlx_redrafter.bench.real_pairs TARGET DRAFTER PROMPTS [TEMPERATURE [TOKENS]]
+    python -m mlx_redrafter.bench.lab.real_pairs TARGET DRAFTER PROMPTS [TEMPERATURE [TOKENS]]
 
 PROMPTS is a file of eight paragraphs. Runs are interleaved: every arm decodes a paragraph before
 the next one. Needs a quiet machine.
