@@ -27,7 +27,7 @@ def main(target: str, drafter: str, prompts: Path, temperature: float, tokens: i
     """Print the median speed of each arm, as a multiple of plain decoding's."""
     model, tokenizer, network = load(target, drafter=drafter)
     timed: Any = {}
-    arms: dict[str, tuple[Engine, dict[str, int]]] = {
+    arms: dict[str, tuple[Engine, dict[str, Any]]] = {
         "plain": (Engine(model, tokenizer, None), {}),
         "default": (Engine(model, tokenizer, network, LearnedState(timed=timed)), {}),
     }
