@@ -36,7 +36,7 @@ def _no_clock(monkeypatch):
     Timing forward passes alone keeps the decoder waiting for most of a step; a busy machine, which
     may do so for a moment, leaves no step out.
     """
-    monkeypatch.setattr(step_clock, "MOST_AWAY", 0.5)
+    monkeypatch.setattr(step_clock, "MAX_ABSENCE", 0.5)
     monkeypatch.setattr(endurance, "step_costs", lambda *_: COSTS)
 
 
