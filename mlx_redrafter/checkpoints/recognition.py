@@ -13,6 +13,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind
+from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.model_parts import check_config
 
 # Endings of files with pickled weights.
@@ -64,12 +65,15 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
             "become loadable by `redrafter-mlx convert`"
         )
     kinds = [kind for kind in proposers.KINDS if kind.recognise(config, shapes)]
-    if len(kinds) > 1:  # a published head may copy the config of a model
+    # A published head may copy the config of a model. A recurrent drafter has a type of its own.
+    is_copied = redrafter not in kinds or config.get("model_type") == MODEL_TYPE
+    if len(kinds) > 1 and is_copied:
         kinds = [kind for kind in kinds if kind is not draft_model]
     if len(kinds) > 1:
         raise CheckpointError(
             f"{drafter} has the signs of several kinds of drafters: "
-            f"{', '.join(kind.NAME for kind in kinds)}; give a folder with one of them"
+            f"{', '.join(kind.NAME for kind in kinds)} (model_type {config.get('model_type')!r} in "
+            "config.json, and the tensors); give a folder with one of them"
         )
     # The recurrent drafter's loader reports what its config lacks.
     kind = kinds[0] if kinds else redrafter

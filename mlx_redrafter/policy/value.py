@@ -162,6 +162,7 @@ class ExpectedDrafts:
         drafts = correction.apply(found)[1]
         best = (drafts - rate * costs.waiting).argmax(-1)[..., None]
         relative = np.take_along_axis(costs.waiting, best, -1)[..., 0] / costs.fewest
+        relative = np.where(costs.offered, relative, 1.0)  # other plans have no cost
         newest = np.array([np.take_along_axis(drafts, best, -1)[..., 0], relative])
         self.chosen = self.chosen + (newest - self.chosen) / self._count
 

@@ -208,6 +208,7 @@ ALLOWED = {
     "target/target": [
         "mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)",
         "mx.eval([layer.state for layer in cache.stock])",
+        "mx.eval([layer.state for layer in stock if layer.keys is not None])",  # prompts
         "mx.array_equal(module(given), outputs[-1]).item()",  # before a text, to find a layer
     ],
     "proposers/redrafter/recurrence": ["mx.eval(self.quantized)", "mx.eval(self.weight)"],

@@ -206,6 +206,19 @@ def test_a_slow_learner_still_learns() -> None:
     assert _nodes(watched, 60) < 1.5
 
 
+@pytest.mark.parametrize(
+    ("curve", "level", "ease"), [("steep", 0.3, 0.0), ("steep", 0.6, 0.5), ("linear", 0.5, -1.0)]
+)
+def test_drafting_that_was_timed_as_free_is_corrected_in_use(
+    curve: str, level: float, ease: float
+) -> None:
+    costs = _costs(curve, level)
+    timed = StepCosts(costs.plain, costs.verify, costs.first, dict.fromkeys(costs.level, 0.0))
+    right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
+    assert any(step.plan is not None for step in _decode(wrong).steps[:20]), "the timing misleads"
+    assert _seconds(wrong) < 1.35 * _seconds(right), "uncorrected, 2 to 5 times as long"
+
+
 def _seconds(scenario: Scenario) -> float:
     policy = AdaptivePolicy(scenario.timed, None, itertools.count(0, 0).__next__)
     return run_policy(SimulatedText(scenario), policy, 0, TOKENS)
