@@ -1,7 +1,7 @@
-"""Times of steps on this machine, measured once and remembered.
+"""Measure the costs of steps on this machine, once, and store them.
 
-Whole steps of running decoding are timed: the host's work, and what it does beside the device,
-count where a forward pass takes little time.
+Whole steps of running decoding are timed, because the host's work counts if a forward pass is
+short.
 
 Axes: W beam width, L beam length, N tree nodes.
 """
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
-    """A kind of step that is timed.
+    """A kind of step to time.
 
     Attributes:
         plan: Plan of its drafts; None for plain decoding.
-        waits: Whether the drafts are looked at before they are verified.
-        verifies: Whether any are verified.
+        waits: Whether the host reads the drafts before the target verifies them.
+        verifies: Whether the target verifies any.
     """
 
     plan: DraftPlan | None
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
         return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{read}{only}"
 
     def does_as_much(self, other: Kind) -> bool:
-        """Whether no part of a step of this kind is less than in the other's."""
+        """Whether a step of this kind does all the work of the other's."""
         if self.plan is None or other.plan is None:
             return other.plan is None
         mine, its = self.plan.shape, other.plan.shape
@@ -71,13 +71,21 @@ class Kind(NamedTuple):
         )
 
 
-# Searches timed for a network: one with trees of all sizes, and without any, from which the time
-# of the search follows; and of every width a long and a short one, for that of a level.
-WIDTH, FEW = 2, 3
+# Beam width of the search that is timed with trees of all sizes, and without verification.
+WIDTH = 2
+# Number of nodes of the trees in the other timings.
+FEW = 3
+# Shape of that search.
 BASE = DraftShape(WIDTH, 6)
-SHORT, LONG = 3, 9
+# Length of the short search of every width; the cost of a level follows from both lengths.
+SHORT = 3
+# Length of the long search of every width.
+LONG = 9
+# Widths of those searches; the costs of others are interpolated.
 TIMED_WIDTHS = (1, WIDTH, 4)
-PLAIN, UNTIMED = Kind(None), Kind(None, waits=True)
+
+PLAIN = Kind(None)
+UNTIMED = Kind(None, waits=True)
 VERIFY = {size: Kind(DraftPlan(BASE, size)) for size in SIZES}
 SEARCH = {
     (width, length): Kind(DraftPlan(DraftShape(width, length), FEW))
@@ -87,38 +95,40 @@ SEARCH = {
 READ = Kind(DraftPlan(BASE, FEW), waits=True)
 DRAFT = Kind(DraftPlan(BASE, FEW), verifies=False)
 TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT)
-# Steps timed where drafts come out of the text.
+# Steps of prompt lookup to time, by number of nodes.
 LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
+
 TIMED_LOOKUPS = (PLAIN, *LOOKUPS.values())
 
-# Tokens in the cache while timing. A long context is only timed for a text that begins with at
-# least LEAST_LONG tokens; slowdowns of a growing text show while decoding.
+# Tokens in the cache while timing.
 CONTEXT = 128
+# The same for the second timing, of sequences that begin with a long prompt.
 LONG_CONTEXT = 2048
-LEAST_LONG = 512
-# Rounds over all kinds, and steps of a kind in a row; the fastest turn counts, as the others were
-# disturbed.
+# Minimum length of such a prompt, in tokens; costs that grow later show while decoding.
+MIN_LONG = 512
+# Number of rounds over all kinds; the fastest turn counts, as other work disturbed the others.
 ROUNDS = 2
+# Number of steps of a kind in a row, which are one turn.
 STEPS = 5
-# Where the two fastest turns of a kind differ by more than DOUBT, it has more, up to MOST_ROUNDS.
-# After PATIENCE seconds no kind has one that it can do without: steps that take long are hardly
-# disturbed.
+# Relative difference between the two fastest turns of a kind that demands another round.
 DOUBT = 0.15
-MOST_ROUNDS = 4
+# Maximum number of rounds.
+MAX_ROUNDS = 4
+# Seconds after which doubt demands no further round: long steps are hardly disturbed.
 PATIENCE = 10.0
-# Least time of verifying any number of nodes, in plain steps, which read as many weights: on the
-# smallest models noise leaves less than nothing of a step, once the drafts' time is taken away.
-LEAST_VERIFY = 0.8
-# Least seconds of looking at drafts before they are verified: the host's part, for the same reason.
-LEAST_WAIT = 15e-5
+# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
+# noise would leave less than nothing once the cost of drafting is subtracted.
+MIN_VERIFY = 0.8
+# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
+MIN_WAIT = 15e-5
 
 Seconds = dict[Kind, float]
-# Times by whether a network drafts, context in tokens, and how rows are quantised.
+# Costs by whether a network drafts, context in tokens, and quantisation of the K/V entries.
 Known = dict[tuple[bool, int, Quantisation | None], Seconds]
 
 
 class StepTimes(NamedTuple):
-    """Times of steps, and whether something disturbed some of them."""
+    """Costs of steps, and whether other work seems to have disturbed the timing."""
 
     seconds: Seconds
     is_doubtful: bool = False
@@ -131,18 +141,18 @@ def step_costs(
     known: Known | None = None,
     quantisation: Quantisation | None = None,
 ) -> StepCosts:
-    """What steps take, by their parts; timed unless a file knows it.
+    """Return the costs of steps by their parts; time them unless they are stored.
 
-    Timing takes some seconds. Times are kept per model, dtype, kernels, proposer, device and MLX
-    version in the user's cache folder. Attention takes time in proportion to the context, so the
-    part of a long one is timed once and scaled.
+    Timing needs some seconds. The user's cache folder stores the costs per model, dtype, kernels,
+    proposer, device and MLX version. The cost of attention is proportional to the context, so one
+    long context is timed and scaled.
 
     Args:
         target: The model.
-        proposer: A network that drafts for it; None where drafts come out of the text.
-        length: Tokens that the text begins with.
-        known: Times of the model and this network, for those that are asked for again.
-        quantisation: Quantisation of all rows of the text; None for none.
+        proposer: A network that drafts for it; None for prompt lookup.
+        length: Number of tokens that the sequence begins with.
+        known: Costs measured or read so far, for this model and network.
+        quantisation: Quantisation of all K/V entries; None for none.
     """
     known = {} if known is None else known
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
@@ -158,15 +168,15 @@ def step_costs(
         }
     if proposer is None:
         return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
-    # The time of drafting does not depend on the context.
+    # The cost of drafting does not depend on the context.
     return _by_parts(seconds, short, proposer.max_length)
 
 
 def contexts(target: Target, length: int) -> list[int]:
-    """The contexts to time for a text that begins with ``length`` tokens."""
+    """Return the contexts to time for a sequence that begins with ``length`` tokens."""
     # A model with little more than the long one need not know the positions that timing uses.
     knows_long = target.context_length is None or target.context_length >= 2 * LONG_CONTEXT
-    return [CONTEXT, LONG_CONTEXT] if length >= LEAST_LONG and knows_long else [CONTEXT]
+    return [CONTEXT, LONG_CONTEXT] if length >= MIN_LONG and knows_long else [CONTEXT]
 
 
 def time_steps(
@@ -175,18 +185,18 @@ def time_steps(
     context: int = CONTEXT,
     quantisation: Quantisation | None = None,
 ) -> StepTimes:
-    """Time steps of the kinds `TIMED` in a text of no meaning. Waits for the device.
+    """Time steps of the kinds `TIMED` on meaningless tokens; blocks until MLX has run them.
 
     Args:
         target: The model.
-        proposer: A network that drafts for it; None where drafts come out of the text, for steps
-            of the kinds `TIMED_LOOKUPS`.
-        context: Tokens before the steps.
-        quantisation: Quantisation of the rows of all of them; None for none.
+        proposer: A network that drafts for it; None for prompt lookup, whose kinds are
+            `TIMED_LOOKUPS`.
+        context: Number of tokens before the steps.
+        quantisation: Quantisation of their K/V entries; None for none.
     """
     schedule = _Schedule(TIMED_LOOKUPS)
     if isinstance(proposer, SpeculateAhead):
-        proposer = proposer.proposer  # what drafting ahead takes or saves, steps show themselves
+        proposer = proposer.proposer  # steps in use show the cost of speculating ahead
     if proposer is not None:
         schedule = _Schedule(TIMED, proposer.max_length)
     chooser = _Contrary(SamplingParams(), target.vocab_size)
@@ -200,15 +210,15 @@ def time_steps(
 
 
 def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> bool:
-    """Have times that are too long, as steps in use take less, measured again for the next text.
+    """Have costs measured again that are above those of steps in use.
 
     Args:
         target: The model.
         proposer: As in `step_costs`.
-        known: Times of the model and this network; those that will be measured again are removed.
+        known: Costs of the model and this network; those to measure again are removed.
 
     Returns:
-        Whether any will be.
+        Whether the next sequence measures any again.
     """
     doubted = [
         key
@@ -217,7 +227,7 @@ def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> bool
         and measure_again(*_description(target, proposer, *key[1:]), _kinds(proposer))
     ]
     for key in doubted:
-        known.pop(key, None)  # another thread's text may have ended, too
+        known.pop(key, None)  # another thread may have removed it
     return bool(doubted)
 
 
@@ -228,7 +238,7 @@ def _kinds(proposer: Proposer | None) -> dict[str, Kind]:
 def _description(
     target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
 ) -> tuple[object, tuple[nn.Module, ...]]:
-    """What is timed, and the networks."""
+    """Return a description of the steps to time, and the networks that they use."""
     kinds = tuple(_kinds(proposer).values())
     modules = () if proposer is None else proposer.networks
     return (kinds, context, quantisation, *choices(target.model)), (target.model, *modules)
@@ -241,9 +251,9 @@ def _known_seconds(
 
     def measure() -> Timed:
         logger.info(
-            "timing what steps take on this machine after %d tokens, once for this model and %s",
+            "timing steps on this machine after %d tokens, once for this model and %s",
             context,
-            "drafts out of the text" if proposer is None else "drafter",
+            "prompt lookup" if proposer is None else "drafter",
         )
         times = time_steps(target, proposer, context, quantisation)
         return Timed({name: times.seconds[kind] for name, kind in kinds.items()}, times.is_doubtful)
@@ -254,7 +264,7 @@ def _known_seconds(
 
 
 def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
-    """Parts of steps; those of drafting as they are after a short context."""
+    """Split costs into parts; those of drafting are costs after a short context."""
     few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
     level = {
         width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
@@ -266,7 +276,7 @@ def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepC
     return StepCosts(
         plain=seconds[PLAIN],
         verify={
-            size: max(LEAST_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
+            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
             for size, kind in VERIFY.items()
         },
         first={
@@ -274,15 +284,15 @@ def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepC
             for width in TIMED_WIDTHS
         },
         level=level,
-        wait=max(LEAST_WAIT, short[READ] - short[VERIFY[FEW]]),
+        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
     )
 
 
 class _Contrary(KeyedSampler):
-    """Chooses tokens that no drafter proposes, so that the text grows by one token a step.
+    """Sampler of tokens that no drafter proposes, so that the sequence grows by one token a step.
 
-    Where drafts are accepted, the plans that come last meet hundreds of tokens more than the
-    first, which costs the largest trees most.
+    If drafts were accepted, the plans that are timed last would meet hundreds of tokens more than
+    the first, which costs the largest trees most.
     """
 
     def sample(
@@ -292,43 +302,40 @@ class _Contrary(KeyedSampler):
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """The least probable tokens."""
         return mx.argmin(log_probs, axis=-1)
 
 
 class _Junk:
-    """Drafts without meaning, made by the host once it knows the text, as those of a lookup."""
+    """Meaningless drafts that the host makes once it knows the tokens, like those of a lookup."""
 
     reader = None
 
     def outlook(self) -> Sequence[float]:
-        """See `Drafting.outlook`."""
         return [1.0]
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        """See `Drafting.propose`; a chain."""
         drafts = range(plan.num_nodes - 1)
         scores = [-1.0 * node for node in drafts]
         return TokenTree.of([flight.tokens[-1], *(0 for _ in drafts)], [0, *drafts], scores)
 
     def skip(self, flight: PendingPass) -> None:
-        """See `Drafting.skip`."""
+        """Nothing is stored."""
 
     def settle(self, length: int) -> None:
-        """See `Drafting.settle`."""
+        """Nothing is stored."""
 
 
 class _Schedule:
-    """A policy that lets every kind of step have its turns, and remembers their times.
+    """A policy that gives every kind of step its turns, and stores their costs.
 
-    A plain step is dispatched before the outcome of the one before is read, a draft likewise; so
-    the first and the last step of a turn are partly ones of the kinds beside them.
+    The host dispatches a plain step or a draft before it reads the previous outcome. So the first
+    and the last step of a turn partly measure the neighbouring kinds.
 
     Args:
         timed: The kinds.
-        max_length: Longest beams of the proposer, None where nothing bounds them: those of longer
-            plans are as long, and their trees as large, with padding.
-        clock: Seconds so far.
+        max_length: Longest beams of the proposer; None if it has no bound. Longer plans are cut to
+            it, and padding makes their trees as large.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -342,17 +349,15 @@ class _Schedule:
         self._max_length = max_length
         self._turns: dict[Kind, list[list[float]]] = {kind: [] for kind in timed}
         self._order = self._schedule()
-        # Kinds of the steps chosen and not observed, and of the one whose drafts are there.
+        # Kinds of the steps that are chosen and not observed.
         self._chosen: list[Kind] = []
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        """See `DraftPolicy.choose`."""
         self._chosen.append(next(self._order, UNTIMED))
         wanted = self._chosen[-1].plan
         return wanted and wanted.within(self._max_length)
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """See `DraftPolicy.keep`; waits for the drafts as decoding does."""
         kind = self._chosen[0]
         if kind.waits:
             tree.read()
@@ -362,7 +367,6 @@ class _Schedule:
         return tree.padded(kind.plan.num_nodes)
 
     def observe(self, step: Step) -> None:
-        """See `DraftPolicy.observe`."""
         turns = self._turns.get(self._chosen.pop(0))
         if turns is None:
             return
@@ -372,14 +376,14 @@ class _Schedule:
 
     @property
     def seconds(self) -> Seconds:
-        """Mean of the inner steps of a turn, of the fastest turn."""
+        """Mean of the inner steps of the fastest turn, by kind."""
         return {kind: self._fastest(kind)[0] for kind in self._turns}
 
     def _schedule(self) -> Iterator[Kind]:
         end = self._clock() + PATIENCE
-        for done in range(MOST_ROUNDS):
+        for done in range(MAX_ROUNDS):
             if done:
-                yield UNTIMED  # meanwhile the last of the turns before is observed
+                yield UNTIMED  # meanwhile the last step of the previous turn is observed
             for kind in list(self._turns):
                 if not done or (self._clock() < end and (done < ROUNDS or self.is_doubtful(kind))):
                     yield from [kind] * STEPS
@@ -387,7 +391,7 @@ class _Schedule:
         self.is_done = True
 
     def is_doubtful(self, kind: Kind) -> bool:
-        """Whether turns differ, or steps that do more have taken less."""
+        """Whether turns differ, or steps that do more cost less."""
         first, *others = self._fastest(kind)
         most = (1 + DOUBT) * min(
             self._fastest(other)[0] for other in self._turns if other.does_as_much(kind)

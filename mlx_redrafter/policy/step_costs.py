@@ -1,4 +1,4 @@
-"""What a step takes, by its parts: verifying N nodes, drafting level by level, waiting for scores.
+"""Costs of a step by its parts: verifying N nodes, drafting level by level, waiting for scores.
 
 Axes: W beam width, L beam length, N nodes verified.
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from mlx_redrafter.draft_plan import DraftShape
 
-# Share of the time that padding must save, so that no noise decides.
-LEAST_GAIN = 0.05
+# Minimum share of the cost that padding must save, above the noise of timing.
+MIN_GAIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class StepCosts:
     Attributes:
         plain: A step of plain decoding.
         verify: A step that verifies N nodes and drafts nothing, by N.
-        first: Drafting at no level, by width: what a search takes beside its levels.
-        level: Each level of drafts, by width. Both are empty where drafts come out of the text.
-        wait: Additional seconds of a step whose drafts are looked at before they are verified.
+        first: Drafting without its levels, by width.
+        level: Each level of drafts, by width. Both are empty for prompt lookup.
+        wait: Additional cost if the host reads the drafts before the target verifies them.
     """
 
     plain: float
@@ -35,31 +35,31 @@ class StepCosts:
     wait: float = 0.0
 
     def cheapest_size(self, num_nodes: int) -> int:
-        """The number of nodes, no less than these, that is verified in the least time.
+        """Return the number of nodes, at least ``num_nodes``, with the lowest cost.
 
-        Kernels switch with the number of rows: 16 nodes may take less than 12.
+        Kernels switch with the number of rows: 16 nodes may cost less than 12.
         """
         sizes = sorted(size for size in self.verify if size >= num_nodes)
         if not sizes:
             return num_nodes
         best = min(sizes, key=self.verify.__getitem__)
-        is_clear = self.verify[best] < (1 - LEAST_GAIN) * self.verify[sizes[0]]
+        is_clear = self.verify[best] < (1 - MIN_GAIN) * self.verify[sizes[0]]
         return best if is_clear else num_nodes
 
     def drafting(self, shape: DraftShape) -> float:
-        """Seconds of a search; those of widths in between are interpolated."""
+        """Return the seconds of a search; widths in between are interpolated."""
         widths = list(self.level)
         first = np.interp(shape.width, widths, list(self.first.values()))
         level = np.interp(shape.width, widths, list(self.level.values()))
         return max(0.0, float(first + shape.levels * level))
 
     def step(self, shape: DraftShape | None, num_nodes: int, waits: bool) -> float:
-        """Seconds of a step.
+        """Return the seconds of a step.
 
         Args:
-            shape: Shape of the search; None where nothing is drafted, or looked up in the text.
-            num_nodes: Nodes verified, 1 for the root alone; one of those in ``verify`` otherwise.
-            waits: Whether the drafts are looked at before they are verified.
+            shape: Shape of the search; None without drafts, and for prompt lookup.
+            num_nodes: Nodes verified: 1 for the root alone, else a key of ``verify``.
+            waits: Whether the host reads the drafts before the target verifies them.
         """
         verify = self.plain if num_nodes == 1 else self.verify[num_nodes]
         drafting = 0.0 if shape is None else self.drafting(shape)

@@ -30,8 +30,10 @@ SPARE = 8.0
 # Share of all tokens, in plain steps, that drafting may lose besides.
 LOSS = 0.05
 
-# Kinds of steps beside numbers of nodes: drafts that are not verified, and prompt lookup.
-PROBE, LOOKED_UP = 0, -1
+# Kind of step of a probe; other kinds are numbers of nodes.
+PROBE = 0
+# Kind of step of a prompt lookup.
+LOOKED_UP = -1
 
 
 class TimeRatios:

@@ -155,7 +155,7 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
         profiling, "time_steps", lambda target, proposer, context, how: StepTimes(timed[context])
     )
     costs = profiling.step_costs(target, proposer)
-    assert profiling.step_costs(target, proposer, profiling.LEAST_LONG - 1) == costs
+    assert profiling.step_costs(target, proposer, profiling.MIN_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
     after = profiling.step_costs(target, proposer, profiling.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
@@ -172,7 +172,7 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.Mo
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(profiling, "_known_seconds", lambda *_, timed=timed: timed)
         costs = profiling.step_costs(Target(tiny_llama()), _proposer())
-        assert min(costs.verify.values()) >= profiling.LEAST_VERIFY * costs.plain > 0
+        assert min(costs.verify.values()) >= profiling.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
@@ -241,7 +241,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
 
     monkeypatch.setattr(target, "blank_cache", remembered)
     profiling.time_steps(target, drafter)
-    steps = profiling.MOST_ROUNDS * profiling.STEPS * len(profiling.TIMED)
+    steps = profiling.MAX_ROUNDS * profiling.STEPS * len(profiling.TIMED)
     assert caches[0].length <= 1.1 * (profiling.CONTEXT + steps)
 
 
