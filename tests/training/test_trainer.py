@@ -17,7 +17,7 @@ from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.files import load_arrays_and_metadata, save_arrays
+from mlx_redrafter.training.files import load_arrays, save_arrays
 from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
 from mlx_redrafter.training.students.student import Student
@@ -145,9 +145,7 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(
     trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
     assert _same(trainer.run(_ignore, _ignore), expected)
-    first, second = (
-        load_arrays_and_metadata(tmp_path / name / STATE_FILE)[0] for name in ("whole", "parts")
-    )
+    first, second = (load_arrays(tmp_path / name / STATE_FILE)[0] for name in ("whole", "parts"))
     assert first.keys() == second.keys()
     assert all(mx.array_equal(first[name], second[name]).item() for name in first)
     rates = [
@@ -171,7 +169,7 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
     with pytest.raises(CheckpointError, match="a: expected 2, found 1"):
         setup.trainer(tmp_path, identity='{"a": 2}')
     path = tmp_path / STATE_FILE
-    arrays, metadata = load_arrays_and_metadata(path)
+    arrays, metadata = load_arrays(path)
     old = tmp_path / "old"
     save_arrays(old / STATE_FILE, arrays, {k: v for k, v in metadata.items() if k != "format"})
     with pytest.raises(CheckpointError, match=r"expected a training state of format 2, found .* 1"):
