@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import Target
 
 
-class DraftNetwork(nn.Module):
+class DraftNetwork(nn.Module, ABC):
     """A network with a head, or one that uses the target's head.
 
     ``token_ids``, integer of shape (V,), maps rows of the head to token ids of the target if the
@@ -53,10 +54,10 @@ class DraftNetwork(nn.Module):
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
 
+    @abstractmethod
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> Drafting:
-        raise NotImplementedError
+    ) -> Drafting: ...
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Return token ids, int32, of rows of the head; any shape."""

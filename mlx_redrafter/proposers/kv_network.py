@@ -5,7 +5,7 @@ Axes: n tokens, S width of the target's states, H hidden size.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
 
 
-class KvNetwork(DraftNetwork, ABC):
+class KvNetwork(DraftNetwork):
     """A network that drafts from pairs: a state of the target, and the token that came after it.
 
     Its layers attend to all pairs before, with mlx-lm's attention and rotary embeddings.
