@@ -250,7 +250,7 @@ def _decode_states(target: Target, prompt: list[int], layers: Sequence[int]) -> 
 
 def _compare_text(network: AutoregressiveNetwork, target: Target, text: DecodedText) -> list[int]:
     tokens, states, num_prompt = text
-    pairs = network.fuse(states[:-1]), target.embed(mx.array(tokens[1:-1]))
+    pairs = network.fuse(states[:-1]), network.embed(mx.array(tokens[1:-1]), target)
     outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
     rows = mx.argmax(network.logits(outputs, target), axis=-1)
     ids = rows if network.row_ids is None else network.row_ids[rows]

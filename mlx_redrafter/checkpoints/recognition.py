@@ -22,7 +22,6 @@ PICKLES = (".bin", ".pt")
 REFUSED: Mapping[str, str] = {
     "dflash": "DFlash drafter, which drafts blocks from states of many layers",
     "dspark": "DSpark drafter, which drafts blocks",
-    "peagle": "P-EAGLE head, which drafts several tokens in parallel",
     "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
     "mlpspeculator": "MLP speculator",
 }
@@ -92,6 +91,6 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     for sign, kind in REFUSED.items():
         if sign in letters:
             return kind
-    if speculator not in (None, "eagle3", "recurrent_drafting"):
+    if speculator not in (None, "eagle3", "peagle", "recurrent_drafting"):
         return f"drafter of speculators_model_type {speculator!r}"
     return None
