@@ -35,7 +35,7 @@ class AutoregressiveNetwork(KvNetwork):
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> AutoregressiveDrafting:
+    ) -> KvDrafting[Any]:
         return AutoregressiveDrafting(self, target, prompt, couple_noise, cached)
 
 

@@ -17,8 +17,8 @@ from mlx_redrafter.checks import is_number
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
-# Keys of scalings that are numbers above 0 if they are there.
-NUMBERS = ("factor", "original_max_position_embeddings", "attention_factor")
+# Keys of numbers that every scaling has.
+NUMBERS = ("factor", "original_max_position_embeddings")
 
 
 def complete_yarn(rope: Any, config: LayerSizes) -> None:
@@ -32,11 +32,10 @@ def complete_yarn(rope: Any, config: LayerSizes) -> None:
     if not isinstance(rope, YarnRoPE):
         return
     scaling = config.rope_scaling or {}
-    for key in NUMBERS:
-        value = scaling.get(key)
-        if (key != "attention_factor" or value is not None) and not (
-            is_number(value) and value > 0
-        ):
+    is_given = scaling.get("attention_factor") is not None
+    for key in (*NUMBERS, "attention_factor") if is_given else NUMBERS:
+        value: Any = scaling.get(key)
+        if not is_number(value) or not value > 0:
             raise ConfigError(f"rope_scaling {key} must be a number above 0, got {value!r}")
     rope._freqs = _wavelengths(rope.dims, config.rope_theta, scaling)
     rope.mscale = _attention_factor(scaling)

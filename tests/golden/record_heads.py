@@ -1,6 +1,6 @@
-"""What packages that publish heads compute for those of `tests.helpers.published_heads`.
+"""Recorder of outputs of heads in the packages that publish them; see `published_heads`.
 
-`python -m tests.golden.record_heads` writes the file anew. It needs torch, transformers, mlx-vlm and
+`python -m tests.golden.record_heads` writes the file. It needs torch, transformers, mlx-vlm and
 speculators. Recorded on 2026-11-26 with torch 2.13.0, transformers 5.24.0, mlx-vlm 0.7.10 and
 speculators 0.9.0.
 """
@@ -49,7 +49,8 @@ def record_speculators(name: str) -> np.ndarray:
     )
     state = {k: torch.from_numpy(np.array(v)) for k, v in speculators_head(name).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and all("verifier" in one for one in missing), (missing, unexpected)
+    assert not unexpected
+    assert all("verifier" in one for one in missing)
     model.eval()
     logits: list[Any] = []
     model.lm_head.register_forward_hook(lambda _, __, output: logits.append(output[0].detach()))

@@ -18,7 +18,8 @@ import numpy as np
 
 Tensors = dict[str, np.ndarray]
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_TOKENS = 32, 64, 40, 14
-# Drafts after each text in a recording.
+
+# Number of drafts after each text in a recording.
 NUM_DRAFTS = 3
 YARN = {
     "rope_type": "yarn",

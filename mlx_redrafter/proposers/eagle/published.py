@@ -117,9 +117,8 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
             "own_embedding": _has_embedding(values),
             **_mask(values),
             **_windows(layer),
-            **{
-                key: one[key] for one in (_nested(values), values) for key in VARIANTS if key in one
-            },
+            **_variants(_nested(values)),
+            **_variants(values),
         }
     )
 
@@ -179,6 +178,10 @@ def _captured(values: Mapping[str, Any]) -> Any:
     if isinstance(given, list) and given[:1] == [1] and all(type(one) is int for one in given):
         return [one + 1 for one in given]
     return given
+
+
+def _variants(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: values[key] for key in VARIANTS if key in values}
 
 
 def _has_embedding(values: Mapping[str, Any]) -> bool:
