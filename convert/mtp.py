@@ -30,8 +30,8 @@ from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
     is_mtp,
+    model_of_layers,
     model_type_of,
-    one_layer_model,
     prefix_of,
     published_name,
 )
@@ -111,13 +111,13 @@ def _target_of(source: Source) -> str | None:
 
 def _cast(module: Mtp, source: Source, dtype: str) -> None:
     """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers."""
-    is_cast = getattr(one_layer_model(source.config), "cast_predicate", lambda name: True)
+    is_cast = getattr(model_of_layers(source.config), "cast_predicate", lambda name: True)
     weights = [
         (name, tensor.astype(DTYPES[dtype]) if is_cast(name) else tensor)
         for name, tensor in named_parameters(module).items()
     ]
     module.load_weights(weights)
     prefix = prefix_of(source.config)
-    names = {own: published_name(own, module.family, prefix) for own, _ in weights}
+    names = {own: published_name(own, module.names, prefix) for own, _ in weights}
     check_finite(module, source.name, names)
     mx.eval(module.parameters())

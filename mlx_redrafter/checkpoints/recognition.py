@@ -10,9 +10,11 @@ from typing import Any
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind
+from mlx_redrafter.proposers.mtp.families import SIDECAR, has_family
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.model_parts import check_config
 
@@ -91,6 +93,9 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     for sign, kind in REFUSED.items():
         if sign in letters:
             return kind
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.endswith(SIDECAR) and not has_family(config):
+        return f"module with multi-token prediction alone (model_type {quote(model_type)})"
     if speculator not in (None, "eagle3", "peagle", "recurrent_drafting"):
         return f"drafter of speculators_model_type {speculator!r}"
     return None

@@ -8,6 +8,7 @@ speculators 0.9.0.
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.helpers.mtp import family_config, module_tensors
 from tests.helpers.published_heads import (
     DRAFT_VOCAB,
     NUM_DRAFTS,
+    SIDECARS,
     SPECULATORS,
+    pairs,
     speculators_head,
     text_and_states,
+    write,
 )
 
 FILE = Path(__file__).with_name("heads.safetensors")
@@ -78,6 +83,32 @@ def record_speculators(name: str) -> np.ndarray:
     return found.numpy()
 
 
+def record_sidecar(name: str) -> np.ndarray:
+    """Normalised outputs of an MTP module that mlx-vlm has split from a model, shape (n, H)."""
+    import mlx.core as mx
+    from mlx_vlm.speculative.drafters import load_drafter
+    from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
+
+    model_type, mode = SIDECARS[name]
+    config = family_config(model_type)
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "model"), Path(folder, "mtp")
+        write(source, config, {k: np.array(v) for k, v in module_tensors(config).items()})
+        splitter = get_mtp_splitter(model_type)
+        assert splitter is not None
+        splitter.split(str(source), str(out), q_mode=mode)
+        drafter: Any = load_drafter(str(out), kind="mtp")[0]
+    hidden, embeddings = (mx.array(rows)[None] for rows in pairs(config["hidden_size"]))
+    tokens = mx.zeros(hidden.shape[:2], dtype=mx.int32)
+    caches = drafter.make_cache()
+    if model_type == "nemotron_h":
+        outputs, _ = drafter._forward_hidden(embeddings, hidden, tokens, caches)
+    else:
+        positions = mx.arange(hidden.shape[1])[None]
+        outputs = drafter._forward_hidden(embeddings, hidden, caches, positions)
+    return np.array(outputs[0].astype(mx.float32))
+
+
 def _transfers() -> ModuleType:
     module: Any = ModuleType("hs_connectors")
     module.FileTransfer = module.HiddenStatesTransfer = object
@@ -86,7 +117,9 @@ def _transfers() -> ModuleType:
 
 def main() -> None:
     """Write the file."""
-    save_file({name: record_speculators(name) for name in SPECULATORS}, FILE)
+    found = {name: record_speculators(name) for name in SPECULATORS}
+    found |= {name: record_sidecar(name) for name in SIDECARS}
+    save_file(found, FILE)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,16 @@ for _config in SPECULATORS.values():
     _config |= {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
+# MTP modules in folders of their own, as mlx-vlm's splitters write them: family and mode of codes.
+SIDECARS: dict[str, tuple[str, str | None]] = {
+    "nemotron_h": ("nemotron_h", None),
+    "nemotron_h mxfp8": ("nemotron_h", "mxfp8"),
+    "qwen3_5_moe": ("qwen3_5_moe", None),
+    "qwen3_5_moe mxfp4": ("qwen3_5_moe", "mxfp4"),
+    "qwen3_5_moe nvfp4": ("qwen3_5_moe", "nvfp4"),
+}
+
+
 def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
     """Draw float32 weights: around 1 for norms, of the usual scale for matrices."""
     random = np.random.RandomState(seed)
@@ -150,6 +160,12 @@ def text_and_states(
     random = np.random.RandomState(5)
     text = random.randint(0, vocab_size, NUM_TOKENS).tolist()
     return text, random.standard_normal((NUM_TOKENS - 1, width)).astype(np.float32)
+
+
+def pairs(hidden_size: int, count: int = 6) -> np.ndarray:
+    """Draw states and embeddings of an MTP module, float32, shape (2, ``count``, H)."""
+    random = np.random.RandomState(6)
+    return random.standard_normal((2, count, hidden_size)).astype(np.float32)
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:

@@ -228,6 +228,8 @@ def _check_variant(
         found = f"use_aux_hidden_state {use_aux!r}, " + (
             "but the tensor fc.weight" if "fc.weight" in names else "but no tensor fc.weight"
         )
+    elif "mask_hidden" in names and values.get("speculators_model_type") != "peagle":
+        found = "the tensor mask_hidden of P-EAGLE, but a config that is not speculators' 'peagle'"
     elif "layers.0.self_attn.kv_a_proj_with_mqa.weight" in names:
         found = "layers with latent attention (kv_a_proj_with_mqa)"
     elif any(f"layers.0.mlp.{name}" in names for name in EXPERTS):

@@ -251,6 +251,10 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     [
         ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
         ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
+        (
+            {"model_type": "deepseek_v4_mtp"},
+            "is a module with multi-token prediction alone",
+        ),
         ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
     ],
     ids=str,
