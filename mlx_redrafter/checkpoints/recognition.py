@@ -24,7 +24,6 @@ PICKLES = (".bin", ".pt")
 REFUSED: Mapping[str, str] = {
     "dflash": "DFlash drafter, which drafts blocks from states of many layers",
     "dspark": "DSpark drafter, which drafts blocks",
-    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
     "mlpspeculator": "MLP speculator",
 }
 

@@ -55,7 +55,7 @@ class KvDrafting(ABC, Generic[N]):
         self.target = target
         self.layers = network.captured_layers(target)
         self.couple_noise = couple_noise
-        self.cache = DraftCache(_stock_cache(network, target, cached))
+        self.cache = DraftCache(self._stock_cache(cached))
         self._is_shared = bool(cached)
         # Prompt tokens that are in no pair yet.
         self._following = list(prompt[1:])
@@ -130,7 +130,8 @@ class KvDrafting(ABC, Generic[N]):
         """Process the newest tokens of the beams, (W,), on entries aside; outputs, shape (W, H)."""
         self.cache.expect_drafts(mask)
         with tree_positions(positions):
-            return self.forward(features, tokens)
+            embeddings = self.network.embed(tokens, self.target)
+            return self.network(features, embeddings, self.cache.layers)
 
     @property
     def _num_unread(self) -> int:
@@ -148,11 +149,22 @@ class KvDrafting(ABC, Generic[N]):
         self.cache.keep(self.length)
         states, tokens = (mx.concatenate(list(parts)) for parts in zip(*self._unread, strict=True))
         self._unread = []
-        return self.forward(self.network.fuse(states), tokens)
+        return self.process(states, tokens, self.cache.layers)
 
-    def forward(self, features: mx.array, tokens: mx.array) -> mx.array:
-        """Process features and tokens after the entries in the cache; outputs, shape (n, H)."""
-        return self.network(features, self.network.embed(tokens, self.target), self.cache.layers)
+    def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Process pairs after the entries in some caches; outputs, shape (n, H)."""
+        network = self.network
+        return network(network.fuse(states), network.embed(tokens, self.target), caches)
+
+    def _stock_cache(self, cached: Sequence[Any]) -> list[Any]:
+        """Check the caller's caches, or make new ones."""
+        own: list[Any] = self.network.make_cache()
+        if not cached:
+            return own
+        states = mx.zeros((1, self.target.hidden_size * len(self.layers)))
+        self.process(states, mx.array([0]), own)  # never computed: it sets the shapes of entries
+        check_prompt_cache(cached, own)
+        return list(cached)
 
     def _count_flight(self, following: PendingPass | None = None) -> None:
         if self._flight is not None:
@@ -160,14 +172,3 @@ class KvDrafting(ABC, Generic[N]):
             self._flight = None
         if following is not None:  # the newest pair is that of its root
             self._excess = self.length + self._num_unread - following.length
-
-
-def _stock_cache(network: KvNetwork, target: Target, cached: Sequence[Any]) -> list[Any]:
-    """Check the caller's caches, or make new ones."""
-    own: list[Any] = network.make_cache()
-    if not cached:
-        return own
-    row = target.embed(mx.array([0]))
-    network(row, row, own)  # never computed: it sets the shapes of the entries
-    check_prompt_cache(cached, own)
-    return list(cached)

@@ -250,7 +250,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
-        ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
         (
             {"model_type": "deepseek_v4_mtp"},
             "is a module with multi-token prediction alone",
