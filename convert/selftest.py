@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,13 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.fit import TOP_TOKENS, Calibration, ObservedSequence, Prediction
+from mlx_redrafter.proposers.fit import (
+    TOP_TOKENS,
+    Calibration,
+    ObservedSequence,
+    Prediction,
+    ReadSequence,
+)
 from mlx_redrafter.proposers.medusa import fit_heads as heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import Activation
@@ -103,29 +109,6 @@ class SelfTest:
         return ()
 
 
-class DecodedText(NamedTuple):
-    """A prompt and the target's greedy continuation of n tokens.
-
-    Attributes:
-        tokens: Token ids of both.
-        num_prompt: Number of tokens of the prompt.
-        states: States of the target after all tokens except the last.
-        top_ids: Token ids that are most probable at each token of the continuation, (n, k).
-        top_log_probs: Natural log-probabilities of these, shape (n, k).
-    """
-
-    tokens: list[int]
-    num_prompt: int
-    states: mx.array
-    top_ids: mx.array
-    top_log_probs: mx.array
-
-    def observed(self) -> ObservedSequence:
-        """Return the continuation, if the states are the last hidden states."""
-        tokens = mx.array(self.tokens[self.num_prompt :])
-        return ObservedSequence(tokens, self.states[self.num_prompt - 1 :], *self[3:])
-
-
 def swap_activation(activation: Activation) -> Activation:
     """Return the other activation of the recurrence."""
     return "identity" if activation == "silu" else "silu"
@@ -167,7 +150,7 @@ def self_test_heads(
 
 def decode_texts(
     network: AutoregressiveNetwork, name: str | Path
-) -> tuple[Target, list[DecodedText]]:
+) -> tuple[Target, list[ReadSequence]]:
     """Load a target and let it continue `PROMPTS`, for networks that read its states."""
     model, tokenizer, _ = load(name)
     target = Target(model)
@@ -176,7 +159,7 @@ def decode_texts(
 
 
 def compare(
-    network: AutoregressiveNetwork, target: Target, texts: Iterable[DecodedText]
+    network: AutoregressiveNetwork, target: Target, texts: Iterable[ReadSequence]
 ) -> list[int]:
     """Compare first drafts with the target's next tokens: 1 if equal, else 0, per token."""
     return [match for text in texts for match in _compare_text(network, target, text)]
@@ -194,12 +177,12 @@ def _observe(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequen
 
 def _decode_all(
     target: Target, tokenizer: TokenizerWrapper, layers: Sequence[int]
-) -> list[DecodedText]:
+) -> list[ReadSequence]:
     logger.info("decoding %d texts, to measure how many drafts the target accepts", len(PROMPTS))
     return [_decode(target, encode_question(tokenizer, prompt), layers) for prompt in PROMPTS]
 
 
-def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> DecodedText:
+def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
     """Continue a prompt greedily, and keep the states of the captured layers."""
     tokens, cache = list(prompt), target.new_cache()
     states: list[mx.array] = []
@@ -218,7 +201,7 @@ def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> Decoded
         tokens += to_ints(token)
         if len(tokens) > len(prompt) + TOKENS_PER_PROMPT:
             tops = (mx.concatenate(list(rows)) for rows in zip(*columns, strict=True))
-            return DecodedText(tokens, len(prompt), mx.concatenate(states), *tops)
+            return ReadSequence(mx.array(tokens), len(prompt), mx.concatenate(states), *tops)
         outputs = target.advance(token, cache, layers)
 
 
@@ -242,13 +225,13 @@ def _compare(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
     return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
 
 
-def _compare_text(network: AutoregressiveNetwork, target: Target, text: DecodedText) -> list[int]:
+def _compare_text(network: AutoregressiveNetwork, target: Target, text: ReadSequence) -> list[int]:
     tokens, num_prompt, states, *_ = text
-    pairs = network.fuse(states[:-1]), target.embed(mx.array(tokens[1:-1]))
+    pairs = network.fuse(states[:-1]), target.embed(tokens[1:-1])
     outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
     rows = mx.argmax(network.logits(outputs, target), axis=-1)
     ids = rows if network.row_ids is None else network.row_ids[rows]
-    return to_ints(ids == mx.array(tokens[num_prompt + 1 :]))
+    return to_ints(ids == tokens[num_prompt + 1 :])
 
 
 def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:

@@ -21,6 +21,8 @@ from mlx_redrafter.version import __version__
 OBJECTIVES = {
     "soft": "KL divergence from the target's distributions (most probable tokens and the rest)",
     "coupled": "probability of sampling the target's token with the same Gumbel noise",
+    "overlap": "total variation from the target's distributions, and cross-entropy on the text "
+    "(DSpark)",
     "apple": "cross-entropy on the text, as in Apple's released code",
     "rollouts": "cross-entropy on greedy continuations by the target at every position "
     "(arXiv 2403.09919, Eq. 2)",

@@ -118,7 +118,8 @@ class LinkedLevels:
         best = self.confidences(self.outputs[row], previous)
         own = mx.max(found, axis=-1, keepdims=True)
         others = found + _log1m(best) - _log1m(own)
-        return mx.where(found == own, best, mx.minimum(others, best))
+        # The order of the tokens stays, also if the estimate is low.
+        return mx.where(found == own, best, mx.minimum(others, best + found - own))
 
 
 def _log1m(log_prob: mx.array) -> mx.array:
