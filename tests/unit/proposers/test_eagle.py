@@ -206,7 +206,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     proposer = load_eagle(tmp_path)
     proposer.check_fit(Target(MODEL), tokenizer)
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 1 .* found 2"):
-        proposer.check_fit(Target(tiny_llama(layers=2)), tokenizer)
+        proposer.check_fit(Target(tiny_llama(layers=1)), tokenizer)
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
         proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
 
