@@ -214,7 +214,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
+        ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
         ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
         ({"architectures": ["LlamaForCausalLMPEagle"]}, "is a P-EAGLE head"),
         ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
