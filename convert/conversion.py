@@ -25,8 +25,8 @@ from mlx_redrafter.convert.selftest import (
 )
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
+from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
-from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers import eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig

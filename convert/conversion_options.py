@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree

@@ -44,26 +44,36 @@ class Inspection:
 
 def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     """Inspect a checkpoint."""
-    if (module := find_mtp(path_or_repo)) is not None:
-        return _inspect_mtp(module)
-    source = open_source(path_or_repo)
-    if eagle.recognise(source.config, source.shapes):
-        return _inspect_eagle(source)
-    if (kind := recognise_foreign(source)) is not None:
+    module = find_mtp(path_or_repo)
+    source = module or open_source(path_or_repo)
+    is_eagle = module is None and eagle.recognise(source.config, source.shapes)
+    if module is None and not is_eagle and (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
+    kind = "an EAGLE head" if is_eagle else "a drafter" if module is None else "an MTP module"
+    try:
+        if module is not None:
+            config, rest = check_mtp(module)
+            return Inspection(rest, describe_mtp(module), config, ())
+        if is_eagle:
+            head, named = open_eagle(source)
+            return Inspection(source, describe_eagle(source, head), head.config, named.notes)
+        return _inspect_named(source)
+    except CheckpointError as error:
+        return Inspection(source, f"{kind} that cannot be converted", None, (str(error),))
+
+
+def _inspect_named(source: Source) -> Inspection:
+    """Inspect a recurrent drafter or Medusa heads, whose tensors are found by their names."""
     named: NamedTensors | NamedHeads
     config: DrafterConfig | MedusaConfig
-    try:
-        if has_medusa(source):
-            noun = "Medusa heads"
-            named = read_heads(source.config, source.shapes)
-            config = named.config
-        else:
-            noun = "a recurrent drafter"
-            named = map_names(source.tensors, source.config)
-            config = infer_drafter_config(named, source.tensors, source.config)
-    except CheckpointError as error:
-        return Inspection(source, "not a drafter that can be converted", None, (str(error),))
+    if has_medusa(source):
+        noun = "Medusa heads"
+        named = read_heads(source.config, source.shapes)
+        config = named.config
+    else:
+        noun = "a recurrent drafter"
+        named = map_names(source.tensors, source.config)
+        config = infer_drafter_config(named, source.tensors, source.config)
     if PROVENANCE_KEY in source.config:
         kind = f"{noun}, written by this converter"
     else:
@@ -71,21 +81,3 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     target = source.config.get(TARGET_KEY)
     kind += f", for {quote(target)}" if isinstance(target, str) else ""
     return Inspection(source, kind, config, named.notes)
-
-
-def _inspect_eagle(source: Source) -> Inspection:
-    try:
-        head, named = open_eagle(source)
-    except CheckpointError as error:
-        kind = "an EAGLE head that cannot be converted"
-        return Inspection(source, kind, None, (str(error),))
-    return Inspection(source, describe_eagle(source, head), head.config, named.notes)
-
-
-def _inspect_mtp(source: Source) -> Inspection:
-    kind = describe_mtp(source)
-    try:
-        config, source = check_mtp(source)
-    except CheckpointError as error:
-        return Inspection(source, "an MTP module that cannot be converted", None, (str(error),))
-    return Inspection(source, kind, config, ())

@@ -21,7 +21,7 @@ from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import eagle, medusa

@@ -124,19 +124,11 @@ def write_conversion(
 
 
 def render_card(
-    title: str,
-    config: Config,
-    quantization: str,
-    provenance: Mapping[str, Any],
+    title: str, config: Config, quantization: str, provenance: Mapping[str, Any]
 ) -> str:
     """Render the card as Markdown."""
     target = provenance["target"]
-    rows = {
-        "hidden size of the target": config.hidden_size,
-        "vocabulary": _describe_vocabulary(config),
-        **_describe_network(config),
-        "weights": quantization,
-    }
+    rows = {"drafter": config.summary, "vocabulary": config.vocab_size, "weights": quantization}
     self_test = provenance["self_test"]
     if self_test is not None:
         rows["first drafts accepted"] = (
@@ -153,28 +145,3 @@ def render_card(
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         notes="".join(f"- {note}\n" for note in provenance["notes"]),
     )
-
-
-def _describe_network(config: Config) -> dict[str, str]:
-    if isinstance(config, MedusaConfig):
-        return {
-            "heads, and residual blocks of each": f"{config.num_heads}, {config.num_layers}",
-            "tree": config.tree,
-        }
-    if isinstance(config, EagleConfig):
-        return {
-            "kind": config.name,
-            "width of the MLP, heads": f"{config.intermediate_size}, {config.num_attention_heads}",
-        }
-    if isinstance(config, MtpConfig):
-        return {"type of the target": config.model_type}
-    return {
-        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
-        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
-    }
-
-
-def _describe_vocabulary(config: Config) -> str:
-    if config.draft_vocab_size is None:
-        return str(config.vocab_size)
-    return f"{config.draft_vocab_size} of {config.vocab_size} tokens"
