@@ -358,7 +358,7 @@ class Target:
                 continue
             if not 0 <= layer <= len(self.blocks):
                 raise UnsupportedTargetError(
-                    f"expected layers 0 to {len(self.blocks) - 1} of the target to draft from, "
+                    f"expected layers 0 to {len(self.blocks)} of the target to draft from, "
                     f"found {layer}; use a drafter trained for this model"
                 )
             install(HookPoint(self._stage(layer), "__call__", capture_input))

@@ -24,6 +24,8 @@ MAX_LAYERS = 64
 MAX_BLOCK = 64
 # Links between a draft and the draft before it.
 LINKS = ("none", "selector", "vanilla", "gated", "recurrent")
+# Rotary embeddings that can be computed at positions which only the device knows.
+ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 # Kinds of decoder layers: those of Qwen 3, and those of Gemma 4 with norms on both sides.
 LAYER_TYPES = ("qwen3", "gemma4")
 
@@ -139,6 +141,10 @@ class BlockConfig(LayerSizes):
             raise ConfigError(f"causal must be a list of true and false, got {self.causal!r}")
         if self.layer_type not in LAYER_TYPES:
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
+        scaling = self.rope_scaling or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ROPES:
+            raise ConfigError(f"rope scaling must be one of {ROPES}, got {kind!r}")
         if self.rope_dims is not None:
             check_int("rope_dims", self.rope_dims, 2, self.head_size)
         if self.conv_taps or self.conv_groups:
@@ -153,6 +159,9 @@ class BlockConfig(LayerSizes):
     def _check_link(self) -> None:
         if self.link not in LINKS:
             raise ConfigError(f"link must be one of {LINKS}, got {self.link!r}")
+        if self.link == "recurrent" and self.first_slot:
+            # Its state would begin at the first entry, whose output the drafts do not read.
+            raise ConfigError("a recurrent link needs first_slot 0, got 1")
         check_int("rank", self.rank, int(self.link != "none"), MAX_DIMENSION)
         if self.draft_vocab_size is not None:
             check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
