@@ -142,7 +142,7 @@ def self_test_heads(
     network = _dequantised(network)
     texts = _observe(Target(model), tokenizer)
     firsts = [
-        match for text in texts for match in _compare(network, heads.predict(network, text)[0])
+        match for text in texts for match in compare_rows(network, heads.predict(network, text)[0])
     ]
     measured = replace(SelfTest.of(firsts), calibration=heads.calibrate(network, texts))
     return measured, heads.rank_accuracies(network, texts)
@@ -155,7 +155,7 @@ def decode_texts(
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)
-    return target, _decode_all(target, tokenizer, network.captured_layers(target))
+    return target, decode_all(target, tokenizer, network.captured_layers(target))
 
 
 def compare(
@@ -172,12 +172,13 @@ def _dequantised(network: N) -> N:
 
 
 def _observe(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
-    return [text.observed() for text in _decode_all(target, tokenizer, (FINAL,))]
+    return [text.observed() for text in decode_all(target, tokenizer, (FINAL,))]
 
 
-def _decode_all(
+def decode_all(
     target: Target, tokenizer: TokenizerWrapper, layers: Sequence[int]
 ) -> list[ReadSequence]:
+    """Let a target continue `PROMPTS` greedily, and keep the states of watched layers."""
     logger.info("decoding %d texts, to measure how many drafts the target accepts", len(PROMPTS))
     return [_decode(target, encode_question(tokenizer, prompt), layers) for prompt in PROMPTS]
 
@@ -214,13 +215,14 @@ def _find_matches(
     """
     pairs = [predict(drafter, target.embed, text) for text in texts]
     firsts, seconds = (
-        [match for prediction in column for match in _compare(drafter, prediction)]
+        [match for prediction in column for match in compare_rows(drafter, prediction)]
         for column in zip(*pairs, strict=True)
     )
     return firsts, seconds
 
 
-def _compare(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+def compare_rows(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+    """Compare the most probable drafts with the target's tokens: 1 if equal, else 0."""
     rows = mx.argmax(prediction.logits, axis=-1)
     return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
 
