@@ -20,8 +20,6 @@ from mlx_redrafter.target.model_parts import check_config
 PICKLES = (".bin", ".pt")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
-    "dflash": "DFlash drafter, which drafts blocks from states of many layers",
-    "dspark": "DSpark drafter, which drafts blocks",
     "peagle": "P-EAGLE head, which drafts several tokens in parallel",
     "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
     "mlpspeculator": "MLP speculator",
@@ -54,7 +52,8 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if refused is not None:
         raise CheckpointError(
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
-            "head, Medusa heads, an MTP module, a SpecFormer or a smaller model of the same tokens"
+            "head, Medusa heads, an MTP module, a block drafter (DFlash, DSpark), a SpecFormer or "
+            "a smaller model of the same tokens"
         )
     # `load` downloads the weights of a repository after its config has named the kind.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
@@ -92,6 +91,6 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     for sign, kind in REFUSED.items():
         if sign in letters:
             return kind
-    if speculator not in (None, "eagle3", "recurrent_drafting"):
+    if speculator not in (None, "eagle3", "recurrent_drafting", "dflash", "dflash2", "dspark"):
         return f"drafter of speculators_model_type {speculator!r}"
     return None

@@ -206,7 +206,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     proposer = load_eagle(tmp_path)
     proposer.check_fit(Target(MODEL), tokenizer)
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 1 .* found 2"):
-        proposer.check_fit(Target(tiny_llama(layers=2)), tokenizer)
+        proposer.check_fit(Target(tiny_llama(layers=1)), tokenizer)
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
         proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
 
@@ -214,7 +214,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
+        ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
         ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
         ({"architectures": ["LlamaForCausalLMPEagle"]}, "is a P-EAGLE head"),
         ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
