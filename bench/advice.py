@@ -17,12 +17,12 @@ from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.recognition import is_word, recognise
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
-from mlx_redrafter.training.resources import format_bytes, read_total_memory
 
 # Minimum predicted speedup at which training a drafter is advised.
 WORTH_TRAINING = 1.1
