@@ -50,7 +50,7 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
         found = _offer(search, yes) or search.draft_model()
     if found is not None:
         typer.echo(f"drafter: {found.name} ({found.method}; {found.reason})", err=True)
-        return found.path
+        return found.option
     hint = "" if drafter == AUTO else "; --drafter auto also looks for published ones"
     typer.echo(f"drafter: prompt lookup; none on this machine is made for {model}{hint}", err=True)
     return LOOKUP
@@ -80,13 +80,16 @@ def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
         if offer is None or not _agrees(*offer, yes):
             return None
         found, repository = offer
-        return found._replace(path=str(download(repository, PATTERNS)))
+        download(repository, PATTERNS)
+        return found
     except RedrafterError as error:
         typer.echo(f"not used: {error}", err=True)
         return None
 
 
 def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
+    from mlx_redrafter.checkpoints.drafter_search import describe_offer
+
     text = describe_offer(found, repository)
     if yes:
         typer.echo(f"downloading {text}", err=True)
@@ -95,16 +98,3 @@ def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
         return typer.confirm(f"Download {text}?", err=True)
     typer.echo(f"--yes would download {text}", err=True)
     return False
-
-
-def describe_offer(found: FoundDrafter, repository: Repository) -> str:
-    """Describe a download: its kind, size and licence, and the gain that others measured."""
-    from mlx_redrafter.memory_sizes import format_bytes
-    from mlx_redrafter.proposers.checkpoint import PATTERNS
-
-    line = found.published
-    stated = repository.card.licence or (line.licence if line is not None else "")
-    licence = f"licence {stated}" if stated else "no licence stated"
-    size = format_bytes(repository.size(PATTERNS))
-    gain = f"; {line.gain} times as fast as plain" if line is not None and line.gain else ""
-    return f"{found.name} ({found.method}, {size}, {licence}; {found.reason}{gain})"

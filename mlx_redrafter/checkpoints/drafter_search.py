@@ -26,6 +26,7 @@ from mlx_redrafter.checkpoints.published_drafters import (
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.checkpoints.token_table import has_same_tokens
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import find_stored, repository_of, stored_models
 from mlx_redrafter.proposers import draft_model, mtp
 from mlx_redrafter.proposers.checkpoint import PATTERNS
@@ -45,7 +46,6 @@ class FoundDrafter(NamedTuple):
         method: Kind of drafter.
         reason: Evidence that it was made for the model.
         published: Its line in the table; None if it is not there.
-        is_stored: Whether it is on this machine.
     """
 
     name: str
@@ -53,7 +53,11 @@ class FoundDrafter(NamedTuple):
     method: str
     reason: str
     published: PublishedDrafter | None = None
-    is_stored: bool = True
+
+    @property
+    def option(self) -> str:
+        """Value for ``--drafter``: a repository, a folder or a word."""
+        return self.name if "/" in self.name else self.path
 
 
 @dataclass
@@ -82,7 +86,7 @@ class DrafterSearch:
             if find_stored(line.drafter, PATTERNS) is not None:
                 continue
             repository = describe_repository(line.drafter)
-            found = _of_table(line, line.drafter, is_stored=False)
+            found = _of_table(line, line.drafter)
             if repository is None:
                 self.skipped.append(f"{line.drafter} is no longer on the hub")
             elif self._is_usable(found):
@@ -153,9 +157,19 @@ class DrafterSearch:
         return refusal is None
 
 
-def _of_table(line: PublishedDrafter, path: str, is_stored: bool = True) -> FoundDrafter:
+def describe_offer(found: FoundDrafter, repository: Repository) -> str:
+    """Describe a download: its kind, size and licence, and the gain that others measured."""
+    line = found.published
+    stated = repository.card.licence or (line.licence if line is not None else "")
+    licence = f"licence {stated}" if stated else "no licence stated"
+    size = format_bytes(repository.size(PATTERNS))
+    gain = f"; {line.gain} times as fast as plain" if line is not None and line.gain else ""
+    return f"{found.name} ({found.method}, {size}, {licence}; {found.reason}{gain})"
+
+
+def _of_table(line: PublishedDrafter, path: str) -> FoundDrafter:
     reason = f"made for {line.target}, says {line.source}"
-    return FoundDrafter(line.drafter, path, METHODS[line.method], reason, line, is_stored)
+    return FoundDrafter(line.drafter, path, METHODS[line.method], reason, line)
 
 
 def _is_model(folder: Path) -> bool:

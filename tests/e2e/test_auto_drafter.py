@@ -115,3 +115,30 @@ def test_without_a_network_lookup_drafts(
     assert result.code == 0
     assert "on the Hugging Face Hub" in result.err
     assert result.err.count("\n") == 2, result.err
+
+
+def test_advice_names_the_drafter_and_whose_figure_its_gain_is(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("advise", MODEL, "--chip", "M4 Pro")
+    told = run(capsys, *arguments)
+    assert f"To download: {DRAFTER} (EAGLE-3, " in told.out
+    assert "Not used: RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash is no" in told.out
+    command = f'redrafter-mlx generate --model {MODEL} --drafter auto --yes --prompt "..."'
+    assert f"Download the drafter and use it: {command}" in told.out
+    advice = json.loads(run(capsys, *arguments, "--json").out)
+    assert advice["command"] == command
+    assert advice["drafter"]["licence"] == "mit"
+    assert advice["drafter"]["stored"] is False
+    assert advice["gain"]["source"].startswith("predicted")
+    assert not any(name.endswith("safetensors") for name in hub.fetched)
+
+    hub.add("mlx-community/Qwen3-8B-4bit", find_bundled("target"))
+    hub.add("RedHatAI/Qwen3-8B-speculator.eagle3", find_bundled("drafter"))
+    gain = json.loads(
+        run(capsys, "advise", "mlx-community/Qwen3-8B-4bit", "--json", *arguments[2:]).out
+    )["gain"]
+    assert gain == {
+        "speedup": "1.5 to 2.5",
+        "source": "GPUs, Red Hat's article of 19 November 2025",
+    }
