@@ -74,7 +74,7 @@ class DrafterSearch:
 
     def stored(self) -> FoundDrafter | None:
         """Find a drafter on this machine that was made for the model, without the network."""
-        return next((one for one in self._stored() if self._is_usable(one)), None)
+        return next(filter(None, map(self._usable, self._stored())), None)
 
     def published(self) -> tuple[FoundDrafter, Repository] | None:
         """Find a published drafter that is not on this machine; fetch its config alone.
@@ -86,10 +86,9 @@ class DrafterSearch:
             if find_stored(line.drafter, PATTERNS) is not None:
                 continue
             repository = describe_repository(line.drafter)
-            found = _of_table(line, line.drafter)
             if repository is None:
                 self.skipped.append(f"{line.drafter} is no longer on the hub")
-            elif self._is_usable(found):
+            elif (found := self._usable(_of_table(line, line.drafter))) is not None:
                 return found, repository
             elif repository.is_gated:
                 self.skipped[-1] += f"; accept its terms at {repository.address} first"
@@ -142,19 +141,20 @@ class DrafterSearch:
             pass  # a damaged folder of another program is no drafter
         return None
 
-    def _is_usable(self, found: FoundDrafter) -> bool:
-        """Return whether the drafter is supported and fits; note the reason if not."""
+    def _usable(self, found: FoundDrafter) -> FoundDrafter | None:
+        """Return the drafter with its kind if it is supported and fits; note the reason if not."""
         if found.path == mtp.WORD:
-            return True
+            return found
         try:
-            _, config = recognise(found.path)
+            kind, config = recognise(found.path)
             reason = self.model.contradiction(config)
             refusal = None if reason is None else f"{found.name} is not for this model: {reason}"
         except RedrafterError as error:
             refusal = str(error)
         if refusal is not None:
             self.skipped.append(refusal)
-        return refusal is None
+            return None
+        return found._replace(method=found.method or kind.NAME)
 
 
 def describe_offer(found: FoundDrafter, repository: Repository) -> str:

@@ -142,3 +142,33 @@ def test_advice_names_the_drafter_and_whose_figure_its_gain_is(
         "speedup": "1.5 to 2.5",
         "source": "GPUs, Red Hat's article of 19 November 2025",
     }
+
+
+def test_models_are_listed_pulled_and_removed(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "no models on this machine" in run(capsys, "list").err
+    pulled = run(capsys, "pull", MODEL.partition("/")[2])
+    assert f"downloading {MODEL} (" in pulled.err, "the owner is completed"
+    assert "licence apache-2.0" in pulled.err
+    offered = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash (DFlash, to download)"
+    assert f"drafter: {offered}" in pulled.err
+    assert run(capsys, "pull", DRAFTER).code == 0
+    rows = json.loads(run(capsys, "list", "--json").out)["models"]
+    assert [(row["name"], row["kind"]) for row in rows] == [
+        (MODEL, "model"),
+        (DRAFTER, "recurrent drafter"),
+    ]
+    assert rows[0]["drafter"] == f"{DRAFTER} (EAGLE-3, on this machine)"
+    assert rows[0]["bytes"] == sum(path.stat().st_size for path in find_bundled("target").iterdir())
+
+    asked = run(capsys, "rm", DRAFTER)
+    assert (asked.code, asked.err.count("\n")) == (2, 1)
+    assert "add --yes" in asked.err
+    assert run(capsys, "rm", DRAFTER, "--yes").code == 0
+    shutil.copytree(find_bundled("target"), tmp_path / ".lmstudio" / "models" / "org" / "kept")
+    for name, error in (("org/kept", "LM Studio keeps it"), (DRAFTER, "is not in the Hugging")):
+        refused = run(capsys, "rm", name, "--yes")
+        assert (refused.code, refused.err.count("\n")) == (1, 1), refused
+        assert error in refused.err
+    assert "no repository 'nobody/nothing'" in run(capsys, "pull", "nobody/nothing").err
