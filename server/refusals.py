@@ -7,6 +7,7 @@ from typing import Any
 # Kind of an error by its HTTP status; clients tell errors apart by it. All others are bad requests.
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -37,3 +38,25 @@ class Refusal(Exception):
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self._param, "code": self._code}
         return {"error": error}
+
+
+class ContextRefusal(Refusal):
+    """A prompt that is longer than the context.
+
+    Args:
+        param: Field of the prompt.
+        num_tokens: Number of its tokens, or of those counted before giving up.
+        context: Maximum number of tokens of a prompt and its text.
+        is_counted: Whether ``num_tokens`` is the number of all tokens.
+    """
+
+    def __init__(self, param: str, num_tokens: int, context: int, is_counted: bool = True):
+        counted = f"{'' if is_counted else 'more than '}{num_tokens} tokens"
+        super().__init__(
+            f"this model's maximum context length is {context} tokens, and {param} has {counted}; "
+            "shorten it",
+            param,
+            code="context_length_exceeded",
+        )
+        self.num_tokens = num_tokens
+        self.context = context
