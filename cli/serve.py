@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 # Hosts that only this machine reaches.
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
-# Panels of the help.
-SERVER, LIMITS = "Server", "Limits"
+# Panel of the address and the names in the help.
+SERVER = "Server"
+# Panel of the limits in the help.
+LIMITS = "Limits"
 # Seconds that running requests have to end after SIGTERM.
 GRACE_SECONDS = 30
 

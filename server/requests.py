@@ -19,7 +19,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.server.fields import Fields, shortened
-from mlx_redrafter.server.refusals import ContextRefusal, Refusal
+from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 
 # Maximum number of texts of one request: n times the number of prompts.
 MAX_TEXTS = 16
@@ -191,7 +191,7 @@ def fit(
     prompts, param = _encode(request, engine, context)
     longest = max(map(len, prompts))
     if longest >= context:
-        raise ContextRefusal(param, longest, context)
+        raise ContextExceeded(param, longest, context)
     try:
         for prompt in prompts:
             check_prompt(prompt, 0, target)
@@ -232,7 +232,7 @@ def _encode(request: TextRequest, engine: Engine, context: int) -> tuple[list[li
         options = request.template_options | tools
         return [encode_chat(tokenizer, request.messages, options, limit=context)], param
     except LongPromptError as error:
-        raise ContextRefusal(param, error.num_tokens, context, is_counted=False) from error
+        raise ContextExceeded(param, error.num_tokens, context, is_counted=False) from error
     except ConfigError as error:
         raise Refusal(str(error), param) from error
 
