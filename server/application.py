@@ -104,6 +104,7 @@ class Endpoints:
         yield
         unloading.cancel()
         await asyncio.to_thread(self._worker.stop)
+        await asyncio.to_thread(self._models.store.close)
 
     def _both(self, path: str, endpoint: Endpoint, method: str = "GET") -> list[Route]:
         """Make the routes of a path, with and without ``/v1``, which clients leave out."""
@@ -137,8 +138,7 @@ class Endpoints:
 
     async def _metrics(self, request: Request) -> Response:
         worker = self._worker
-        loaded = [model.loaded for model in self._models if model.loaded is not None]
-        cached = sum(one.prefixes.nbytes for one in loaded)
+        cached = self._models.store.nbytes
         text = worker.counters.render(**worker.gauges(), prompt_cache_bytes=cached)
         return Response(text, media_type="text/plain")
 
@@ -160,6 +160,7 @@ class Endpoints:
                 fit, parsed, loaded.engine, self._limits.max_context
             )
         reply = Reply(loaded, fitted, prompts, model.name)
+        reply.job.owner = self._callers.identify(request.headers)
         self._worker.submit(reply.job)
         return EventStream(reply) if fitted.is_streamed else await reply.whole(request)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,7 @@ def serving(
     others: Sequence[Any] = (),
     is_strict: bool = False,
     grace: float = 5,
+    folder: Path | None = None,
 ) -> Iterator[Served]:
     """A server for this block; skips the test where the extra is not installed."""
     pytest.importorskip("starlette", reason=ABSENT)
@@ -108,7 +110,7 @@ def serving(
     limits = Limits() if limits is None else limits
     worker = Worker(limits)
     served = [Model("tiny", lambda: engine), *others]
-    models = Models(served, limits, worker.is_busy, is_strict)
+    models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
     endpoints = Endpoints(models, worker, defaults, limits, callers)
     application = endpoints.application()
