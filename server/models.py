@@ -285,8 +285,8 @@ def identify(engine: Engine) -> str:
         for module in (engine.target.model, *networks)
         for name, tensor in named_parameters(module).items()
     ]
-    tokenizer = engine.tokenizer
-    known = (type(engine.target.model).__module__, type(proposer).__name__, len(tokenizer.vocab))
+    words = sorted(engine.tokenizer.get_vocab().items())
+    known = (type(engine.target.model).__module__, type(proposer).__name__, words)
     device = (str(mx.default_device()), mx.device_info().get("device_name"))
     versions = [version(name) for name in ("mlx", "mlx-lm")]
     return repr((sums, known, device, versions, __version__))
