@@ -80,9 +80,9 @@ class Prefix:
         free_from: Position from which on chunks of the prompt may have any size.
 
     Attributes:
-        cache: As given.
-        length: As given.
-        states: The states kept so far, by position.
+        cache: Prompt cache, which holds more and more of the text.
+        length: Number of tokens that it held at first.
+        states: States kept so far, by position.
     """
 
     def __init__(
