@@ -18,7 +18,7 @@ from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, fill
 from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
 from mlx_redrafter.convert.shapes import check_dtypes
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.weights import read_weights
+from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes

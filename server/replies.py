@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
@@ -27,6 +28,7 @@ class Reply:
     """The reply to one request.
 
     Args:
+        loaded: Model that writes the texts.
         request: The request.
         prompts: Token ids of its prompts.
         model: Name of the model.
@@ -35,8 +37,10 @@ class Reply:
         job: The request's place in the worker, which sends the parts of the reply.
     """
 
-    def __init__(self, request: TextRequest, prompts: list[list[int]], model: str):
-        self.job = Job(request, prompts, self._receive)
+    def __init__(
+        self, loaded: LoadedModel, request: TextRequest, prompts: list[list[int]], model: str
+    ):
+        self.job = Job(loaded, request, prompts, self._receive)
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Part | Refusal | None] = asyncio.Queue()
         self._is_chat = isinstance(request, ChatRequest)

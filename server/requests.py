@@ -9,12 +9,17 @@ from typing import Any
 from mlx_lm.server import process_message_content
 
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_chat, encode_prompt
+from mlx_redrafter.engine.prompt_encoding import (
+    LongPromptError,
+    check_prompt,
+    encode_chat,
+    encode_prompt,
+)
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
 from mlx_redrafter.grammar import Grammar
 from mlx_redrafter.server.fields import Fields, shortened
-from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 
 # Maximum number of texts of one request: n times the number of prompts.
 MAX_TEXTS = 16
@@ -183,14 +188,10 @@ def fit(
     """
     target = engine.target
     context = min(max_context, target.context_length or max_context)
-    prompts, param = _encode(request, engine)
+    prompts, param = _encode(request, engine, context)
     longest = max(map(len, prompts))
     if longest >= context:
-        raise Refusal(
-            f"{param} must be below the context of {context} tokens, got {longest}; shorten it",
-            param,
-            code="context_length_exceeded",
-        )
+        raise ContextExceeded(param, longest, context)
     try:
         for prompt in prompts:
             check_prompt(prompt, 0, target)
@@ -213,13 +214,13 @@ def fit(
     return replace(request, options=replace(options, **changed)), prompts
 
 
-def _encode(request: TextRequest, engine: Engine) -> tuple[list[list[int]], str]:
+def _encode(request: TextRequest, engine: Engine, context: int) -> tuple[list[list[int]], str]:
     """Encode the prompts; return their token ids and the name of their field."""
     tokenizer = engine.tokenizer
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     try:
         if isinstance(request, CompletionRequest):
-            return [encode_prompt(tokenizer, prompt) for prompt in request.prompts], param
+            return [encode_prompt(tokenizer, one, context) for one in request.prompts], param
         assert isinstance(request, ChatRequest)
         if not tokenizer.has_chat_template:
             raise ConfigError("the model has no chat template; use /v1/completions")
@@ -228,7 +229,10 @@ def _encode(request: TextRequest, engine: Engine) -> tuple[list[list[int]], str]
                 "the chat template of the model has no tool calls; leave the tools out", "tools"
             )
         tools = {"tools": request.tools} if request.tools else {}
-        return [encode_chat(tokenizer, request.messages, request.template_options | tools)], param
+        options = request.template_options | tools
+        return [encode_chat(tokenizer, request.messages, options, limit=context)], param
+    except LongPromptError as error:
+        raise ContextExceeded(param, error.num_tokens, context, is_counted=False) from error
     except ConfigError as error:
         raise Refusal(str(error), param) from error
 

@@ -16,7 +16,7 @@ from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.target.target import Target
@@ -42,7 +42,7 @@ class AutoregressiveNetwork(KvNetwork):
 class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
     """Drafts of one sequence by such a network."""
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         return search(_Levels(self, flight), shape, rank)
 
 

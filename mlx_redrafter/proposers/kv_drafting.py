@@ -22,7 +22,7 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import Rank, ranking
+from mlx_redrafter.proposers.scores import NoiseRank, ranking
 from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftMask
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
@@ -86,13 +86,16 @@ class KvDrafting(ABC, Generic[N]):
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         self._count_flight(flight)
-        rank = ranking(noise if self.couple_noise else None, self.network.row_ids)
+        network = self.network
+        rank = ranking(
+            noise if self.couple_noise else None, network.row_ids, network.coupling_weight
+        )
         expansion = self.expand(flight, plan.shape, rank)
         self._flight = flight
         return build_tree(expansion, flight.root, plan)
 
     @abstractmethod
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         """Score continuations of the bonus token of a pass, which `read_flight` processes.
 
         The other arguments and the result are those of `search`.

@@ -13,6 +13,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
 # Numbers that may share a scale in MLX.
 QUANTIZED_GROUP_SIZES = (32, 64, 128)
+# Ends of the names of layers that are too small, or too sensitive, to be quantised.
+NEVER_QUANTISED = ("gate", "kernel_projection", "hidden_projection", "confidence_head.proj")
 # Name of MLX's own codes, with a scale and a bias per group.
 AFFINE = "affine"
 # Group size and bits of MLX's floating-point codes, which have scales alone, by mode.
@@ -31,8 +33,8 @@ def quantization_of(network: nn.Module) -> dict[str, Any] | None:
 def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place, except those of a width that does not divide.
 
-    Routers of experts stay as they are, too: they are small, and rounding would change which
-    experts they choose.
+    Some small layers stay as they are, too: routers of experts, whose rounding would change which
+    experts they choose, and convolutions, selectors and estimates of block drafters.
     """
     check_quantization(bits, group_size)
     fitting = [
@@ -40,7 +42,7 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
         for name, module in drafter.named_modules()
         if hasattr(module, "to_quantized")
         and module.weight.shape[-1] % group_size == 0
-        and not name.endswith("gate")
+        and not name.endswith(NEVER_QUANTISED)
     ]
     if not fitting:
         raise ConfigError(
