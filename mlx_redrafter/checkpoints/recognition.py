@@ -24,12 +24,6 @@ PICKLES = (".bin", ".pt")
 KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
-<<<<<<< HEAD
-    "dflash": "DFlash drafter, which drafts blocks from states of many layers",
-    "dspark": "DSpark drafter, which drafts blocks",
-=======
-    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
->>>>>>> main
     "mlpspeculator": "MLP speculator",
 }
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_redrafter.proposers import (
-<<<<<<< HEAD
     assistant,
-=======
     block,
->>>>>>> main
     draft_model,
     eagle,
     lookup,
@@ -25,19 +22,16 @@ from mlx_redrafter.proposers import (
 from mlx_redrafter.proposers.kind import Kind
 
 # Every kind that `load` reads.
-<<<<<<< HEAD
 KINDS: tuple[Kind, ...] = (
     redrafter,
     eagle,
     medusa,
     mtp,
+    block,
     specformer,
     assistant,
     draft_model,
     lookup,
 )
-=======
-KINDS: tuple[Kind, ...] = (redrafter, eagle, medusa, mtp, block, specformer, draft_model, lookup)
->>>>>>> main
 # Kinds that a word stands for, instead of a folder or repository.
 WORDS: Mapping[str, Kind] = {"lookup": lookup, "mtp": mtp}

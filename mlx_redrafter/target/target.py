@@ -205,7 +205,6 @@ class Target:
             logits: mx.array = self.model(tokens)
         return logits[0]
 
-<<<<<<< HEAD
     def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
 
@@ -221,7 +220,7 @@ class Target:
         self.blocks[layer](inputs.astype(self.dtype)[None], None, recorder)
         assert recorder.entries is not None
         return recorder.entries
-=======
+
     def project(self, hidden_states: mx.array) -> mx.array:
         """Apply the matrix of the LM head alone, from shape (n, H) to (n, V).
 
@@ -237,7 +236,6 @@ class Target:
         The first call blocks until MLX has computed these of two tokens.
         """
         return self.embed(tokens) * self._embedding_scale
->>>>>>> main
 
     def normalise(self, states: mx.array) -> mx.array:
         """Apply the final norm to the last layer's output, shape (n, H).

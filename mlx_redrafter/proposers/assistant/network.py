@@ -22,7 +22,7 @@ from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantCon
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import FINAL, Target
@@ -117,6 +117,9 @@ class Assistant(KvNetwork):
     ) -> AssistantDrafting:
         return AssistantDrafting(self, target, prompt, couple_noise, cached)
 
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        return target.embed_input(tokens)
+
     def fuse(self, states: mx.array) -> mx.array:
         return states
 
@@ -125,11 +128,11 @@ class Assistant(KvNetwork):
 
         Args:
             features: States before the tokens, shape (W, H).
-            embeddings: Embeddings of the tokens, shape (W, H).
+            embeddings: Embeddings of the tokens as the target's first layer gets them, (W, H).
             caches: The `Context` of full and of sliding attention.
         """
         contexts = dict(zip((FULL, SLIDING), caches, strict=True))
-        joined = mx.concatenate([embeddings * self.config.hidden_size**0.5, features], axis=-1)
+        joined = mx.concatenate([embeddings, features], axis=-1)
         x = self.pre_projection(joined.astype(self.model.norm.weight.dtype))[None]
         for layer in self.model.layers:
             keys, values, mask = contexts[layer.layer_type]
@@ -162,7 +165,7 @@ class AssistantDrafting(KvDrafting[Assistant]):
             cache.update_and_fetch(*self.target.entries(layer, rows, cache.offset))
         return hidden
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         return search(_Levels(self, flight), shape, rank)
 
 
@@ -207,6 +210,6 @@ class _Levels:
         nodes = mx.broadcast_to(self._last + 1, (1, width))
         first, end = drafting.length, drafting.cache.num_rows + 1
         with tree_positions(TreePositions(nodes, first, end - first)):
-            outputs = network(features, drafting.target.embed(tokens), contexts)
+            outputs = network(features, network.embed(tokens, drafting.target), contexts)
         self._features = network.post_projection(outputs)
         return log_probs(network.logits(outputs), self.num_rows)

@@ -24,7 +24,7 @@ from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
-from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.caches.draft_cache import DraftLineage
@@ -171,7 +171,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
     a depth do not depend on those above.
     """
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         network, scores = self.network, self.scores(flight, shape.levels)
 
         def of_depth(depth: int) -> mx.array:
