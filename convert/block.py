@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
-from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all
+from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all, with_layers
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
@@ -64,7 +62,7 @@ def _test(network: BlockNetwork, name: str | Path) -> tuple[SelfTest, str]:
     texts = decode_all(target, tokenizer, layers)
 
     def read(config: BlockConfig) -> list[ReadSequence]:
-        return [_with_layers(text, layers, config.captured_layers) for text in texts]
+        return [with_layers(text, layers, config.captured_layers) for text in texts]
 
     found = {
         reading: _first_matches(network, config, target, read(config))
@@ -90,12 +88,6 @@ def _readings(config: BlockConfig, count: int) -> Iterator[tuple[str, BlockConfi
         layers = tuple(layer + step for layer in config.captured_layers)
         if 0 <= min(layers) and max(layers) <= count:
             yield name, replace(config, captured_layers=layers)
-
-
-def _with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) -> ReadSequence:
-    """Keep the states of some layers of those that were read."""
-    parts = mx.split(text.states, len(read), axis=-1)
-    return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
 
 
 def _first_matches(

@@ -54,8 +54,8 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if refused is not None:
         raise CheckpointError(
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
-            "head, Medusa heads, an MTP module, a block drafter (DFlash, DSpark), a SpecFormer or "
-            "a smaller model of the same tokens"
+            "head, Medusa heads, an MTP module, a block drafter (DFlash, DSpark), a Gemma 4 "
+            "assistant, a SpecFormer or a smaller model of the same tokens"
         )
     # `load` downloads the weights of a repository after its config has named the kind.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}

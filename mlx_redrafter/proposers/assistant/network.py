@@ -16,18 +16,14 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from mlx_redrafter.decoding.records import PendingPass
-from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantConfig
-from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
-from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.autoregressive import AutoregressiveDrafting, AutoregressiveNetwork
+from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import FINAL, Target
 
-# Entries and a mask of one kind of attention: keys and values, shape (1, G, S, D), bool (W, S).
+# Entries and a mask of one kind of attention: keys and values, shape (1, G, S, D), bool (S,).
 Context = tuple[mx.array, mx.array, mx.array]
 
 
@@ -57,7 +53,7 @@ class Clusters(nn.Module):
         return clusters[best].reshape(rows.shape[0], -1)
 
 
-class Assistant(KvNetwork):
+class Assistant(AutoregressiveNetwork):
     """An assistant, with ``e`` a token's embedding in the target and ``h`` the state before it:
 
         x = pre_projection([e, h]);   y = norm(layers(x));   logits = head(y)
@@ -131,16 +127,20 @@ class Assistant(KvNetwork):
             embeddings: Embeddings of the tokens as the target's first layer gets them, (W, H).
             caches: The `Context` of full and of sliding attention.
         """
-        contexts = dict(zip((FULL, SLIDING), caches, strict=True))
+        contexts: dict[str, Context] = dict(zip((FULL, SLIDING), caches, strict=True))
         joined = mx.concatenate([embeddings, features], axis=-1)
         x = self.pre_projection(joined.astype(self.model.norm.weight.dtype))[None]
         for layer in self.model.layers:
-            keys, values, mask = contexts[layer.layer_type]
+            keys, values, seen = contexts[layer.layer_type]
+            mask = mx.broadcast_to(seen, (x.shape[1], seen.shape[0]))
             x, _, _ = layer(x, mask, shared_kv=(keys, values), offset=0)
         y: mx.array = self.model.norm(x)[0]
         return y
 
-    def logits(self, outputs: mx.array) -> mx.array:
+    def feed_back(self, outputs: mx.array) -> mx.array:
+        return self.post_projection(outputs)
+
+    def logits(self, outputs: mx.array, target: Target) -> mx.array:
         """Compute logits, shape (W, width) to (W, V); -inf for tokens that are not scored."""
         if "lm_head" in self:
             return self.lm_head(outputs)
@@ -152,11 +152,13 @@ class Assistant(KvNetwork):
         return mx.put_along_axis(others, ids, scores, axis=-1)
 
 
-class AssistantDrafting(KvDrafting[Assistant]):
+class AssistantDrafting(AutoregressiveDrafting):
     """Drafts of one sequence by an assistant, on a copy of the entries that it attends to.
 
     The copy holds them in the order of tokens, whatever the target's caches do with theirs.
     """
+
+    network: Assistant
 
     def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Copy the entries of the tokens that the states belong to; their last hidden states."""
@@ -165,51 +167,30 @@ class AssistantDrafting(KvDrafting[Assistant]):
             cache.update_and_fetch(*self.target.entries(layer, rows, cache.offset))
         return hidden
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        return search(_Levels(self, flight), shape, rank)
-
-
-class _Levels:
-    """The assistant after one root; a `LevelScorer`."""
-
-    def __init__(self, drafting: AssistantDrafting, flight: PendingPass):
-        self.drafting = drafting
-        self.network = drafting.network
-        self.flight = flight
-        self.num_rows = self.network.num_rows
-        self.to_token_ids = self.network.to_token_ids
-
-    def first(self) -> mx.array:
-        drafting = self.drafting
-        features = drafting.read_flight(self.flight)
+    def read_flight(self, flight: PendingPass) -> mx.array:
+        """Copy the entries up to the last accepted token, and process the bonus token."""
+        hidden = super().read_flight(flight)
         # Entry of the last accepted token; those beyond are junk.
-        self._last = drafting.length + self.flight.num_accepted
-        self._entries = [layer.keys_and_values() for layer in drafting.cache.layers]
-        rows = mx.arange(drafting.cache.num_rows)
+        self._last = self.length + flight.num_accepted
+        rows = mx.arange(self.cache.num_rows)
+        seen = rows <= self._last
         # As in mlx-vlm, a window includes the position that the drafts stand at.
         window = self.network.config.text["sliding_window"]
-        seen = rows <= self._last
-        self._seen = [seen, seen & (rows > self._last + 1 - window)]
-        return self._score(features, self.flight.root)
-
-    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        features, width = self._features, tokens.shape[0]
-        features = (
-            mx.broadcast_to(features, (width, features.shape[-1]))
-            if beams is None
-            else features[beams]
-        )
-        return self._score(features, tokens)
-
-    def _score(self, features: mx.array, tokens: mx.array) -> mx.array:
-        network, drafting, width = self.network, self.drafting, tokens.shape[0]
-        contexts = [
-            (*entries, mx.broadcast_to(seen, (width, seen.shape[0])))
-            for entries, seen in zip(self._entries, self._seen, strict=True)
+        masks = seen, seen & (rows > self._last + 1 - window)
+        self._contexts = [
+            (*layer.keys_and_values(), mask)
+            for layer, mask in zip(self.cache.layers, masks, strict=True)
         ]
-        nodes = mx.broadcast_to(self._last + 1, (1, width))
-        first, end = drafting.length, drafting.cache.num_rows + 1
-        with tree_positions(TreePositions(nodes, first, end - first)):
-            outputs = network(features, network.embed(tokens, drafting.target), contexts)
-        self._features = network.post_projection(outputs)
-        return log_probs(network.logits(outputs), self.num_rows)
+        return self._attend(hidden, flight.root)
+
+    def read_level(
+        self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
+    ) -> mx.array:
+        return self._attend(features, tokens)
+
+    def _attend(self, features: mx.array, tokens: mx.array) -> mx.array:
+        nodes = mx.broadcast_to(self._last + 1, (1, tokens.shape[0]))
+        num_positions = self.cache.num_rows + 1 - self.length
+        with tree_positions(TreePositions(nodes, self.length, num_positions)):
+            embeddings = self.network.embed(tokens, self.target)
+            return self.network(features, embeddings, self._contexts)

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_redrafter import stream_generate
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
+from mlx_redrafter.proposers import autoregressive
 from mlx_redrafter.proposers.assistant import load as load_assistant
-from mlx_redrafter.proposers.assistant import network
 from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.quantization import quantize_drafter
@@ -50,12 +50,17 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
     for text in texts:
         for one, other in pairwise(text):
             bonus[one, other] = 4.0
-    table, score = mx.array(bonus), network._Levels._score
+    table = mx.array(bonus)
+    first, following = autoregressive._Levels.first, autoregressive._Levels.following
 
-    def tipped(levels: Any, features: mx.array, tokens: mx.array) -> mx.array:
-        return score(levels, features, tokens) + table[tokens]
+    def tipped_first(levels: Any) -> mx.array:
+        return first(levels) + table[levels.flight.root]
 
-    patch.setattr(network._Levels, "_score", tipped)
+    def tipped_following(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
+        return following(levels, beams, tokens, depth) + table[tokens]
+
+    patch.setattr(autoregressive._Levels, "first", tipped_first)
+    patch.setattr(autoregressive._Levels, "following", tipped_following)
 
 
 def tokens_of(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
@@ -121,8 +126,8 @@ def test_an_assistant_is_written_and_read_back(assistant: Assistant, tmp_path: P
     save_drafter(assistant, tmp_path / "own")
     assert recognise(tmp_path / "own")[0].NAME == "Gemma 4 assistant"
     again = load_assistant(tmp_path / "own")
-    rows = mx.random.normal((2, 24), key=mx.random.key(3))
-    assert mx.array_equal(again.logits(rows), assistant.logits(rows)).item()
+    rows, target = mx.random.normal((2, 24), key=mx.random.key(3)), Target(MODELS["gemma4"])
+    assert mx.array_equal(*(one.logits(rows, target) for one in (again, assistant))).item()
     assert tokens_of(MODELS["gemma4"], again, max_tokens=4, **SHAPES[1])
 
 
