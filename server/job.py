@@ -149,7 +149,7 @@ class Job:
             counters.texts[end] += 1
             _count(counters.totals, stats)
             if stats.shapes:
-                logger.info("drafts: %s", "; ".join(map(str, stats.shapes)))
+                logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
 
 def _seed_of(request: TextRequest, index: int) -> int | None:
