@@ -229,9 +229,7 @@ def read_acceptances(path: Path) -> list[ShapeAcceptance]:
     result = read_result(path, "sweep")
     points = result.get("points", [])
     if not points:
-        raise ConfigError(
-            f"the sweep in {path} is not finished; finish it with `bench sweep --resume`"
-        )
+        raise ConfigError(f"the sweep in {path} is not finished; finish it with --resume")
     first = points[0]["dtype"], points[0]["temp"]
     return [
         ShapeAcceptance(
