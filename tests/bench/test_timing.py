@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_redrafter.bench.timing import estimate, take_turns
+from mlx_redrafter.bench.lab.rounds import take_turns
+from mlx_redrafter.bench.timing import estimate
 
 
 def test_every_round_starts_with_another_job():
