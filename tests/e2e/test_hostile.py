@@ -53,7 +53,6 @@ COMMANDS: dict[str, list[str]] = {
     "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
     "convert inspect": ["drafter"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench predict": ["--chip", "M1"],
 }
 
 
@@ -134,7 +133,7 @@ def failure(capsys: Capture, *arguments: object, codes: tuple[int, ...]) -> str:
 def test_every_command_would_do_its_work(capsys: Capture, yard: Path) -> None:
     """So that what is refused below is refused for what is wrong with it."""
     assert set(COMMANDS) == {name or "convert" for name in OPTIONS}
-    for name in ("generate", "check", "convert", "convert inspect", "bench predict"):
+    for name in ("generate", "check", "convert", "convert inspect"):
         shutil.rmtree("new", ignore_errors=True)
         result = run(capsys, *name.split(), *COMMANDS[name])
         assert result.code == 0, (name, result.err)
@@ -336,7 +335,7 @@ WORDS: dict[str, list[str]] = {
         "model/model.safetensors",
     ],
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
-    "a size of words": ["bench", "predict", "--chip", "M1", "--parameters", "large"],
+    "a size of words": ["advise", "model", "--tokens", "large"],
     "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
     "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
     "a result that is no text": [*COMPARE, "--out", "bytes.txt", "--resume"],
