@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,12 +22,15 @@ from starlette.routing import Route
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import parse_json
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.protocols import PROTOCOLS
+from mlx_redrafter.server.protocols.service import ErrorFormat
+from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply, respond
-from mlx_redrafter.server.requests import TextRequest, fit, parse_chat, parse_completion
+from mlx_redrafter.server.requests import TextRequest, encode, fit
 from mlx_redrafter.server.worker import Worker
 
-Parser = Callable[[object, GenerationOptions], TextRequest]
+Read = TypeVar("Read")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Content security policy of the page: it contains all its code, and connects to this server only.
@@ -72,16 +76,18 @@ class Endpoints:
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
         locked = self._locked
-        chat = locked(partial(self._write, parse_chat))
-        completion = locked(partial(self._write, parse_completion))
+        spoken = [
+            Route(path, locked(partial(answer, self), protocol.to_error), methods=[method])
+            for protocol in PROTOCOLS
+            for (method, path), answer in protocol.ROUTES.items()
+        ]
         return Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/metrics", locked(self._metrics)),
                 Route("/v1/models", locked(self._models)),
-                Route("/v1/chat/completions", chat, methods=["POST"]),
-                Route("/v1/completions", completion, methods=["POST"]),
+                *spoken,
             ],
             middleware=[cors] if origins else [],
             exception_handlers={
@@ -98,8 +104,13 @@ class Endpoints:
         yield
         await asyncio.to_thread(self._worker.stop)
 
-    def _locked(self, endpoint: Endpoint) -> Endpoint:
-        """Make an endpoint ask for the key, and count its responses."""
+    def _locked(self, endpoint: Endpoint, to_error: ErrorFormat = Refusal.to_json) -> Endpoint:
+        """Make an endpoint ask for the key, and count its responses.
+
+        Args:
+            endpoint: Function that answers a request.
+            to_error: Function that formats an error.
+        """
         expected = f"Bearer {self._key}".encode()
 
         async def answer(request: Request) -> Response:
@@ -113,7 +124,7 @@ class Endpoints:
                     )
                 response = await endpoint(request)
             except Refusal as refusal:
-                response = _refuse(refusal)
+                response = _refuse(refusal, to_error)
             self._worker.counters.requests[request.url.path, response.status_code] += 1
             return response
 
@@ -138,23 +149,39 @@ class Endpoints:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "mlx_redrafter"}
         return respond({"object": "list", "data": [{**model, "has_chat": has_chat}]})
 
-    async def _write(self, parse: Parser, request: Request) -> Response:
-        body = parse_json(await self._read(request))
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self._name
+
+    async def read(
+        self, client: Request, reader: Callable[[object, GenerationOptions], Read]
+    ) -> Read:
+        body = parse_json(await self._read(client))
         async with self._encoding:  # one request at a time, in a thread next to the event loop
-            parsed = await asyncio.to_thread(parse, body, self._defaults)
-        if parsed.model not in (None, self._name):
+            return await asyncio.to_thread(reader, body, self._defaults)
+
+    async def count(self, request: TextRequest) -> int:
+        async with self._encoding:
+            prompts, _ = await asyncio.to_thread(encode, request, self._worker.engine)
+        return sum(map(len, prompts))
+
+    async def write(
+        self, client: Request, request: TextRequest, make_writer: Callable[[str], Writer]
+    ) -> Response:
+        if request.model not in (None, self._name):
             raise Refusal(
-                f"model must be {self._name!r}, got {reprlib.repr(parsed.model)}; or leave it out",
+                f"model must be {self._name!r}, got {reprlib.repr(request.model)}; or leave it out",
                 "model",
                 status=404,
                 code="model_not_found",
             )
-        engine = self._worker.engine
+        engine, limit = self._worker.engine, self._limits.max_context
         async with self._encoding:
-            fitted, prompts = await asyncio.to_thread(fit, parsed, engine, self._limits.max_context)
-        reply = Reply(fitted, prompts, self._name)
+            fitted, prompts = await asyncio.to_thread(fit, request, engine, limit)
+        reply = Reply(fitted, prompts, make_writer(self._name))
         self._worker.submit(reply.job)
-        return EventStream(reply) if fitted.is_streamed else await reply.whole(request)
+        return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
 
     async def _read(self, request: Request) -> bytes:
         """Read the body of a request, within the limits of size and time."""
@@ -178,9 +205,9 @@ class Endpoints:
         return bytes(body)
 
 
-def _refuse(refusal: Refusal) -> Response:
+def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Response:
     headers = {"Retry-After": "1"} if refusal.status == 429 else {}
-    return respond(refusal.to_json(), refusal.status, headers)
+    return respond(to_error(refusal), refusal.status, headers)
 
 
 async def _answer_wrong_path(request: Request, error: Exception) -> Response:
