@@ -191,8 +191,10 @@ class Answer:
         """
         if self._kind != "tool":
             return True
-        text = self._call
-        calls = _read_calls(self._tokenizer, text, self._tools) if self._tools else []
+        text, needed = self._call, self._tokenizer.tool_call_end
+        is_cut = self._is_held and needed and not mark
+        is_call = self._tools and not is_cut
+        calls = _read_calls(self._tokenizer, text, self._tools) if is_call else []
         if mark and self._is_held and not calls:
             self._call += mark
             self._machine = self._states.make_state("tool")
