@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter.decoding.processors import LogitsProcessor
-from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.server.counters import Counters
+from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Answer, Part
-from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
 
@@ -31,6 +28,7 @@ class Job:
     """A request and its place in the worker.
 
     Args:
+        model: Model that writes the texts.
         request: The request.
         prompts: Token ids of its prompts.
         receive: Function called with every part, in the worker's thread.
@@ -41,7 +39,14 @@ class Job:
         is_cancelled: Whether the client has gone, or the server ends.
     """
 
-    def __init__(self, request: TextRequest, prompts: list[list[int]], receive: Receiver):
+    def __init__(
+        self,
+        model: LoadedModel,
+        request: TextRequest,
+        prompts: list[list[int]],
+        receive: Receiver,
+    ):
+        self.model = model
         self.request = request
         self.prompts = prompts
         self.receive = receive
@@ -57,24 +62,14 @@ class Job:
         if stream is not None:
             stream.cancel()
 
-    def open(
-        self,
-        engine: Engine,
-        prefixes: Prefixes,
-        counters: Counters,
-        on_progress: Callable[[int, int], None],
-        shared: Scheduler | None,
-    ) -> None:
+    def open(self, counters: Counters, on_progress: Callable[[int, int], None]) -> None:
         """Begin the request, in the worker's thread.
 
         Args:
-            engine: Engine that writes the texts.
-            prefixes: Prompt caches to continue from and to add to.
             counters: Counters to add to.
             on_progress: Function called between the chunks of a prompt.
-            shared: Scheduler that batches the texts of several requests; None for no batches.
         """
-        self._parts = self._write_all(engine, prefixes, counters, on_progress, shared)
+        self._parts = self._write_all(counters, on_progress)
 
     def step(self) -> bool:
         """Send the parts of the next step; return whether there were any."""
@@ -88,22 +83,19 @@ class Job:
         """End the request, in the worker's thread."""
         self._parts.close()
 
-    def _write_all(self, engine: Engine, prefixes: Prefixes, *rest: Any) -> Generator[Part]:
+    def _write_all(
+        self, counters: Counters, on_progress: Callable[[int, int], None]
+    ) -> Generator[Part]:
         for i in range(len(self.prompts) * self.request.num_texts):
             if self.is_cancelled:
                 return
-            yield from self._write(i, engine, prefixes, *rest)
+            yield from self._write(i, counters, on_progress)
 
     def _write(
-        self,
-        index: int,
-        engine: Engine,
-        prefixes: Prefixes,
-        counters: Counters,
-        on_progress: Callable[[int, int], None],
-        shared: Scheduler | None,
+        self, index: int, counters: Counters, on_progress: Callable[[int, int], None]
     ) -> Generator[Part]:
         """Yield the parts of one text; keep its cache, even if the text is cancelled."""
+        engine, prefixes = self.model.engine, self.model.prefixes
         request = self.request
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
@@ -125,7 +117,7 @@ class Job:
                 logits_processors=_penalties(request, known),
                 grammar=request.grammar,
                 prompt_progress_callback=on_progress,
-                shared=shared,
+                shared=self.model.scheduler,
                 **vars(options),
             )
             if self.is_cancelled:  # before the stream existed
@@ -148,6 +140,8 @@ class Job:
         finally:
             counters.texts[end] += 1
             _count(counters.totals, stats)
+            self.model.num_tokens += max(0, stats.num_tokens - 1)
+            self.model.num_steps += stats.steps
             if stats.shapes:
                 logger.info("drafts: %s", "; ".join(map(str, stats.shapes)))
 

@@ -52,18 +52,20 @@ class ContextExceeded(Refusal):
 
     Args:
         param: Field of the prompt.
-        length: Length of the prompt, in tokens.
+        length: Length of the prompt, in tokens, or of the part of it that was counted.
         context: Maximum number of tokens of a prompt and its text.
+        is_counted: Whether all of the prompt was counted.
 
     Attributes:
         length: Length of the prompt.
         context: Length of the context.
     """
 
-    def __init__(self, param: str, length: int, context: int):
+    def __init__(self, param: str, length: int, context: int, is_counted: bool = True):
+        counted = f"{'' if is_counted else 'more than '}{length}"
         super().__init__(
             f"This model's maximum context length is {context} tokens, prompt included, but "
-            f"{param} has {length}; shorten it",
+            f"{param} has {counted}; shorten it",
             param,
             code="context_length_exceeded",
         )

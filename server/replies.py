@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.writer import Usage, Writer, to_text
 from mlx_redrafter.server.refusals import Refusal
@@ -27,6 +28,7 @@ class Reply:
     """The reply to one request.
 
     Args:
+        loaded: Model that writes the texts.
         request: The request.
         prompts: Token ids of its prompts.
         writer: Writer of the request's protocol.
@@ -36,8 +38,10 @@ class Reply:
         writer: Writer of the request's protocol.
     """
 
-    def __init__(self, request: TextRequest, prompts: list[list[int]], writer: Writer):
-        self.job = Job(request, prompts, self._receive)
+    def __init__(
+        self, loaded: LoadedModel, request: TextRequest, prompts: list[list[int]], writer: Writer
+    ):
+        self.job = Job(loaded, request, prompts, self._receive)
         self.writer = writer
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Part | Refusal | None] = asyncio.Queue()

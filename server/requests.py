@@ -8,7 +8,12 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_chat, encode_prompt
+from mlx_redrafter.engine.prompt_encoding import (
+    LongPromptError,
+    check_prompt,
+    encode_chat,
+    encode_prompt,
+)
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.grammar import Grammar
@@ -98,7 +103,7 @@ def fit(
     """
     target = engine.target
     context = min(max_context, target.context_length or max_context)
-    prompts, param = encode(request, engine)
+    prompts, param = _encode(request, engine, context)
     longest = max(map(len, prompts))
     if longest >= context:
         raise ContextExceeded(param, longest, context)
@@ -121,17 +126,13 @@ def fit(
     return replace(request, options=replace(options, **changed), grammar=grammar), prompts
 
 
-def encode(request: TextRequest, engine: Engine) -> tuple[list[list[int]], str]:
-    """Encode the prompts; return their token ids and the name of their field.
-
-    Raises:
-        Refusal: The model has no chat template or tools, or its template rejects the messages.
-    """
+def _encode(request: TextRequest, engine: Engine, context: int) -> tuple[list[list[int]], str]:
+    """Encode the prompts; return their token ids and the name of their field."""
     tokenizer = engine.tokenizer
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     try:
         if isinstance(request, CompletionRequest):
-            return [encode_prompt(tokenizer, prompt) for prompt in request.prompts], param
+            return [encode_prompt(tokenizer, one, context) for one in request.prompts], param
         assert isinstance(request, ChatRequest)
         if not tokenizer.has_chat_template:
             raise ConfigError("the model has no chat template; use /v1/completions")
@@ -140,7 +141,9 @@ def encode(request: TextRequest, engine: Engine) -> tuple[list[list[int]], str]:
                 "the chat template of the model has no tool calls; leave the tools out", "tools"
             )
         options = _template_options(request, tokenizer)
-        return [encode_chat(tokenizer, request.messages, options)], param
+        return [encode_chat(tokenizer, request.messages, options, limit=context)], param
+    except LongPromptError as error:
+        raise ContextExceeded(param, error.num_tokens, context, is_counted=False) from error
     except ConfigError as error:
         raise Refusal(str(error), param) from error
 

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.models import LoadedModel, Model, Models
 from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.requests import TextRequest
 
 Read = TypeVar("Read")
 
 
-class Service(Protocol):
-    """Reads and answers requests for the endpoints of a protocol.
+class Fitted(NamedTuple):
+    """A request that fits its model.
 
     Attributes:
-        name: Name of the model.
-        details: Facts about the model for clients that list models.
+        model: The model.
+        loaded: The model in memory.
+        request: The request, within the model's sizes.
+        prompts: Token ids of its prompts.
+    """
+
+    model: Model
+    loaded: LoadedModel
+    request: TextRequest
+    prompts: list[list[int]]
+
+
+class Service(Protocol):
+    """The functions that the endpoints of a protocol use.
+
+    Attributes:
+        models: Models that requests may name.
     """
 
     @property
-    def name(self) -> str: ...
+    def models(self) -> Models: ...
 
     async def read(
         self, client: Request, reader: Callable[[object, GenerationOptions], Read]
@@ -39,8 +55,8 @@ class Service(Protocol):
             Refusal: The body is too large, too slow or malformed, or the reader refuses it.
         """
 
-    async def count(self, request: TextRequest) -> int:
-        """Count the tokens of a request's prompts.
+    async def fit(self, client: Request, request: TextRequest) -> Fitted:
+        """Load the model of a request, and check the request against it.
 
         Raises:
             Refusal: The request does not fit the model.

@@ -138,7 +138,7 @@ BAD_REQUESTS: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def strict() -> Any:
     limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000, client_timeout=0.5)
-    with serving(make_engine(), limits) as one:
+    with serving(make_engine(), limits, is_strict=True) as one:
         yield one
 
 
@@ -233,14 +233,14 @@ def test_a_request_that_fails_in_the_worker(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
-    stream = served.worker.engine.stream
+    stream = served.engine.stream
 
     def fail(prompt: list[int], **options: Any) -> Any:
         if options["seed"] == 13:
             raise RuntimeError("no memory at /secret")
         return stream(prompt, **options)
 
-    monkeypatch.setattr(served.worker.engine, "stream", fail)
+    monkeypatch.setattr(served.engine, "stream", fail)
     with closing(_begin(served, max_tokens=200)) as other:
         status, reply = served.send(PATH, {**TEXT, "seed": 13})
         assert (status, reply["error"]["type"]) == (500, "server_error")

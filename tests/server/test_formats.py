@@ -50,7 +50,7 @@ def test_answers_fit_the_schema(served: Served) -> None:
     assert whole.finish_reason == "stop"
     chunks = _ask(served, response_format=_format(SCHEMA), stream=True)
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == whole.message.content
-    engine = served.worker.engine
+    engine = served.engine
     prompt = encode_chat(engine.tokenizer, MESSAGES)
     text = engine.generate(
         prompt, grammar=Grammar.json_schema(SCHEMA), max_tokens=100, temp=1.0, seed=3
