@@ -26,8 +26,9 @@ from mlx_redrafter.server.protocols import PROTOCOLS
 from mlx_redrafter.server.protocols.service import ErrorFormat, Fitted
 from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply, respond
+from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply
 from mlx_redrafter.server.requests import TextRequest, fit
+from mlx_redrafter.server.wire import respond
 from mlx_redrafter.server.worker import Worker
 
 Read = TypeVar("Read")

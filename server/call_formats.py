@@ -200,12 +200,21 @@ class CallGrammar:
         after = f'"\\n"? {end}' if end else ""
         lines.append(f'body: "\\n"? call{repeated} {after}')
         lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
-        for i, function in enumerate(functions):
-            try:
+        try:
+            for i, function in enumerate(functions):
                 lines += self._write(i, function)
-            except ConfigError as error:
-                raise ConfigError(f"{function['name']}: {error}") from error
-        return Grammar.lark("\n".join(lines))
+            return Grammar.lark("\n".join(lines))
+        except ConfigError:
+            for function in functions:
+                self._check(function)
+            raise
+
+    def _check(self, function: dict[str, Any]) -> None:
+        """Raise `ConfigError` with the name of a tool if its schema alone cannot be used."""
+        try:
+            Grammar.lark("\n".join(["start: call_0", *self._write(0, function)]))
+        except ConfigError as error:
+            raise ConfigError(f"{function['name']}: {error}") from error
 
     def _write(self, i: int, function: dict[str, Any]) -> list[str]:
         name, lenient = function["name"], not function.get("strict")

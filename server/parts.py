@@ -69,6 +69,7 @@ class Part:
         tool_calls: Tool calls that have ended.
         logprobs: Tokens with their log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" on the last part, else None.
+        stop: Stop string that ended the text, if one did.
     """
 
     index: int
@@ -83,6 +84,7 @@ class Part:
     tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
 
     @property
     def has_content(self) -> bool:
@@ -152,9 +154,12 @@ class Answer:
         )
         if self._request.top_logprobs is not None and response.finish_reason != "stop":
             part.logprobs = [self._read_logprobs(response, self._request.top_logprobs)]
+        pending = self._stopping[3]
         self._stopping, segments = TextStateMachine.split(self._stopping, response.text)
         text = "".join(text for _, text in segments)
         is_stopped = self._stopping[0] is None
+        if is_stopped:
+            part.stop = _first_of(self._request.stops, pending + response.text)
         part.finish_reason = "stop" if is_stopped else response.finish_reason
         if response.finish_reason and not is_stopped:
             text += TextStateMachine.flush(self._stopping)[1]
@@ -217,6 +222,12 @@ class Answer:
             for token, value in zip(ids, values, strict=True)
         )
         return chosen._replace(top=tuple(top))
+
+
+def _first_of(stops: Sequence[str], text: str) -> str:
+    """Return the stop string that ends first in a text."""
+    ends = {text.find(stop) + len(stop): stop for stop in stops if stop in text}
+    return ends[min(ends)]
 
 
 def _token_text(tokenizer: TokenizerWrapper, token: int) -> str:

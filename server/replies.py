@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -13,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.writer import Usage, Writer, to_text
+from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
+from mlx_redrafter.server.wire import respond
 
 # HTTP status of a reply whose client has disconnected, as nginx logs it.
 CLIENT_CLOSED_REQUEST = 499
@@ -136,10 +136,3 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
-
-
-def respond(
-    value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    """Make a JSON response."""
-    return Response(to_text(value), status, headers, "application/json")

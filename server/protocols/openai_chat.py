@@ -22,10 +22,11 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_common,
 )
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer, event
+from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.wire import event
 
 # Maximum of ``top_logprobs``, as at OpenAI.
 MAX_TOP_LOGPROBS = 20

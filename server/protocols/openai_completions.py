@@ -21,9 +21,10 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_common,
 )
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer, event
+from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
+from mlx_redrafter.server.wire import event
 
 # Maximum of ``logprobs``, as at OpenAI.
 MAX_LOGPROBS = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,14 +76,3 @@ class Writer(ABC):
             texts: The parts of each text, added up.
             usage: Numbers of the whole reply.
         """
-
-
-def to_text(value: dict[str, Any]) -> str:
-    """Write JSON in ASCII characters, which any text can be encoded in."""
-    return json.dumps(value, allow_nan=False)
-
-
-def event(value: dict[str, Any], name: str = "") -> str:
-    """Format a server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {to_text(value)}\n\n"
