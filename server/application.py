@@ -28,6 +28,7 @@ from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply
 from mlx_redrafter.server.requests import TextRequest, fit
+from mlx_redrafter.server.stored_responses import StoredResponses
 from mlx_redrafter.server.wire import respond
 from mlx_redrafter.server.worker import Worker
 
@@ -53,6 +54,9 @@ class Endpoints:
         defaults: Options of texts for requests that leave them out.
         limits: Limits of requests.
         callers: Rules of who may use the server.
+
+    Attributes:
+        stored: Responses that clients may continue.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Endpoints:
         self._defaults = defaults
         self._limits = limits
         self._callers = callers
+        self.stored = StoredResponses()
         self._encoding = {is_large: asyncio.Lock() for is_large in (False, True)}
 
     def application(self) -> Starlette:

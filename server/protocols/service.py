@@ -12,6 +12,7 @@ from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.models import LoadedModel, Model, Models
 from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.requests import TextRequest
+from mlx_redrafter.server.stored_responses import StoredResponses
 
 Read = TypeVar("Read")
 
@@ -37,7 +38,10 @@ class Service(Protocol):
 
     Attributes:
         models: Models that requests may name.
+        stored: Responses that clients may continue.
     """
+
+    stored: StoredResponses
 
     @property
     def models(self) -> Models: ...
