@@ -74,6 +74,18 @@ class Conversation:
             }
         )
 
+    def add_result_of(self, name: str | None, text: str) -> None:
+        """Add the result of the call with an id, or of the newest call of a tool with that name.
+
+        Without a name, the result is that of the oldest call without one.
+        """
+        done = {one.get("tool_call_id") for one in self.messages}
+        waiting = [one for one in self._calls if one not in done]
+        named = [one for one in waiting if name in (one, self._calls[one])]
+        found = (named or waiting or [name or ""])[0]
+        self._calls.setdefault(found, name or "")
+        self.add_result(found, text, "tool_name")
+
     def _add_text(self, role: str, text: str) -> None:
         if self.messages and self.messages[-1]["role"] == role:
             self.messages[-1]["content"] += BREAK + text
