@@ -56,7 +56,7 @@ def _send(page: Any, text: str, num_answers: int) -> str:
 
 
 def _expected(served: Served, messages: list[dict[str, str]]) -> str:
-    engine = served.worker.engine
+    engine = served.engine
     prompt = encode_chat(engine.tokenizer, messages)
     model, tokenizer = engine.target.model, engine.tokenizer
     return "".join(
