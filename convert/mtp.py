@@ -24,7 +24,7 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers import eagle, medusa
+from mlx_redrafter.proposers import block, eagle, medusa
 from mlx_redrafter.proposers.checkpoint import check_finite
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
@@ -47,7 +47,9 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     """
     folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
-    if not has_family(values) or eagle.recognise(values, {}) or medusa.recognise(values, {}):
+    # A head may copy the config of its model.
+    is_head = any(kind.recognise(values, {}) for kind in (block, eagle, medusa))
+    if is_head or not has_family(values):
         return None
     folder, paths = find_module(path_or_repo)
     tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}

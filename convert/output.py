@@ -19,6 +19,7 @@ from mlx_redrafter.convert.conversion_options import (
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
 from mlx_redrafter.convert.selftest import SelfTest
 from mlx_redrafter.convert.source import Source
+from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.checkpoint import check_token_ids, save_drafter
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
@@ -52,6 +53,7 @@ The licence is that of `{source}`; read it there before you pass these weights o
 """
 
 _KINDS: Mapping[type, str] = {
+    BlockConfig: "A block drafter ([DFlash](https://arxiv.org/abs/2602.06036) or DSpark)",
     DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
     EagleConfig: "An [EAGLE](https://arxiv.org/abs/2503.01840) head",
     MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",

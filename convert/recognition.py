@@ -8,11 +8,11 @@ from mlx_redrafter import proposers
 from mlx_redrafter.checkpoints.recognition import find_refused
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers import draft_model, eagle, medusa, mtp, redrafter
+from mlx_redrafter.proposers import block, draft_model, eagle, medusa, mtp, redrafter
 from mlx_redrafter.proposers.medusa.layouts import heads_of
 
 # Kinds that are converted, and the draft model, whose sign is any config of a model.
-_KNOWN = (redrafter, eagle, medusa, mtp, draft_model)
+_KNOWN = (redrafter, eagle, medusa, mtp, block, draft_model)
 
 
 def has_medusa(source: Source) -> bool:

@@ -85,7 +85,7 @@ class SelfTest:
         found = cls(len(matches), _mean(matches))
         if others is None:
             return found
-        better = _is_clearly_better(others, matches)
+        better = is_clearly_better(others, matches)
         return replace(found, other_acceptance=_mean(others), other_is_better=better)
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     activation = swap_activation(drafter.config.rnn_activation)
     other.config = replace(drafter.config, rnn_activation=activation)
     other_firsts, other_seconds = _find_matches(other, target, texts)
-    better = _is_clearly_better(other_firsts + other_seconds, firsts + seconds)
+    better = is_clearly_better(other_firsts + other_seconds, firsts + seconds)
     return replace(found, other_acceptance=_mean(other_firsts), other_is_better=better)
 
 
@@ -152,10 +152,15 @@ def decode_texts(
     network: AutoregressiveNetwork, name: str | Path
 ) -> tuple[Target, list[ReadSequence]]:
     """Load a target and let it continue `PROMPTS`, for networks that read its states."""
-    model, tokenizer, _ = load(name)
-    target = Target(model)
+    target, tokenizer = load_target(name)
     network.check_fit(target, tokenizer)
-    return target, _decode_all(target, tokenizer, network.captured_layers(target))
+    return target, decode_all(target, tokenizer, network.captured_layers(target))
+
+
+def load_target(name: str | Path) -> tuple[Target, TokenizerWrapper]:
+    """Load a target without a drafter."""
+    model, tokenizer, _ = load(name)
+    return Target(model), tokenizer
 
 
 def compare(
@@ -172,12 +177,13 @@ def _dequantised(network: N) -> N:
 
 
 def _observe(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
-    return [text.observed() for text in _decode_all(target, tokenizer, (FINAL,))]
+    return [text.observed() for text in decode_all(target, tokenizer, (FINAL,))]
 
 
-def _decode_all(
+def decode_all(
     target: Target, tokenizer: TokenizerWrapper, layers: Sequence[int]
 ) -> list[ReadSequence]:
+    """Let a target continue `PROMPTS`, and keep the states of the captured layers."""
     logger.info("decoding %d texts, to measure how many drafts the target accepts", len(PROMPTS))
     return [_decode(target, encode_question(tokenizer, prompt), layers) for prompt in PROMPTS]
 
@@ -234,7 +240,7 @@ def _compare_text(network: AutoregressiveNetwork, target: Target, text: ReadSequ
     return to_ints(ids == tokens[num_prompt + 1 :])
 
 
-def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
+def is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
     """Compare two series of matches, by two standard errors of their difference."""
     differences = [one - other for one, other in zip(new, old, strict=True)]
     return sum(differences) > 2 * math.sqrt(sum(map(abs, differences)))

@@ -11,6 +11,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Bits that MLX quantises weights to.
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
+# Endings of the names of layers that are never quantised.
+KEPT_LAYERS = ("gate", "kernel_projection", "hidden_projection", "confidence_head.proj")
 # Numbers that may share a scale in MLX.
 QUANTIZED_GROUP_SIZES = (32, 64, 128)
 
@@ -24,8 +26,8 @@ def quantization_of(network: nn.Module) -> dict[str, int] | None:
 def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place, except those of a width that does not divide.
 
-    Routers of experts stay as they are, too: they are small, and rounding would change which
-    experts they choose.
+    Small layers whose rounding changes choices stay as they are, too: routers of experts, and the
+    projections of DFlash 2's convolutions and selector.
     """
     check_quantization(bits, group_size)
     fitting = [
@@ -33,7 +35,7 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
         for name, module in drafter.named_modules()
         if hasattr(module, "to_quantized")
         and module.weight.shape[-1] % group_size == 0
-        and not name.endswith("gate")
+        and not name.endswith(KEPT_LAYERS)
     ]
     if not fitting:
         raise ConfigError(

@@ -92,6 +92,21 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
         ) from error
 
 
+def packaging_of(values: Mapping[str, Any]) -> str:
+    """Name the packaging of a config."""
+    if values.get("model_type") == MODEL_TYPE:
+        return "this converter's"
+    return PublishedValues.of(values).packaging
+
+
+def target_of(values: Mapping[str, Any]) -> str | None:
+    """Return the model that a config of speculators names; others name none."""
+    found: Any = values
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
 def resolve_stored(
     weights: dict[str, mx.array], names: Mapping[str, str], values: Mapping[str, Any]
 ) -> None:
