@@ -79,18 +79,17 @@ def convert_drafter(
     if options.tree is not None and not has_medusa(source):
         raise ConfigError("--tree is for Medusa heads, found another drafter; leave it out")
     is_block = module is None and block.recognise(source.config, source.shapes)
-    is_eagle = module is None and eagle.recognise(source.config, source.shapes)
-    is_other = module is not None or is_block or is_eagle
+    is_other = module is not None or is_block or eagle.recognise(source.config, source.shapes)
     if is_other and (options.rnn_activation is not None or options.vocabulary is not None):
         raise ConfigError(
-            "--rnn-activation and --vocab-slice are not for EAGLE heads, MTP modules and block "
-            "drafters; leave them out"
+            "--rnn-activation and --vocab-slice are not for EAGLE heads, block drafters and MTP "
+            "modules; leave them out"
         )
     if module is not None:
         converted = convert_mtp(module, options)
     elif is_block:
         converted = convert_block(source, options)
-    elif is_eagle:
+    elif is_other:
         converted = convert_eagle(source, options)
     else:
         converted = _convert_named(source, options)
@@ -119,8 +118,8 @@ def _convert_named(source: Source, options: ConversionOptions) -> ConvertedDraft
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if (kind := recognise_foreign(source)) is not None:
         raise CheckpointError(
-            "expected a recurrent drafter, an EAGLE head, Medusa heads, an MTP module or a block "
-            f"drafter, found {kind}"
+            "expected a recurrent or block drafter, an EAGLE head, Medusa heads or an MTP module, "
+            f"found {kind}"
         )
     if has_medusa(source):
         return _read_heads(source, options)

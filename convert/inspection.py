@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_redrafter.convert.block import describe_block, open_block
+from mlx_redrafter.convert.block import inspect_block
 from mlx_redrafter.convert.conversion_options import Config
 from mlx_redrafter.convert.eagle import describe_eagle, open_eagle
 from mlx_redrafter.convert.mtp import check_mtp, describe_mtp, find_mtp
@@ -48,23 +48,19 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     module = find_mtp(path_or_repo)
     source = module or open_source(path_or_repo)
     is_block = module is None and block.recognise(source.config, source.shapes)
-    is_eagle = module is None and eagle.recognise(source.config, source.shapes)
-    is_found = module is not None or is_block or is_eagle
-    if not is_found and (kind := recognise_foreign(source)) is not None:
+    is_eagle = module is None and not is_block and eagle.recognise(source.config, source.shapes)
+    if not (module or is_block or is_eagle) and (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
-    kinds = {"an EAGLE head": is_eagle, "an MTP module": module, "a block drafter": is_block}
-    kind = next((name for name, is_it in kinds.items() if is_it), "a drafter")
+    kind = "an EAGLE head" if is_eagle else "a drafter" if module is None else "an MTP module"
     try:
         if module is not None:
             config, rest = check_mtp(module)
             return Inspection(rest, describe_mtp(module), config, ())
+        if is_block:
+            return Inspection(source, *inspect_block(source), ())
         if is_eagle:
             head, named = open_eagle(source)
             return Inspection(source, describe_eagle(source, head), head.config, named.notes)
-        if is_block:
-            network, named = open_block(source)
-            described = describe_block(source, network)
-            return Inspection(source, described, network.config, named.notes)
         return _inspect_named(source)
     except CheckpointError as error:
         return Inspection(source, f"{kind} that cannot be converted", None, (str(error),))

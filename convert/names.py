@@ -24,7 +24,7 @@ from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS
 
-NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle", "block"]
+NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
 
 _PREFIXES = ("drafter.", "model.")
 _KEPT = re.compile(r"rnn_u\.(weight|bias)|rnn_w\.weight|token_ids")

@@ -12,7 +12,7 @@ from mlx_redrafter.proposers import block, draft_model, eagle, medusa, mtp, redr
 from mlx_redrafter.proposers.medusa.layouts import heads_of
 
 # Kinds that are converted, and the draft model, whose sign is any config of a model.
-_KNOWN = (redrafter, eagle, medusa, mtp, block, draft_model)
+_KNOWN = (block, redrafter, eagle, medusa, mtp, draft_model)
 
 
 def has_medusa(source: Source) -> bool:

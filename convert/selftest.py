@@ -85,7 +85,7 @@ class SelfTest:
         found = cls(len(matches), _mean(matches))
         if others is None:
             return found
-        better = is_clearly_better(others, matches)
+        better = _is_clearly_better(others, matches)
         return replace(found, other_acceptance=_mean(others), other_is_better=better)
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     activation = swap_activation(drafter.config.rnn_activation)
     other.config = replace(drafter.config, rnn_activation=activation)
     other_firsts, other_seconds = _find_matches(other, target, texts)
-    better = is_clearly_better(other_firsts + other_seconds, firsts + seconds)
+    better = _is_clearly_better(other_firsts + other_seconds, firsts + seconds)
     return replace(found, other_acceptance=_mean(other_firsts), other_is_better=better)
 
 
@@ -142,7 +142,7 @@ def self_test_heads(
     network = _dequantised(network)
     texts = _observe(Target(model), tokenizer)
     firsts = [
-        match for text in texts for match in _compare(network, heads.predict(network, text)[0])
+        match for text in texts for match in compare_rows(network, heads.predict(network, text)[0])
     ]
     measured = replace(SelfTest.of(firsts), calibration=heads.calibrate(network, texts))
     return measured, heads.rank_accuracies(network, texts)
@@ -152,15 +152,10 @@ def decode_texts(
     network: AutoregressiveNetwork, name: str | Path
 ) -> tuple[Target, list[ReadSequence]]:
     """Load a target and let it continue `PROMPTS`, for networks that read its states."""
-    target, tokenizer = load_target(name)
+    model, tokenizer, _ = load(name)
+    target = Target(model)
     network.check_fit(target, tokenizer)
     return target, decode_all(target, tokenizer, network.captured_layers(target))
-
-
-def load_target(name: str | Path) -> tuple[Target, TokenizerWrapper]:
-    """Load a target without a drafter."""
-    model, tokenizer, _ = load(name)
-    return Target(model), tokenizer
 
 
 def compare(
@@ -183,7 +178,7 @@ def _observe(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequen
 def decode_all(
     target: Target, tokenizer: TokenizerWrapper, layers: Sequence[int]
 ) -> list[ReadSequence]:
-    """Let a target continue `PROMPTS`, and keep the states of the captured layers."""
+    """Let a target continue `PROMPTS` greedily, and keep the states of watched layers."""
     logger.info("decoding %d texts, to measure how many drafts the target accepts", len(PROMPTS))
     return [_decode(target, encode_question(tokenizer, prompt), layers) for prompt in PROMPTS]
 
@@ -220,13 +215,14 @@ def _find_matches(
     """
     pairs = [predict(drafter, target.embed, text) for text in texts]
     firsts, seconds = (
-        [match for prediction in column for match in _compare(drafter, prediction)]
+        [match for prediction in column for match in compare_rows(drafter, prediction)]
         for column in zip(*pairs, strict=True)
     )
     return firsts, seconds
 
 
-def _compare(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+def compare_rows(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+    """Compare the most probable drafts with the target's tokens: 1 if equal, else 0."""
     rows = mx.argmax(prediction.logits, axis=-1)
     return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
 
@@ -240,7 +236,7 @@ def _compare_text(network: AutoregressiveNetwork, target: Target, text: ReadSequ
     return to_ints(ids == tokens[num_prompt + 1 :])
 
 
-def is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
+def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
     """Compare two series of matches, by two standard errors of their difference."""
     differences = [one - other for one, other in zip(new, old, strict=True)]
     return sum(differences) > 2 * math.sqrt(sum(map(abs, differences)))

@@ -11,10 +11,10 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Bits that MLX quantises weights to.
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
-# Endings of the names of layers that are never quantised.
-KEPT_LAYERS = ("gate", "kernel_projection", "hidden_projection", "confidence_head.proj")
 # Numbers that may share a scale in MLX.
 QUANTIZED_GROUP_SIZES = (32, 64, 128)
+# Ends of the names of layers that are too small, or too sensitive, to be quantised.
+NEVER_QUANTISED = ("gate", "kernel_projection", "hidden_projection", "confidence_head.proj")
 
 
 def quantization_of(network: nn.Module) -> dict[str, int] | None:
@@ -26,8 +26,8 @@ def quantization_of(network: nn.Module) -> dict[str, int] | None:
 def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place, except those of a width that does not divide.
 
-    Small layers whose rounding changes choices stay as they are, too: routers of experts, and the
-    projections of DFlash 2's convolutions and selector.
+    Some small layers stay as they are, too: routers of experts, whose rounding would change which
+    experts they choose, and convolutions, selectors and estimates of block drafters.
     """
     check_quantization(bits, group_size)
     fitting = [
@@ -35,7 +35,7 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
         for name, module in drafter.named_modules()
         if hasattr(module, "to_quantized")
         and module.weight.shape[-1] % group_size == 0
-        and not name.endswith(KEPT_LAYERS)
+        and not name.endswith(NEVER_QUANTISED)
     ]
     if not fitting:
         raise ConfigError(

@@ -8,6 +8,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +25,11 @@ from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.few_shapes import (
+    additive_masks,
+    attend_with_additive_mask,
+    pays_on_device,
+)
 from mlx_redrafter.target.hooks import (
     HookPoint,
     TreePositions,
@@ -31,6 +37,7 @@ from mlx_redrafter.target.hooks import (
     captured_inputs,
     captured_output,
     install,
+    install_in_attention,
     replaced_output,
     tree_positions,
 )
@@ -92,6 +99,7 @@ class Target:
         vocab_size: Number of rows of the input embedding, V.
         context_length: Number of positions for which the model was made; None if its config does
             not say, or if no layer counts tokens.
+        has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
 
     Raises:
         UnsupportedTargetError: The architecture is not supported.
@@ -109,6 +117,9 @@ class Target:
         self.context_length = parts.context_length
         for point in parts.hooks:
             install(point)
+        self.has_buckets = pays_on_device(self.dtype)
+        if self.has_buckets:
+            install_in_attention(model, attend_with_additive_mask)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -132,10 +143,12 @@ class Target:
         stock = self.stock_cache(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
         length = num_tokens(stock) or 0
+        has_codes = any(isinstance(part, QuantizedKVCache) for part in parts_of(stock))
+        has_buckets = self.has_buckets and not has_codes
         if quantisation is None:
-            return TreeCache(layers, length)
+            return TreeCache(layers, length, has_buckets)
         check_quantisation(self.model, quantisation, stock)
-        return QuantisingCache(layers, length, quantisation, given)
+        return QuantisingCache(layers, length, quantisation, given, has_buckets)
 
     def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[Any]:
         """Check the caller's caches as `new_cache` does, or make new ones as mlx-lm does."""
@@ -155,7 +168,7 @@ class Target:
                 f"expected a model whose layers attend to all tokens, found one with caches "
                 f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
             )
-        return BatchCache(self.num_layers)
+        return BatchCache(self.num_layers, self.has_buckets)
 
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """Create a cache for timing, with K/V entries of zeros in place of ``length`` tokens.
@@ -174,6 +187,7 @@ class Target:
             length,
         )
         cache.settle(length)
+        mx.eval([part.state for part in cache.stock])
         return cache
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -331,8 +345,8 @@ class Target:
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
-        with tree_positions(TreePositions(nodes, cache.length, tree.max_depth + 1)):
-            return self._process(tokens[None], cache.layers, layers).alone
+        positions = TreePositions(nodes, cache.length, tree.max_depth + 1)
+        return self._process_trees(tokens[None], positions, cache.layers, layers).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
@@ -342,8 +356,7 @@ class Target:
         Returns the outputs of every node, with an axis of slots before the others.
         """
         step = cache.expect(trees)
-        with tree_positions(step.positions):
-            return self._process(step.tokens, cache.layers, layers)
+        return self._process_trees(step.tokens, step.positions, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
         """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
@@ -368,6 +381,18 @@ class Target:
                 f"expected inputs of {self.hidden_size} numbers per token in layers {list(layers)} "
                 "of the target, found others; use a recurrent drafter for this model"
             )
+
+    def _process_trees(
+        self,
+        tokens: mx.array,
+        positions: TreePositions,
+        caches: list[Any],
+        layers: Sequence[int],
+    ) -> TargetOutputs:
+        """Compute outputs as `_process`, for nodes of trees at these positions."""
+        masks = additive_masks() if self.has_buckets else nullcontext()
+        with tree_positions(positions), masks:
+            return self._process(tokens, caches, layers)
 
     def _process(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]

@@ -1,10 +1,12 @@
-"""Block drafters through the converter, which tries the layouts that a config may mean."""
+"""Block drafters through the converter: what comes out drafts as the published one does."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,97 +15,102 @@ from mlx_redrafter.checkpoint_files import named_parameters, read_config
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization
 from mlx_redrafter.convert.inspection import inspect_checkpoint
-from mlx_redrafter.convert.publication import PROVENANCE_KEY
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.block import load as load_block
-from tests.golden.block_layouts import LAYOUTS, Layout, backbone, tensors, zlab
-from tests.helpers.models import fast_tokenizer, tiny_llama
+from mlx_redrafter.proposers.block.fit_block import predict
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.fit import ReadSequence
+from mlx_redrafter.target.target import Target
+from tests.conftest import Trained
+from tests.golden.block_layouts import LAYOUTS, tensors
+from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.cli import run
 
-VOCAB = 264
 
-
-def write_drafter(folder: Path, layout: Layout) -> Path:
+def published(folder: Path, name: str) -> Path:
+    """Write a layout as its authors publish it."""
     folder.mkdir()
-    arrays = {name: mx.array(one) for name, one in tensors(layout).items()}
+    arrays = {key: mx.array(one) for key, one in tensors(LAYOUTS[name]).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    (folder / "config.json").write_text(json.dumps(layout.config))
+    (folder / "config.json").write_text(json.dumps(LAYOUTS[name].config))
     return folder
 
 
-def silence(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Let layers add nothing, so that an output depends on its own token alone."""
-    ends = ("o_proj.weight", "down_proj.weight")
-    return {name: one * (not name.endswith(ends)) for name, one in arrays.items()}
-
-
-def write_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """Write a target whose next token depends on the newest alone, and a drafter that knows it.
-
-    The drafter predicts at the root's entry, and its config says that it does so behind the root.
-    """
-    model: Any = tiny_llama(vocab_size=VOCAB, layers=4)
-    target = folder / "target"
-    target.mkdir()
-    mx.save_safetensors(str(target / "model.safetensors"), silence(named_parameters(model)))
-    (target / "config.json").write_text(json.dumps({**vars(model.args), "eos_token_id": 0}))
-    fast_tokenizer()._tokenizer.save_pretrained(target)
-    layout = Layout({**zlab(), "vocab_size": VOCAB, **changes}, backbone(), ())
-    drafter = write_drafter(folder / "drafter", layout)
-    arrays = silence(mx.load(str(drafter / "model.safetensors")))
-    arrays["norm.weight"] = mx.ones_like(arrays["norm.weight"])
-    mx.save_safetensors(str(drafter / "model.safetensors"), arrays)
-    return target, drafter
-
-
-@pytest.mark.parametrize(
-    "name", ["incoai", "Qwen3.5", "DeepSpec Gemma 4", "speculators DSpark gated"]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> None:
-    source = write_drafter(tmp_path / "source", LAYOUTS[name])
-    published = load_block(source)
+    source = published(tmp_path / "source", name)
+    expected = load_block(source)
     conversion = convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
-    assert conversion.config == published.config
     converted = load_block(tmp_path / "out")
-    found, expected = named_parameters(converted), named_parameters(published)
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[key], expected[key]).item() for key in found)
-    assert read_config(tmp_path / "out")[PROVENANCE_KEY]["sha256"]
-    assert published.config.name in inspect_checkpoint(source).kind
+    assert conversion.config == converted.config == expected.config
+    found, weights = named_parameters(converted), named_parameters(expected)
+    assert found.keys() == weights.keys()
+    assert all(mx.array_equal(found[key], weights[key]).item() for key in found)
+    kind = f"a {expected.config.name} drafter"
+    assert inspect_checkpoint(source).kind == kind
+    assert inspect_checkpoint(tmp_path / "out").kind == f"{kind}, written by this converter"
 
 
-def test_quantised_drafters_load_and_keep_their_small_layers(tmp_path: Path) -> None:
-    source = write_drafter(tmp_path / "source", LAYOUTS["incoai"])
+@pytest.mark.parametrize("link", LINKS)
+def test_small_layers_are_never_quantised(link: str, tmp_path: Path) -> None:
+    sizes = {**LINKS[link], "rank": 32} if LINKS[link].get("rank") else LINKS[link]
+    save_drafter(random_block(block_config(97, 32, has_confidence=True, **sizes)), tmp_path / "in")
     options = ConversionOptions(quantization=Quantization(8, 32))
-    convert_drafter(source, tmp_path / "out", options)
+    convert_drafter(tmp_path / "in", tmp_path / "out", options)
+    assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 8}
     network = load_block(tmp_path / "out")
-    assert "scales" in network.fc
-    assert "scales" in network.layers[0].self_attn.q_proj
-    assert "scales" not in network.layers[0].mlp_conv.kernel_projection
-    assert "scales" not in network.candidate_selector.hidden_projection
+    assert network.layers[0].self_attn.q_proj.bits == 8
+    small = [name for name in named_parameters(network) if name.endswith("scales")]
+    assert not [n for n in small if "conv" in n or "selector" in n or "confidence" in n]
     with pytest.raises(CheckpointError, match="not quantised"):
         convert_drafter(tmp_path / "out", tmp_path / "again", options)
 
 
-def test_the_entry_that_drafts_best_is_found(tmp_path: Path) -> None:
-    target, drafter = write_pair(tmp_path)
-    assert load_block(drafter).config.first_slot == 1
-    options = ConversionOptions(dtype="float32", target=target)
-    conversion = convert_drafter(drafter, tmp_path / "out", options)
-    assert conversion.config == load_block(tmp_path / "out").config
-    assert conversion.config.first_slot == 0
-    assert conversion.config.depth_scales is not None
-    (line,) = conversion.provenance["notes"]
-    assert "100% with the first draft at entry 0" in line
-    assert "layers one earlier" in line
-    assert "layers one later" in line
-    assert line.endswith("kept the first draft at entry 0")
-    assert conversion.provenance["self_test"]["acceptance"] == 1
-    assert not conversion.warnings
+def test_what_a_block_drafter_cannot_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = published(tmp_path / "source", next(iter(LAYOUTS)))
+    with pytest.raises(ConfigError, match="not for EAGLE heads, block drafters"):
+        convert_drafter(source, tmp_path / "out", ConversionOptions(rnn_activation="silu"))
+    shown = run(capsys, "convert", "inspect", source)
+    assert "mask_token_id" in shown.out
+    values = read_config(source)
+    broken = {**values, "num_hidden_layers": 7}
+    (source / "config.json").write_text(json.dumps(broken))
+    assert "cannot be converted" in inspect_checkpoint(source).kind
 
 
-def test_a_layout_that_fits_stays(tmp_path: Path) -> None:
-    target, drafter = write_pair(tmp_path, sample_from_anchor=True)
-    options = ConversionOptions(dtype="float32", target=target)
-    conversion = convert_drafter(drafter, tmp_path / "out", options)
-    assert conversion.config.first_slot == 0
-    assert conversion.provenance["notes"][0].endswith("kept the config")
+def test_the_entry_that_the_target_accepts_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stories: Trained
+) -> None:
+    """Read a config that names the wrong one: texts stay right, but few drafts are accepted."""
+    network = random_block(block_config(512, 64, captured_layers=(1, 2)))
+    target = Target(stories.model)
+    target.watch((0, 1, 2, 3))
+
+    def decode(found: Target, tokenizer: object, layers: Sequence[int]) -> list[ReadSequence]:
+        """Make a text whose next tokens are the first drafts of the network's own entry."""
+        tokens = mx.random.randint(0, 512, (60,), key=mx.random.key(1))
+        states = target.layer_inputs(tokens[:-1], layers)
+        ids = mx.random.randint(0, 512, (50, 4), key=mx.random.key(2))
+        text = ReadSequence(tokens, 10, states, ids, mx.zeros((50, 4)))
+        own = text._replace(states=target.layer_inputs(tokens[:-1], (1, 2)))
+        best = mx.argmax(predict(network, target, own)[0].logits, axis=-1)
+        ids[1:, 0] = best
+        return [text]
+
+    monkeypatch.setattr("mlx_redrafter.convert.block.decode_all", decode)
+    save_drafter(network, tmp_path / "right")
+    wrong = replace(network.config, first_slot=1)
+    (tmp_path / "wrong").mkdir()
+    save_drafter(random_block(wrong), tmp_path / "wrong")
+    options = ConversionOptions(target=stories.folder, dtype="float32")
+    for name in ("right", "wrong"):
+        conversion = convert_drafter(tmp_path / name, tmp_path / f"{name}-out", options)
+        assert conversion.config.first_slot == 0
+        assert conversion.config.depth_scales is not None
+        assert conversion.provenance["self_test"]["acceptance"] > 0.9
+        (note,) = conversion.provenance["notes"]
+        assert re.search(
+            r"as it says \d+%, entry [01] first \d+%, earlier layers \d+%, later", note
+        )
