@@ -54,7 +54,7 @@ def describe_eagle(source: Source, eagle: Eagle) -> str:
 
 def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
     """Create a head of the right sizes without weights, and map the names of its weights."""
-    names = own_names(source.tensors)
+    names = own_names(source.config, source.tensors)
     shapes = {own: source.tensors[name].shape for own, name in names.items()}
     eagle = build(Eagle, eagle_config(source.config, shapes))
     check_shapes(eagle, shapes, source.name, names)

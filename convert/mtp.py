@@ -25,8 +25,8 @@ from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
     is_mtp,
+    model_of_layers,
     model_type_of,
-    one_layer_model,
     prefix_of,
     published_name,
 )
@@ -73,9 +73,9 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     """Convert an MTP module; see `conversion.convert_drafter`."""
     module = load_mtp(source.folder)
     prefix = prefix_of(source.config)
-    names = {own: published_name(own, module.family, prefix) for own in named_parameters(module)}
+    names = {own: published_name(own, module.names, prefix) for own in named_parameters(module)}
     # mlx-lm keeps the dtype of some weights, such as biases of routers.
-    is_cast = getattr(one_layer_model(source.config), "cast_predicate", lambda name: True)
+    is_cast = getattr(model_of_layers(source.config), "cast_predicate", lambda name: True)
     finish_loaded(module, source.name, names, options, is_cast)
     measured = None
     if options.target is not None:

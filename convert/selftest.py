@@ -229,7 +229,7 @@ def compare_rows(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
 
 def _compare_text(network: AutoregressiveNetwork, target: Target, text: ReadSequence) -> list[int]:
     tokens, num_prompt, states, *_ = text
-    pairs = network.fuse(states[:-1]), target.embed(tokens[1:-1])
+    pairs = network.fuse(states[:-1]), network.embed(tokens[1:-1], target)
     outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
     rows = mx.argmax(network.logits(outputs, target), axis=-1)
     ids = rows if network.row_ids is None else network.row_ids[rows]

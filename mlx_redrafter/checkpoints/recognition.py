@@ -10,17 +10,20 @@ from typing import Any
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind
+from mlx_redrafter.proposers.mtp.families import SIDECAR, has_family
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.model_parts import check_config
 
 # Endings of files with pickled weights.
 PICKLES = (".bin", ".pt")
+# Block drafters in the configs of speculators.
+BLOCKS = ("dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
-    "peagle": "P-EAGLE head, which drafts several tokens in parallel",
     "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
     "mlpspeculator": "MLP speculator",
 }
@@ -91,6 +94,9 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     for sign, kind in REFUSED.items():
         if sign in letters:
             return kind
-    if speculator not in (None, "eagle3", "recurrent_drafting", "dflash", "dflash2", "dspark"):
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.endswith(SIDECAR) and not has_family(config):
+        return f"module with multi-token prediction alone (model_type {quote(model_type)})"
+    if speculator not in (None, "eagle3", "peagle", "recurrent_drafting", *BLOCKS):
         return f"drafter of speculators_model_type {speculator!r}"
     return None

@@ -43,13 +43,17 @@ class KvNetwork(DraftNetwork):
     def fuse(self, states: mx.array) -> mx.array:
         """Compute features from the target's states, shape (n, S) to (n, H)."""
 
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        """Look up the embeddings of tokens, shape (n,) to (n, H): the target's, or its own."""
+        return target.embed(tokens)
+
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process pairs after those in its caches; outputs, shape (n, H).
 
         Args:
             features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
-            embeddings: Rows of the target's input embedding, shape (n, H).
+            embeddings: Rows of `embed`, shape (n, H).
             caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
         """
 

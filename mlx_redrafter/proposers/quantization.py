@@ -15,12 +15,19 @@ QUANTIZED_BITS = (2, 3, 4, 6, 8)
 QUANTIZED_GROUP_SIZES = (32, 64, 128)
 # Ends of the names of layers that are too small, or too sensitive, to be quantised.
 NEVER_QUANTISED = ("gate", "kernel_projection", "hidden_projection", "confidence_head.proj")
+# Name of MLX's own codes, with a scale and a bias per group.
+AFFINE = "affine"
+# Group size and bits of MLX's floating-point codes, which have scales alone, by mode.
+FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 
 
-def quantization_of(network: nn.Module) -> dict[str, int] | None:
-    """Return ``group_size`` and ``bits`` of quantised weights; None if there are none."""
+def quantization_of(network: nn.Module) -> dict[str, Any] | None:
+    """Return the object ``quantization`` of a config for a network; None if it has none."""
     layer: Any = next((module for module in network.modules() if "scales" in module), None)
-    return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+    if layer is None:
+        return None
+    sizes = {"group_size": layer.group_size, "bits": layer.bits}
+    return sizes if layer.mode == AFFINE else {**sizes, "mode": layer.mode}
 
 
 def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
@@ -51,17 +58,37 @@ def quantize_as_stored(drafter: nn.Module, quantization: Any, stored: Collection
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
         )
+    mode: Any = quantization.get("mode", AFFINE)
     bits: Any = quantization.get("bits")
     group_size: Any = quantization.get("group_size")
     try:
-        check_quantization(bits, group_size)
+        if mode == AFFINE:
+            check_quantization(bits, group_size)
+        else:
+            _check_mode(mode, bits, group_size)
         nn.quantize(
-            drafter, group_size, bits, class_predicate=lambda name, _: f"{name}.scales" in stored
+            drafter,
+            group_size,
+            bits,
+            mode=mode,
+            class_predicate=lambda name, _: f"{name}.scales" in stored,
         )
     except ValueError as error:  # ConfigError is one
         raise CheckpointError(
             f"the drafter's config.json asks for a quantisation that does not fit: {error}"
         ) from error
+
+
+def _check_mode(mode: Any, bits: Any, group_size: Any) -> None:
+    if not isinstance(mode, str) or mode not in FLOAT_MODES:
+        raise ConfigError(
+            f"quantisation mode must be one of {(AFFINE, *FLOAT_MODES)}, got {mode!r}"
+        )
+    if (group_size, bits) != FLOAT_MODES[mode]:
+        raise ConfigError(
+            f"quantisation mode {mode} needs group_size and bits {FLOAT_MODES[mode]}, got "
+            f"{(group_size, bits)}"
+        )
 
 
 def check_quantization(bits: Any, group_size: Any) -> None:

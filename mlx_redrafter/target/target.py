@@ -337,8 +337,8 @@ class Target:
         Args:
             tree: N nodes. Node n has the position ``cache.length + depths[n]``.
             cache: Cache that gets the nodes' K/V entries; `TreeCache.commit` keeps some of them.
-            layers: Layers whose inputs to capture. `watch` must have hooked them. `FINAL` is the
-                output of the last one.
+            layers: Layers whose inputs to capture. `watch` must have hooked them. The number of
+                layers stands for the last one's output, `FINAL` for that output after the norm.
         """
         cache.expect(tree)
         tokens = tree.tokens
@@ -365,16 +365,20 @@ class Target:
         return states
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Hook layers, so that forward passes can capture their inputs; computes nothing."""
+        """Hook layers, so that forward passes can capture their inputs.
+
+        Blocks as `normalise` does if the last layer's output is among them.
+        """
         for layer in layers:
             if layer == FINAL:
                 continue
             if not 0 <= layer <= len(self.blocks):
                 raise UnsupportedTargetError(
-                    f"expected layers 0 to {len(self.blocks)} of the target to draft from, "
-                    f"found {layer}; use a drafter trained for this model"
+                    f"expected inputs of layers 0 to {len(self.blocks) - 1} of the target to draft "
+                    f"from, or {len(self.blocks)} for the last output, found {layer}; use a "
+                    "drafter trained for this model"
                 )
-            install(HookPoint(self._stage(layer), "__call__", capture_input))
+            install(HookPoint(self._reader_of(layer), "__call__", capture_input))
         states = self._process(mx.array([[0]]), None, layers).alone.states
         if states is None or states.shape != (1, self.hidden_size * len(layers)):
             raise UnsupportedTargetError(
@@ -402,13 +406,18 @@ class Target:
             logits = self.model(tokens, cache=caches)
         final, states = outputs[-1], None
         if layers:
-            parts = [final if i == FINAL else inputs[id(self._stage(i))] for i in layers]
+            parts = [final if i == FINAL else inputs[id(self._reader_of(i))] for i in layers]
             states = mx.concatenate(parts, axis=-1)
         return TargetOutputs(logits, final, states)
 
-    def _stage(self, layer: int) -> Any:
-        """Return the module whose input is that of a layer, or the output of the last layer."""
-        return self.blocks[layer] if layer < len(self.blocks) else self._final_norm
+    def _reader_of(self, layer: int) -> nn.Module:
+        """Return the module whose input is a captured state: a layer, or the norm after the last.
+
+        mlx-lm's models pass the residual stream from one to the next.
+        """
+        is_layer = layer < len(self.blocks)
+        reader: nn.Module = self.blocks[layer] if is_layer else self._final_norm
+        return reader
 
     @cached_property
     def embedding_scale(self) -> float:

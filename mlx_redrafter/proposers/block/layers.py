@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.yarn import complete_yarn
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -70,6 +71,7 @@ class BlockAttention(nn.Module):
             dict(config.rope_scaling) if config.rope_scaling is not None else None,
             config.max_position_embeddings,
         )
+        complete_yarn(self.rope, config)
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> KeysValues:
         """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""
