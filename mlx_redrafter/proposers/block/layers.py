@@ -46,6 +46,19 @@ class Surroundings(Protocol):
         ...
 
 
+def new_rope(config: BlockConfig) -> nn.Module:
+    """Make the rotary embedding of a layer."""
+    rope: nn.Module = initialize_rope(
+        config.rope_dims or config.head_size,
+        config.rope_theta,
+        config.rope_traditional,
+        dict(config.rope_scaling) if config.rope_scaling is not None else None,
+        config.max_position_embeddings,
+    )
+    complete_yarn(rope, config)
+    return rope
+
+
 class BlockAttention(nn.Module):
     """Attention of a block to verified tokens and to itself."""
 
@@ -64,14 +77,7 @@ class BlockAttention(nn.Module):
         self.k_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         if config.has_sinks:
             self.attention_sink_bias = mx.zeros((heads,))
-        self.rope = initialize_rope(
-            config.rope_dims or size,
-            config.rope_theta,
-            config.rope_traditional,
-            dict(config.rope_scaling) if config.rope_scaling is not None else None,
-            config.max_position_embeddings,
-        )
-        complete_yarn(self.rope, config)
+        self.rope = new_rope(config)
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> KeysValues:
         """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""

@@ -93,18 +93,10 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
 
 
 def packaging_of(values: Mapping[str, Any]) -> str:
-    """Name the packaging of a config."""
+    """Describe who wrote a config."""
     if values.get("model_type") == MODEL_TYPE:
-        return "this converter's"
-    return PublishedValues.of(values).packaging
-
-
-def target_of(values: Mapping[str, Any]) -> str | None:
-    """Return the model that a config of speculators names; others name none."""
-    found: Any = values
-    for key in ("speculators_config", "verifier", "name_or_path"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, str) else None
+        return "written by this package"
+    return f"as {PublishedValues.of(values).packaging} writes it"
 
 
 def resolve_stored(
