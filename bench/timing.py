@@ -1,14 +1,19 @@
-"""Medians of samples with their uncertainty."""
+"""Interleaved timing, and medians of the samples with their uncertainty.
+
+Machines get hot and are shared. So times to compare are measured alternately in one run, and
+compared sample by sample.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 OnProgress = Callable[[int, int], None]
+Job = Callable[[], float]
 
 # Bootstrap resamples; more no longer move the ends of the interval visibly.
 RESAMPLES = 10_000
@@ -81,3 +86,32 @@ def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def take_turns(
+    jobs: Mapping[str, Job],
+    rounds: int,
+    warm_up: int = 0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> dict[str, list[float]]:
+    """Run every job once per round, each round starting with a different job.
+
+    Args:
+        jobs: Jobs by name; each returns its measured seconds.
+        rounds: Rounds to record.
+        warm_up: Earlier rounds that are not recorded.
+        on_progress: Callback for the number of rounds done and their total.
+
+    Returns:
+        Samples by job, one per recorded round, in seconds.
+    """
+    names = list(jobs)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(warm_up + rounds):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = jobs[name]()
+            if i >= warm_up:
+                samples[name].append(seconds)
+        on_progress(i + 1, warm_up + rounds)
+    return samples

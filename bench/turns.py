@@ -80,3 +80,14 @@ def decode_in_turns(
         on_progress(done, len(turns))
         recording.add(take_turn(arms, turn, cool_down))
     on_progress(len(turns), len(turns))
+
+
+def part_of(on_progress: OnProgress, before: int, total: int) -> OnProgress:
+    """Return the progress callback of one part of a benchmark.
+
+    Args:
+        on_progress: Callback of the whole benchmark.
+        before: Units of work done before this part.
+        total: Units of work of the whole benchmark.
+    """
+    return lambda done, _: on_progress(before + done, total)

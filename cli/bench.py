@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from mlx_redrafter.cli.bench_compare import compare
+from mlx_redrafter.cli.bench_sweep import sweep
+from mlx_redrafter.cli.bench_throughput import throughput
 from mlx_redrafter.cli.typer_app import Application
 
-app = Application(no_args_is_help=True)
+app = Application(help="Measure the speed of drafting on this machine.", no_args_is_help=True)
 app.command()(compare)
-
-
-@app.callback()
-def bench() -> None:
-    """Measure the speed of drafting on this machine."""
+app.command()(sweep)
+app.command()(throughput)

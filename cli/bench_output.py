@@ -1,11 +1,13 @@
-"""Parsers, and output of results, for the benchmark commands."""
+"""Parsers of lists, and output of results, for the benchmark commands."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
     from mlx_redrafter.bench.timing import MedianEstimate
 
+# Maximum length of a list of numbers; every number costs at least one measurement.
+MAX_NUMBERS = 1000
+
 
 def parse_count(text: str) -> int:
     """Parse a number such as 200000, 150M or 0.2B."""
@@ -31,6 +36,44 @@ def parse_count(text: str) -> int:
     if match is None or number <= 0:
         raise ConfigError(f"expected a number such as 200000, 150M or 0.2B, got {text!r}")
     return int(number * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """Parse numbers such as 1,2,4-6, each at least 1, at most `MAX_NUMBERS` of them.
+
+    Raises:
+        ConfigError: The text is no such list, or too long.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
+        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+            raise ConfigError(f"expected numbers such as 1,2,4-6, got {text!r}")
+        span = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(numbers) + len(span) > MAX_NUMBERS:
+            raise ConfigError(f"expected a list of at most {MAX_NUMBERS} numbers, got {text!r}")
+        numbers.extend(span)
+    return tuple(dict.fromkeys(numbers))
+
+
+def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Parse names such as top_n,beam, each one of ``allowed``."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"expected some of {', '.join(allowed)}, got {name!r}")
+    return names
+
+
+def parse_temps(text: str) -> tuple[float, ...]:
+    """Parse temperatures such as 0,0.7,1, each 0 or more and finite."""
+    try:
+        temps = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
+    if not all(0 <= temp < math.inf for temp in temps):
+        raise ConfigError(f"temperatures must be 0 or more and finite, got {text!r}")
+    return temps
 
 
 def parse_shapes(text: str) -> list[DraftPlan]:
@@ -48,6 +91,17 @@ def parse_shapes(text: str) -> list[DraftPlan]:
         select: Selection = "beam" if match[1] else "top_n"
         plans.append(DraftPlan.of(int(match[2]), int(match[3]), nodes, select))
     return list(dict.fromkeys(plans))
+
+
+def draw(plot: Callable[[], Sequence[Path]]) -> None:
+    """Draw plots and print their paths, or the reason if they cannot be drawn."""
+    from mlx_redrafter.bench.plots import PlotError
+
+    try:
+        for path in plot():
+            typer.echo(f"plot: {path}", err=True)
+    except PlotError as error:
+        typer.echo(f"note: {error}", err=True)
 
 
 def refuse_texts(num_different: int) -> None:

@@ -14,12 +14,11 @@ import mlx.core as mx
 import mlx_lm
 
 from mlx_redrafter.bench.lab.cases import ENGLISH, SOURCE_CODE
-from mlx_redrafter.bench.lab.rounds import part_of
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, Arm, CommonSettings, EncodedPrompt
 from mlx_redrafter.bench.timing import OnProgress
-from mlx_redrafter.bench.turns import decode_in_turns, make_turns
+from mlx_redrafter.bench.turns import decode_in_turns, make_turns, part_of
 from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate
 

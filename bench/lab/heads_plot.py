@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.bench.lab.figures import SPEED, figure, machine_name, sampling_name
 from mlx_redrafter.bench.lab.heads import Heads
 from mlx_redrafter.bench.lab.pooled_heads import PooledHead, Spread, pool
+from mlx_redrafter.bench.plots import SPEED, figure, machine_name, sampling_name
 from mlx_redrafter.errors import RedrafterError
 
 TOKENS = "tokens/step of the default"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.prompts import encode_prompts, read_prompts, select_prompts
-from mlx_redrafter.bench.result_file import pair_names
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
+from mlx_redrafter.cli.bench_options import describe_pair as describe
 from mlx_redrafter.cli.bench_output import parse_shapes
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
@@ -19,8 +18,6 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.redrafter.network import Drafter
 
-# Maximum length of a list of numbers; every number costs at least one measurement.
-MAX_NUMBERS = 1000
 PROMPT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age "
     "of foolishness, and the old man who lived by the sea said to his daughter:"
@@ -64,44 +61,6 @@ def parse_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-def parse_ints(text: str) -> tuple[int, ...]:
-    """Parse numbers such as 1,2,4-6, each at least 1, at most `MAX_NUMBERS` of them.
-
-    Raises:
-        ConfigError: The text is no such list, or too long.
-    """
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
-        if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-            raise ConfigError(f"expected numbers such as 1,2,4-6, got {text!r}")
-        span = range(int(match[1]), int(match[2] or match[1]) + 1)
-        if len(numbers) + len(span) > MAX_NUMBERS:
-            raise ConfigError(f"expected a list of at most {MAX_NUMBERS} numbers, got {text!r}")
-        numbers.extend(span)
-    return tuple(dict.fromkeys(numbers))
-
-
-def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Parse names such as top_n,beam, each one of ``allowed``."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"expected some of {', '.join(allowed)}, got {name!r}")
-    return names
-
-
-def parse_temps(text: str) -> tuple[float, ...]:
-    """Parse temperatures such as 0,0.7,1, each 0 or more and finite."""
-    try:
-        temps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
-    if not all(0 <= temp < math.inf for temp in temps):
-        raise ConfigError(f"temperatures must be 0 or more and finite, got {text!r}")
-    return temps
-
-
 def add_pair(parser: ArgumentParser) -> None:
     """Add the options of a target and its drafter."""
     parser.add_argument("--model", help="folder or repository of the target; default: bundled")
@@ -129,8 +88,7 @@ def load_recurrent_pair(arguments: Namespace) -> tuple[Any, Any, Drafter]:
 
 def describe_pair(arguments: Namespace, drafter: Any) -> dict[str, Any]:
     """Describe the pair for a result; ``drafter`` is the loaded one."""
-    pair = Pair(arguments.model, arguments.drafter)
-    return pair_names(pair.model, pair.drafter_name, drafter)
+    return describe(Pair(arguments.model, arguments.drafter), drafter)
 
 
 def add_prompts(parser: ArgumentParser) -> None:

@@ -18,8 +18,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
 
 from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, filled_cache
-from mlx_redrafter.bench.lab.rounds import take_turns
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, timed
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns, timed
 from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request

@@ -8,116 +8,11 @@ from typing import Any
 
 from mlx_redrafter.bench.lab.caches import ONE, TREE, CacheCost
 from mlx_redrafter.bench.lab.endurance import TIME_RATIO, Window
-from mlx_redrafter.bench.lab.figures import SELECTIONS, SPEED, figure, sampling_name
 from mlx_redrafter.bench.lab.profile import Profile
 from mlx_redrafter.bench.lab.regret import Regret
-from mlx_redrafter.bench.lab.sweep import Point
-from mlx_redrafter.bench.lab.throughput import Throughput
+from mlx_redrafter.bench.plots import SELECTIONS, SPEED, figure
 from mlx_redrafter.bench.runs import AUTO, STOCK
 from mlx_redrafter.bench.timing import MedianEstimate
-
-# Lowest speed, by mlx-lm's, at the end of the colour scale.
-SLOWEST = 0.5
-
-
-def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
-    """Draw a map of the speed by width and length for every group of points.
-
-    Args:
-        folder: Folder for the PNG files.
-        points: Results of a sweep.
-        heading: Title, of `title`.
-
-    Returns:
-        The files.
-
-    Raises:
-        PlotError: matplotlib is not installed.
-    """
-    groups = _groups(points)
-    files = []
-    for name, group in groups.items():
-        path = folder / f"speedup {name}.png".replace(", ", " ").replace(" ", "-")
-        with figure(path, heading) as axes:
-            _map(axes, group)
-            axes.set_title(name, fontsize=10)
-        files.append(path)
-    return files
-
-
-def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
-    """Draw tokens per second, and the time per token of a sequence, by batch size."""
-    with figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
-        for name in dict.fromkeys(one.way for one in found):
-            mine = [one for one in found if one.way == name]
-            sizes = [one.batch_size for one in mine]
-            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".")
-            times = [1e3 * one.latency.median for one in mine]
-            latency.plot(sizes, times, marker=".", label=name)
-        throughput.set_ylabel("tokens/s of the batch")
-        latency.set_ylabel("ms per token of a sequence")
-        latency.set_xlabel("sequences in a batch")
-        sizes = sorted({one.batch_size for one in found})
-        for axes in (throughput, latency):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, map(str, sizes))
-            axes.set_ylim(bottom=0)
-        latency.legend(loc="upper left")
-    return path
-
-
-def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Group points that differ only in width and length, under a description of the rest."""
-    shapes: dict[tuple[Any, ...], set[int]] = {}
-    for point in points:
-        shape = point.plan.shape
-        shapes.setdefault((point.dtype, point.temp, shape), set()).add(point.plan.num_nodes)
-    has_nodes = any(len(counts) > 1 for counts in shapes.values())
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        name = SELECTIONS[point.plan.shape.select]
-        if has_nodes and point.plan.shape.select == "top_n":
-            name += f", {point.plan.num_nodes} nodes"
-        groups.setdefault(f"{name}, {point.dtype}, {sampling_name(point.temp)}", []).append(point)
-    return groups
-
-
-def _map(axes: Any, points: Sequence[Point]) -> None:
-    """Draw speeds by width and length, coloured around mlx-lm's speed; frame the best."""
-    from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.patches import Rectangle
-
-    widths = sorted({point.plan.shape.width for point in points})
-    lengths = sorted({point.plan.shape.length for point in points})
-    speeds = {
-        (widths.index(point.plan.shape.width), lengths.index(point.plan.shape.length)): (
-            point.row.speedup.median
-        )
-        for point in points
-        if point.row.speedup is not None
-    }
-    cells = [
-        [speeds.get((column, row), float("nan")) for column in range(len(widths))]
-        for row in range(len(lengths))
-    ]
-    slowest, fastest = min(speeds.values(), default=1.0), max(speeds.values(), default=1.0)
-    norm = TwoSlopeNorm(1.0, min(SLOWEST, slowest), max(1.01, fastest))
-    image = axes.imshow(cells, cmap="RdBu", norm=norm, origin="lower", aspect="auto")
-    best = max(speeds, key=speeds.__getitem__, default=None)
-    for place, speed in speeds.items():
-        is_dark = abs(norm(speed) - 0.5) > 0.3
-        axes.text(
-            *place, f"{speed:.2f}", ha="center", va="center", fontsize=11,
-            color="white" if is_dark else "black", weight="bold" if place == best else "normal",
-        )  # fmt: skip
-    if best is not None:
-        corner = (best[0] - 0.47, best[1] - 0.46)
-        axes.add_patch(Rectangle(corner, 0.94, 0.92, fill=False, edgecolor="black", linewidth=3))
-    axes.figure.colorbar(image, ax=axes, label=SPEED)
-    axes.set_xticks(range(len(widths)), widths)
-    axes.set_yticks(range(len(lengths)), lengths)
-    axes.set_xlabel("beam width, W")
-    axes.set_ylabel("beam length, L")
 
 
 def plot_profile(folder: Path, found: Profile, heading: str) -> list[Path]:

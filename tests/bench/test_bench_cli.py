@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from mlx_redrafter.bench.lab.options import parse_ints, parse_names
-from mlx_redrafter.cli.bench_output import parse_count, parse_shapes
+from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_names, parse_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from tests.bench.commands import PROMPTS, run, run_lab
@@ -96,7 +95,7 @@ def test_sweep(folders, tmp_path):
         "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 5, "-o", out,
         "--widths", "1-2", "--lengths", "2-3", "--repeats", 1, "--temps", "0,0.8",
     )  # fmt: skip
-    run_lab("sweep", *options)
+    run("sweep", *options)
     result = json.loads((out / "sweep.json").read_text())
     assert len(result["points"]) == 2 * 8
     assert {point["row"]["num_different"] for point in result["points"]} == {0}
@@ -128,7 +127,7 @@ def test_sweep_without_matplotlib(folders, tmp_path, monkeypatch):
     prompts.write_text("abc")
     options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts, "-m", 3)
     out = tmp_path / "sweep"
-    text = run_lab("sweep", *options, "-o", out, "--widths", 1, "--lengths", 2, "--repeats", 1)
+    text = run("sweep", *options, "-o", out, "--widths", 1, "--lengths", 2, "--repeats", 1)
     assert "install mlx-redrafter[plot]" in text
     assert (out / "sweep.json").exists()
 

@@ -1,8 +1,9 @@
 """What plots show is chosen from the results; that they are drawn is tested with their commands."""
 
-from mlx_redrafter.bench.lab.plots import _arm, _groups
-from mlx_redrafter.bench.lab.sweep import Point
+from mlx_redrafter.bench.lab.plots import _arm
+from mlx_redrafter.bench.plots import _groups
 from mlx_redrafter.bench.report import Row
+from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.draft_plan import DraftPlan
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlx_redrafter.bench.lab.sweep import Grid
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import TimedRun
+from mlx_redrafter.bench.sweep import Grid
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from mlx_redrafter.bench.lab import throughput
+from mlx_redrafter.bench import throughput
 from mlx_redrafter.bench.lab.tables import fill
-from tests.bench.commands import PROMPTS, run_lab
+from tests.bench.commands import PROMPTS, run
 
 
 def test_every_way_with_several_texts(folders, tmp_path):
     target, drafter = folders
     prompts, out = tmp_path / "p.txt", tmp_path / "t.json"
     prompts.write_text(PROMPTS)
-    run_lab(
+    run(
         "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6,
         "--batch-sizes", "3", "--shapes", "2x3", "--rounds", 1, "-o", out,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def test_sizes_that_are_measured_are_kept(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(throughput, "_stock_method", break_down)
     with pytest.raises(RuntimeError, match="power cut"):
-        run_lab(
+        run(
             "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 4,
             "--batch-sizes", "1,2", "--shapes", "2x3", "--rounds", 1, "-o", out,
         )  # fmt: skip

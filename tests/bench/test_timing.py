@@ -2,8 +2,7 @@
 
 import pytest
 
-from mlx_redrafter.bench.lab.rounds import take_turns
-from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.bench.timing import estimate, take_turns
 
 
 def test_every_round_starts_with_another_job():

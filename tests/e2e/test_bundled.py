@@ -85,10 +85,10 @@ def test_check_passes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("pair")
 def test_bench_measures_the_pair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, prompts = tmp_path / "compare.json", tmp_path / "prompts.txt"
+    out, prompts = tmp_path / "throughput.json", tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time")
-    options = ("--shapes", "1x5", "--repeats", 1, "-m", 8)
-    result = run(capsys, "bench", "compare", "--prompts", prompts, *options, "--out", out)
+    options = ("--batch-sizes", 1, "--shapes", "1x5", "--rounds", 1, "-m", 8)
+    result = run(capsys, "bench", "throughput", "--prompts", prompts, *options, "--out", out)
     assert result.code == 0
     configuration = json.loads(out.read_text())["configuration"]
     assert (configuration["model"], configuration["drafter"]) == ("bundled", "bundled")

@@ -52,7 +52,9 @@ COMMANDS: dict[str, list[str]] = {
     "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
     "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
     "convert inspect": ["drafter"],
+    "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
 }
 
 
@@ -311,8 +313,12 @@ def test_damaged_sources(
 
 
 COMPARE = ["bench", "compare", *COMMANDS["bench compare"]]
+SWEEP = ["bench", "sweep", *COMMANDS["bench sweep"], "--out", "new"]
 # A benchmark that ends in seconds.
-MEASURE = [*COMPARE, "--shapes", "1x3", "-m", "2", "--repeats", "1"]
+MEASURE = [
+    *("bench", "throughput", *COMMANDS["bench throughput"]),
+    *("--batch-sizes", "1", "--shapes", "1x3", "-m", "2", "--rounds", "1"),
+]
 WORDS: dict[str, list[str]] = {
     "a prompt of nothing": ["generate", "--ignore-chat-template", "-p", ""],
     "a check of nothing": ["check", "-p", ""],
@@ -336,6 +342,7 @@ WORDS: dict[str, list[str]] = {
     ],
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
     "a size of words": ["advise", "model", "--tokens", "large"],
+    "widths without end": [*SWEEP, "--widths", "1-99999999"],
     "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
     "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
     "a result that is no text": [*COMPARE, "--out", "bytes.txt", "--resume"],

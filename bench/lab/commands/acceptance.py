@@ -16,14 +16,20 @@ from mlx_redrafter.bench.lab.options import (
     describe_rounds,
     load_pair,
     make_settings,
-    parse_temps,
     read_given_prompts,
 )
-from mlx_redrafter.bench.lab.sweep import Grid, sweep
 from mlx_redrafter.bench.prompts import describe_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
-from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, speed_table, warn
+from mlx_redrafter.bench.sweep import Grid, sweep
+from mlx_redrafter.cli.bench_output import (
+    parse_temps,
+    progress,
+    refuse_texts,
+    show,
+    speed_table,
+    warn,
+)
 
 
 def add_options(parser: ArgumentParser) -> None:

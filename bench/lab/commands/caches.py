@@ -9,12 +9,12 @@ from rich.table import Table
 
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.lab.caches import MODELS, ONE, CacheCost, measure_caches
-from mlx_redrafter.bench.lab.figures import draw, machine_name
-from mlx_redrafter.bench.lab.options import add_out, at_least, parse_ints
+from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.lab.plots import plot_caches
+from mlx_redrafter.bench.plots import machine_name
 from mlx_redrafter.bench.result_file import checkpoint_name, new_result, write_result
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.cli.bench_output import progress, show, warn
+from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 
 

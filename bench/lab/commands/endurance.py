@@ -13,7 +13,6 @@ from rich.table import Table
 
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.lab.endurance import FIXED, Window, endure, judge
-from mlx_redrafter.bench.lab.figures import draw, title
 from mlx_redrafter.bench.lab.options import (
     PROMPT,
     add_out,
@@ -24,9 +23,10 @@ from mlx_redrafter.bench.lab.options import (
     read_plan,
 )
 from mlx_redrafter.bench.lab.plots import plot_endurance
+from mlx_redrafter.bench.plots import title
 from mlx_redrafter.bench.result_file import new_result, write_result
 from mlx_redrafter.bench.runs import STOCK
-from mlx_redrafter.cli.bench_output import progress, show, warn
+from mlx_redrafter.cli.bench_output import draw, progress, show, warn
 from mlx_redrafter.engine.prompt_encoding import encode_question
 
 

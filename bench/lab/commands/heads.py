@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from mlx_redrafter.bench.lab.figures import count_texts, draw, title
 from mlx_redrafter.bench.lab.heads import Head, Heads, compare_heads
 from mlx_redrafter.bench.lab.heads_plot import plot_heads
 from mlx_redrafter.bench.lab.options import (
@@ -23,15 +22,15 @@ from mlx_redrafter.bench.lab.options import (
     at_least,
     describe_rounds,
     make_settings,
-    parse_temps,
     read_given_prompts,
 )
+from mlx_redrafter.bench.plots import count_texts, title
 from mlx_redrafter.bench.prompts import describe_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
 from mlx_redrafter.bench.result_file import checkpoint_name
 from mlx_redrafter.checkpoints.loading import load
-from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, warn
+from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.train import RUN_FILE, RunOptions
 from mlx_redrafter.decoding.protocols import Proposer

@@ -6,8 +6,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from mlx_redrafter.bench.lab.figures import draw
 from mlx_redrafter.bench.lab.heads_plot import plot_results
+from mlx_redrafter.cli.bench_output import draw
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -7,7 +7,6 @@ from argparse import ArgumentParser, Namespace
 from rich.table import Table
 
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
-from mlx_redrafter.bench.lab.figures import draw, title
 from mlx_redrafter.bench.lab.options import (
     add_out,
     add_pair,
@@ -15,13 +14,13 @@ from mlx_redrafter.bench.lab.options import (
     at_least,
     describe_pair,
     load_recurrent_pair,
-    parse_ints,
     read_plan,
 )
 from mlx_redrafter.bench.lab.plots import plot_profile
 from mlx_redrafter.bench.lab.profile import Profile, VerifyCost, profile
+from mlx_redrafter.bench.plots import title
 from mlx_redrafter.bench.result_file import new_result, write_result
-from mlx_redrafter.cli.bench_output import progress, show, warn
+from mlx_redrafter.cli.bench_output import draw, parse_ints, progress, show, warn
 from mlx_redrafter.draft_plan import DraftPlan
 
 TOKENS = "1,2,3,4,5,6,8,9,10,12,15,16,20,24,32"

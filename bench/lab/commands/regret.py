@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from mlx_redrafter.bench.lab.figures import count_texts, draw, title
 from mlx_redrafter.bench.lab.options import (
     add_out,
     add_pair,
@@ -22,10 +21,11 @@ from mlx_redrafter.bench.lab.options import (
 )
 from mlx_redrafter.bench.lab.plots import plot_regret
 from mlx_redrafter.bench.lab.regret import measure_regret
+from mlx_redrafter.bench.plots import count_texts, title
 from mlx_redrafter.bench.prompts import describe_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
-from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, speed_table, warn
+from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, speed_table, warn
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -14,10 +14,9 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.bench.lab.rounds import part_of, take_turns
 from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, CommonSettings, EncodedPrompt
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
-from mlx_redrafter.bench.turns import arm_name, reference_arm
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns
+from mlx_redrafter.bench.turns import arm_name, part_of, reference_arm
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 

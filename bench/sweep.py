@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.bench.lab.rounds import part_of
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
@@ -26,7 +25,13 @@ from mlx_redrafter.bench.runs import (
     stock_arm,
 )
 from mlx_redrafter.bench.timing import OnProgress
-from mlx_redrafter.bench.turns import arm_name, decode_in_turns, make_turns, reference_arm
+from mlx_redrafter.bench.turns import (
+    arm_name,
+    decode_in_turns,
+    make_turns,
+    part_of,
+    reference_arm,
+)
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError

@@ -1,0 +1,189 @@
+"""Plots of results as PNG files. Only this module needs the extra ``plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import get_total_parameters
+
+from mlx_redrafter.bench.runs import STOCK
+from mlx_redrafter.bench.sweep import Point
+from mlx_redrafter.bench.throughput import Throughput
+from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.errors import RedrafterError
+
+NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"
+# Width and height of a plot, in inches.
+SIZE = (7.5, 5.0)
+# Label of speeds.
+SPEED = f"times as fast as {STOCK}"
+# Names of selections in titles.
+SELECTIONS = {"top_n": "best nodes", "beam": "merged beams"}
+# Lowest speed, by mlx-lm's, at the end of the colour scale.
+SLOWEST = 0.5
+
+
+class PlotError(RedrafterError):
+    """A plot cannot be drawn on this machine."""
+
+
+def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
+    """Make the title of a plot: model, size, machine and texts.
+
+    Args:
+        result: The result, with its configuration and machine.
+        model: The target.
+        texts: Description of the decoded texts, if there are any.
+    """
+    size = get_total_parameters(model)
+    short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
+    line = f"{result['configuration']['model']}, {short} parameters, on {machine_name(result)}"
+    return f"{line}\n{texts}" if texts else line
+
+
+def machine_name(result: Mapping[str, Any]) -> str:
+    """Name the processor of a result's machine."""
+    machine = result["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores"
+
+
+def count_texts(configuration: Mapping[str, Any]) -> str:
+    """Describe the texts of a benchmark with prompts, for its title."""
+    repeats = f"{configuration['repeats']} x {configuration['max_tokens']} tokens each"
+    temp = configuration.get("temp")  # a sweep has several
+    return f"{len(configuration['prompts'])} prompts, {repeats}" + (
+        "" if temp is None else f", {sampling_name(temp)}"
+    )
+
+
+def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
+    """Draw a map of the speed by width and length for every group of points.
+
+    Args:
+        folder: Folder for the PNG files.
+        points: Results of a sweep.
+        heading: Title, of `title`.
+
+    Returns:
+        The files.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    groups = _groups(points)
+    files = []
+    for name, group in groups.items():
+        path = folder / f"speedup {name}.png".replace(", ", " ").replace(" ", "-")
+        with figure(path, heading) as axes:
+            _map(axes, group)
+            axes.set_title(name, fontsize=10)
+        files.append(path)
+    return files
+
+
+def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
+    """Draw tokens per second, and the time per token of a sequence, by batch size."""
+    with figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
+        for name in dict.fromkeys(one.way for one in found):
+            mine = [one for one in found if one.way == name]
+            sizes = [one.batch_size for one in mine]
+            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".")
+            times = [1e3 * one.latency.median for one in mine]
+            latency.plot(sizes, times, marker=".", label=name)
+        throughput.set_ylabel("tokens/s of the batch")
+        latency.set_ylabel("ms per token of a sequence")
+        latency.set_xlabel("sequences in a batch")
+        sizes = sorted({one.batch_size for one in found})
+        for axes in (throughput, latency):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.set_ylim(bottom=0)
+        latency.legend(loc="upper left")
+    return path
+
+
+def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Group points that differ only in width and length, under a description of the rest."""
+    shapes: dict[tuple[Any, ...], set[int]] = {}
+    for point in points:
+        shape = point.plan.shape
+        shapes.setdefault((point.dtype, point.temp, shape), set()).add(point.plan.num_nodes)
+    has_nodes = any(len(counts) > 1 for counts in shapes.values())
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        name = SELECTIONS[point.plan.shape.select]
+        if has_nodes and point.plan.shape.select == "top_n":
+            name += f", {point.plan.num_nodes} nodes"
+        groups.setdefault(f"{name}, {point.dtype}, {sampling_name(point.temp)}", []).append(point)
+    return groups
+
+
+def sampling_name(temp: float) -> str:
+    """Name greedy decoding or sampling, for a title."""
+    return f"temperature {temp:g}" if temp else "greedy"
+
+
+def _map(axes: Any, points: Sequence[Point]) -> None:
+    """Draw speeds by width and length, coloured around mlx-lm's speed; frame the best."""
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.patches import Rectangle
+
+    widths = sorted({point.plan.shape.width for point in points})
+    lengths = sorted({point.plan.shape.length for point in points})
+    speeds = {
+        (widths.index(point.plan.shape.width), lengths.index(point.plan.shape.length)): (
+            point.row.speedup.median
+        )
+        for point in points
+        if point.row.speedup is not None
+    }
+    cells = [
+        [speeds.get((column, row), float("nan")) for column in range(len(widths))]
+        for row in range(len(lengths))
+    ]
+    slowest, fastest = min(speeds.values(), default=1.0), max(speeds.values(), default=1.0)
+    norm = TwoSlopeNorm(1.0, min(SLOWEST, slowest), max(1.01, fastest))
+    image = axes.imshow(cells, cmap="RdBu", norm=norm, origin="lower", aspect="auto")
+    best = max(speeds, key=speeds.__getitem__, default=None)
+    for place, speed in speeds.items():
+        is_dark = abs(norm(speed) - 0.5) > 0.3
+        axes.text(
+            *place, f"{speed:.2f}", ha="center", va="center", fontsize=11,
+            color="white" if is_dark else "black", weight="bold" if place == best else "normal",
+        )  # fmt: skip
+    if best is not None:
+        corner = (best[0] - 0.47, best[1] - 0.46)
+        axes.add_patch(Rectangle(corner, 0.94, 0.92, fill=False, edgecolor="black", linewidth=3))
+    axes.figure.colorbar(image, ax=axes, label=SPEED)
+    axes.set_xticks(range(len(widths)), widths)
+    axes.set_yticks(range(len(lengths)), lengths)
+    axes.set_xlabel("beam width, W")
+    axes.set_ylabel("beam length, L")
+
+
+@contextmanager
+def figure(
+    path: Path,
+    heading: str,
+    size: tuple[float, float] = SIZE,
+    rows: int = 1,
+    columns: int = 1,
+    shares_x: bool = True,
+) -> Iterator[Any]:
+    """Yield axes to draw on, in rows and columns, then write the file atomically."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(NO_MATPLOTLIB) from error
+    drawn = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(drawn)
+    drawn.suptitle(heading, fontsize=11)
+    yield drawn.subplots(rows, columns, sharex="col" if shares_x else False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save: Callable[[Path], object] = lambda temporary: drawn.savefig(temporary, dpi=120)  # noqa: E731
+    write_atomically(path, save)

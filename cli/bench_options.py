@@ -1,0 +1,99 @@
+"""Options that the commands of ``redrafter-mlx bench`` share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_redrafter.bench.runs import EncodedPrompt
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="JSON file for the result.", show_default=False),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the interrupted benchmark in --out.")
+]
+TextTokens = Annotated[
+    int, typer.Option("--max-tokens", "-m", help="Maximum number of tokens per text.")
+]
+Repeats = Annotated[int, typer.Option(help="Number of rounds per prompt.")]
+PromptFile = Annotated[
+    Path,
+    typer.Option(
+        "--prompts",
+        help='File of prompts: .jsonl as in MT-bench or Spec-Bench, or with "prompt" or '
+        '"text" in each line; or text with empty lines between prompts.',
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts from a file."""
+
+    prompts: PromptFile
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(help="Number of prompts, from all categories alternately; all by default."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.num_prompts is not None:
+            check_int("num_prompts", self.num_prompts, 1)
+
+    def encode(self, tokenizer: Any) -> list[EncodedPrompt]:
+        """Encode the prompts as token ids.
+
+        Raises:
+            ConfigError: The file has no prompts, or the chat template rejects one.
+        """
+        from mlx_redrafter.bench.prompts import encode_prompts, read_prompts, select_prompts
+
+        chosen = select_prompts(read_prompts(self.prompts), self.num_prompts)
+        return encode_prompts(tokenizer, chosen)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Texts that several decoding methods generate in interleaved runs."""
+
+    max_tokens: TextTokens = 128
+    repeats: Repeats = 3
+    cool_down: Annotated[float, typer.Option(help="Seconds to rest before every run.")] = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("max_tokens", self.max_tokens, 1)
+        check_int("repeats", self.repeats, 1)
+        if not 0 <= self.cool_down < math.inf:
+            raise ConfigError(f"cool_down must be 0 seconds or more, got {self.cool_down}")
+
+
+@dataclass(frozen=True)
+class ShortRounds(Rounds):
+    """Fewer and shorter texts, for many methods."""
+
+    max_tokens: TextTokens = 64
+    repeats: Repeats = 2
+
+
+def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:
+    """Describe a pair for a result.
+
+    Args:
+        pair: Names of the target and the drafter.
+        loaded: The loaded drafter.
+    """
+    from mlx_redrafter.bench.result_file import pair_names
+
+    return pair_names(pair.model, pair.drafter_name, loaded)
