@@ -32,7 +32,7 @@ FLAT = 0.3
 # Factor of the scores of a drafter that is surer than it should be.
 SHARP = 3.0
 # Standard deviation of the noise in the weights of a badly trained drafter, in those of a weight.
-NOISE = 0.4
+NOISE = 0.25
 # Share of next tokens that the synthetic drafter knows.
 KNOWN = 0.75
 # Logit of the next token in the synthetic pair; the other logits are noise.

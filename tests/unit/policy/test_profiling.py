@@ -19,7 +19,7 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama
 
-KINDS = (PLAIN, READ, VERIFY[2])
+KINDS = (PLAIN, VERIFY[2], READ)
 
 
 def _proposer() -> Drafter:
@@ -66,6 +66,14 @@ def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
     rounds = _rounds(lambda kind, number, _: 2.0**-number)
     assert len(rounds) == profiling.MAX_ROUNDS
     assert profiling.is_doubtful(rounds)
+
+
+def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
+    """So a single round of a large model, whose turns cannot differ, leaves doubt, too."""
+    usual = {PLAIN: 1.0, VERIFY[2]: 2.0, VERIFY[8]: 2.1, READ: 2.3}
+    assert not profiling.is_doubtful([usual])
+    assert profiling.is_doubtful([usual | {VERIFY[2]: 3.0}])
+    assert profiling.is_doubtful([usual | {PLAIN: 3.0}])
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.3, 3), (0.6, 1), (3.0, 1)])

@@ -10,6 +10,7 @@ import pytest
 
 import mlx_redrafter.engine.engine
 from mlx_redrafter import Drafter, Engine
+from mlx_redrafter.bench.lab.scenarios import step_seconds
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.measured import MOST_RUNS
 from mlx_redrafter.policy import profiling, step_costs
@@ -81,7 +82,7 @@ def test_parts_add_up_to_the_steps_that_were_timed(
         plan = kind.plan
         num_nodes = plan.num_nodes if plan and kind.verifies else 1
         shape = plan and plan.within(max_length).shape
-        found = costs.step(shape, num_nodes, kind.waits)
+        found = step_seconds(costs, shape, num_nodes, kind.waits)
         assert found == pytest.approx(seconds)
     if max_length < 6:
         return
