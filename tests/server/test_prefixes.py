@@ -21,11 +21,12 @@ from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.prefix_store import PrefixStore
-from mlx_redrafter.server.requests import CompletionRequest
+from mlx_redrafter.server.protocols.openai_completions import read
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.test_quantised_rows import wide_config
 from tests.models.test_recurrent import long_config
 from tests.models.tiny_models import VOCAB_SIZE, build, windowed_config
+from tests.property.test_lossless_block import network_for
 from tests.property.test_lossless_eagle import _head
 from tests.server.agent_trace import Trace
 
@@ -44,9 +45,14 @@ def _long(config: dict[str, Any]) -> nn.Module:
     return build({**config, "max_position_embeddings": 4096})
 
 
-def _with_eagle() -> tuple[nn.Module, Any]:
+def _with_eagle(kind: str) -> tuple[nn.Module, Any]:
     model = _llama()
-    return model, _head(model, 3)
+    return model, _head(model, kind)
+
+
+def _with_block(name: str) -> tuple[nn.Module, Any]:
+    model = _llama()
+    return model, network_for(model, name)
 
 
 TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
@@ -54,7 +60,9 @@ KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "plain": lambda: (_llama(), random_drafter(VOCAB_SIZE, 32)),
     "plain without drafts": lambda: (_llama(), None),
     "draft model": lambda: (_llama(), DraftModel(_llama(), TOKENIZER)),
-    "EAGLE": _with_eagle,
+    "EAGLE": lambda: _with_eagle("EAGLE-3"),
+    "EAGLE with windows": lambda: _with_eagle("windows"),
+    "block": lambda: _with_block("DFlash 2"),
     "windows": lambda: (_long(windowed_config("gemma3_text")), "lookup"),
     "chunks": lambda: (_long(windowed_config("llama4")), "lookup"),
     "hybrid": lambda: (build(long_config("qwen3_5")), "lookup"),
@@ -76,11 +84,7 @@ def _write(
     loaded: LoadedModel, prompt: list[int], options: GenerationOptions, owner: str = ""
 ) -> tuple[list[int], int]:
     """Write a text as the worker does; return its tokens and the number of cached ones."""
-    request = CompletionRequest(
-        model=None, options=options, num_texts=1, stops=(), penalties={}, grammar=None,
-        top_logprobs=None, is_streamed=False, shows_usage=False, shows_drafts=False,
-        prompts=[list(prompt)],
-    )  # fmt: skip
+    request, _ = read({"prompt": list(prompt)}, options)
     text = ""
 
     def receive(part: Any) -> None:
