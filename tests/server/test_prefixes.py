@@ -45,33 +45,25 @@ def _long(config: dict[str, Any]) -> nn.Module:
     return build({**config, "max_position_embeddings": 4096})
 
 
-def _with_eagle(kind: str) -> tuple[nn.Module, Any]:
+def _with(make: Callable[..., Any], name: str) -> tuple[nn.Module, Any]:
     model = _llama()
-    return model, _head(model, kind)
-
-
-def _with_block(name: str) -> tuple[nn.Module, Any]:
-    model = _llama()
-    return model, network_for(model, name)
+    return model, make(model, name)
 
 
 TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
 KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "plain": lambda: (_llama(), random_drafter(VOCAB_SIZE, 32)),
-    "plain without drafts": lambda: (_llama(), None),
     "draft model": lambda: (_llama(), DraftModel(_llama(), TOKENIZER)),
-    "EAGLE": lambda: _with_eagle("EAGLE-3"),
-    "EAGLE with windows": lambda: _with_eagle("windows"),
-    "block": lambda: _with_block("DFlash 2"),
+    "EAGLE": lambda: _with(_head, "EAGLE-3"),
+    "block": lambda: _with(network_for, "DFlash 2"),
     "windows": lambda: (_long(windowed_config("gemma3_text")), "lookup"),
     "chunks": lambda: (_long(windowed_config("llama4")), "lookup"),
     "hybrid": lambda: (build(long_config("qwen3_5")), "lookup"),
     "states and windows": lambda: (build(long_config("recurrent_gemma")), None),
-    "layers of both": lambda: (build(long_config("falcon_h1")), None),
     "quantised": lambda: (build(wide_config("phi3")), None),
 }
 # Kinds of which not every position can be continued.
-WITH_STATES = ("windows", "chunks", "hybrid", "states and windows", "layers of both")
+WITH_STATES = ("windows", "chunks", "hybrid", "states and windows")
 
 
 def _load(kind: str, store: PrefixStore) -> LoadedModel:
@@ -123,7 +115,7 @@ def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
     """Hardly a token is processed twice, also after a restart."""
-    num_turns, length = (12, 700) if kind in ("plain", "quantised") else (8, 300)
+    num_turns, length = (10, 500) if kind in ("plain", "quantised") else (6, 200)
     trace = Trace(num_turns, length)
     processed = _replay(kind, tmp_path, trace)
     # Windows and states cannot be shortened, where an answer is repeated otherwise.
