@@ -115,7 +115,7 @@ def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
     """Hardly a token is processed twice, also after a restart."""
-    num_turns, length = (10, 500) if kind in ("plain", "quantised") else (6, 200)
+    num_turns, length = (8, 300)
     trace = Trace(num_turns, length)
     processed = _replay(kind, tmp_path, trace)
     # Windows and states cannot be shortened, where an answer is repeated otherwise.
