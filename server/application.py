@@ -224,7 +224,8 @@ def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Respon
 
 
 def _list_paths(routes: list[Route]) -> str:
-    return ", ".join(route.path for route in routes if route.path.startswith("/v1"))
+    paths = (route.path for route in routes if route.path.startswith(("/v1", "/api")))
+    return ", ".join(dict.fromkeys(paths))
 
 
 async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> Response:
