@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -14,7 +14,7 @@ import typer
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, shared_name
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair
+from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
 from mlx_redrafter.cli.text_options import (
     MODEL,
     AnswerOptions,
@@ -71,6 +71,7 @@ class ServedModels:
             rich_help_panel=MODEL,
         ),
     ] = None
+    yes: Yes = False
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -94,7 +95,7 @@ class ServedModels:
         if self.adapter_path is not None and len(models) > 1:
             raise ConfigError("adapter_path is for a single model; serve one, or leave it out")
         return [
-            WritingPair(model, drafter, self.adapter_path, self.trust_remote_code)
+            WritingPair(model, drafter, self.yes, self.adapter_path, self.trust_remote_code)
             for model, drafter in zip(models, drafters, strict=True)
         ]
 
@@ -190,10 +191,10 @@ class LimitOptions:
     max_running: Annotated[int, _limit_option("max_running")] = Limits.max_running
     max_waiting: Annotated[int, _limit_option("max_waiting")] = Limits.max_waiting
     max_context: Annotated[int, _limit_option("max_context")] = Limits.max_context
-    prompt_cache_size: Annotated[int, _limit_option("prompt_cache_size")] = Limits.prompt_cache_size
     prompt_cache_bytes: Annotated[int, _limit_option("prompt_cache_bytes")] = (
         Limits.prompt_cache_bytes
     )
+    prompt_disk_bytes: Annotated[int, _limit_option("prompt_disk_bytes")] = Limits.prompt_disk_bytes
     max_model_bytes: Annotated[int, _limit_option("max_model_bytes")] = Limits.max_model_bytes
     keep_alive: Annotated[float, _limit_option("keep_alive")] = Limits.keep_alive
 
@@ -211,9 +212,6 @@ def serve(
     """
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
     checked = Limits(**vars(limits))
-    if defaults.quantisation is not None:
-        # A kept cache may be quantised at a length at which the next text would not quantise yet.
-        checked = replace(checked, prompt_cache_size=0)
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"serve needs {name}: pip install 'mlx-redrafter[server]'")
@@ -225,16 +223,18 @@ def serve(
     pairs = models.pairs()
     served = _name_models(pairs, address.model_name)
 
-    from mlx_redrafter.server.models import LoadedModel, Models
+    from mlx_redrafter.measured import cache_folder
+    from mlx_redrafter.server.models import Models
     from mlx_redrafter.server.worker import Worker
 
-    if len(served) == 1:
-        served[0].loaded = LoadedModel(served[0].load(), checked)
     callers = Callers(
         address.host, address.allow_host or (), address.allow_origin or (), address.api_key
     )
     worker = Worker(checked)
-    known = Models(served, checked, worker.is_busy, address.strict_names)
+    folder = cache_folder() / "prompts"
+    known = Models(served, defaults, checked, worker.is_busy, address.strict_names, folder)
+    if len(served) == 1:
+        known.load(served[0])
     application = Endpoints(known, worker, defaults, checked, callers).application()
     server = make_server(application, checked.client_timeout, GRACE_SECONDS, worker.end)
     # uvicorn raises the signals again after an orderly end.
@@ -274,8 +274,8 @@ def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
         folder = None if pair.model is None else Path(pair.model).expanduser()
-        drafter = pair.drafter_name or "bundled"
-        found[name] = Model(name, partial(_load, pair), folder, drafter)
+        model = Model(name, partial(_load, pair), folder, pair.drafter or "auto")
+        found[name] = model
     return list(found.values())
 
 

@@ -18,7 +18,7 @@ from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, fill
 from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
 from mlx_redrafter.convert.shapes import check_dtypes
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.weights import read_weights
+from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
@@ -54,7 +54,7 @@ def describe_eagle(source: Source, eagle: Eagle) -> str:
 
 def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
     """Create a head of the right sizes without weights, and map the names of its weights."""
-    names = own_names(source.tensors)
+    names = own_names(source.config, source.tensors)
     shapes = {own: source.tensors[name].shape for own, name in names.items()}
     eagle = build(Eagle, eagle_config(source.config, shapes))
     check_shapes(eagle, shapes, source.name, names)

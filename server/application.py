@@ -115,6 +115,7 @@ class Endpoints:
         yield
         unloading.cancel()
         await asyncio.to_thread(self._worker.stop)
+        await asyncio.to_thread(self._models.store.close)
 
     def _both(
         self,
@@ -154,8 +155,7 @@ class Endpoints:
 
     async def _metrics(self, request: Request) -> Response:
         worker = self._worker
-        loaded = [model.loaded for model in self._models if model.loaded is not None]
-        cached = sum(one.prefixes.nbytes for one in loaded)
+        cached = self._models.store.nbytes
         text = worker.counters.render(**worker.gauges(), prompt_cache_bytes=cached)
         return Response(text, media_type="text/plain")
 
@@ -192,6 +192,7 @@ class Endpoints:
     ) -> Response:
         model, loaded, fitted, prompts = await self.fit(client, request)
         reply = Reply(loaded, fitted, prompts, make_writer(model.name))
+        reply.job.owner = self._callers.identify(client.headers)
         self._worker.submit(reply.job)
         return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
 
@@ -223,7 +224,8 @@ def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Respon
 
 
 def _list_paths(routes: list[Route]) -> str:
-    return ", ".join(route.path for route in routes if route.path.startswith("/v1"))
+    paths = (route.path for route in routes if route.path.startswith(("/v1", "/api")))
+    return ", ".join(dict.fromkeys(paths))
 
 
 async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ that leads to this machine (DNS rebinding).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable, Sequence
@@ -74,15 +75,18 @@ class Callers:
         """
         if self.key is None:
             return
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-        other = headers.get("x-api-key", "").encode("latin-1")
         expected = self.key.encode()
-        if not (hmac.compare_digest(given, expected) | hmac.compare_digest(other, expected)):
+        if not any([hmac.compare_digest(one, expected) for one in _keys(headers)]):
             raise Refusal(
                 "the key is missing or wrong; send the header Authorization: Bearer KEY",
                 status=401,
                 code="invalid_api_key",
             )
+
+    def identify(self, headers: Headers) -> str:
+        """Return the identity of a client: that of the key it sends."""
+        key = next(filter(None, _keys(headers)), b"")
+        return hashlib.sha256(key).hexdigest()
 
     def _is_own(self, name: str) -> bool:
         names = {self.host.lower(), *map(str.lower, self.hosts)} | LOCAL_HOSTS
@@ -154,6 +158,11 @@ class _Body:
                 while self._is_asked_for and not self._is_whole:
                     await self.receive()
         return self._is_whole
+
+
+def _keys(headers: Headers) -> list[bytes]:
+    bearer = headers.get("authorization", "").removeprefix("Bearer ")
+    return [key.encode("latin-1") for key in (bearer, headers.get("x-api-key", ""))]
 
 
 def _name_of(host: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
@@ -35,6 +36,7 @@ class Job:
 
     Attributes:
         num_cached: Number of prompt tokens found in a cache.
+        owner: Identity of the client, whose prompts no other client may use.
         has_begun: Whether the current text has its first token.
         is_cancelled: Whether the client has gone, or the server ends.
     """
@@ -51,6 +53,7 @@ class Job:
         self.prompts = prompts
         self.receive = receive
         self.num_cached = 0
+        self.owner = ""
         self.has_begun = self.is_cancelled = False
         self._stream: ResponseStream | None = None
         self._parts: Generator[Part] = (part for part in list[Part]())
@@ -62,14 +65,20 @@ class Job:
         if stream is not None:
             stream.cancel()
 
-    def open(self, counters: Counters, on_progress: Callable[[int, int], None]) -> None:
+    def open(
+        self,
+        counters: Counters,
+        on_progress: Callable[[int, int], None],
+        chunk_limit: Callable[[], int],
+    ) -> None:
         """Begin the request, in the worker's thread.
 
         Args:
             counters: Counters to add to.
             on_progress: Function called between the chunks of a prompt.
+            chunk_limit: Function that returns the maximum size of a chunk at present.
         """
-        self._parts = self._write_all(counters, on_progress)
+        self._parts = self._write_all(counters, on_progress, chunk_limit)
 
     def step(self) -> bool:
         """Send the parts of the next step; return whether there were any."""
@@ -83,16 +92,18 @@ class Job:
         """End the request, in the worker's thread."""
         self._parts.close()
 
-    def _write_all(
-        self, counters: Counters, on_progress: Callable[[int, int], None]
-    ) -> Generator[Part]:
+    def _write_all(self, counters: Counters, *rest: Any) -> Generator[Part]:
         for i in range(len(self.prompts) * self.request.num_texts):
             if self.is_cancelled:
                 return
-            yield from self._write(i, counters, on_progress)
+            yield from self._write(i, counters, *rest)
 
     def _write(
-        self, index: int, counters: Counters, on_progress: Callable[[int, int], None]
+        self,
+        index: int,
+        counters: Counters,
+        on_progress: Callable[[int, int], None],
+        chunk_limit: Callable[[], int],
     ) -> Generator[Part]:
         """Yield the parts of one text; keep its cache, even if the text is cancelled."""
         engine, prefixes = self.model.engine, self.model.prefixes
@@ -100,7 +111,9 @@ class Job:
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
         options = replace(request.options, seed=_seed_of(request, index))
-        cache, num_cached = prefixes.take(tokens)
+        num_prompt, step_size = len(tokens), options.prefill_step_size
+        prefix = prefixes.take(tokens, self.owner)
+        num_cached = prefix.length
         if index % request.num_texts == 0:
             self.num_cached += num_cached
         known, new = tokens[:num_cached], tokens[num_cached:]
@@ -108,15 +121,21 @@ class Job:
         counters.totals["cached_tokens_total"] += num_cached
         counters.totals["prefix_hits_total"] += num_cached > 0
         end, stats = "failed", DecodingStats()
+
+        def note(done: int, total: int) -> None:
+            prefix.note(done)
+            on_progress(done, total)
+
         self.has_begun = False
         try:
             self._stream = engine.stream(
                 new,
-                prompt_cache=cache,
+                prompt_cache=prefix.cache,
                 history=[known],
                 logits_processors=_penalties(request, known),
                 grammar=request.grammar,
-                prompt_progress_callback=on_progress,
+                prompt_progress_callback=note,
+                prompt_chunk_size=lambda done: prefix.chunk_size(done, step_size, chunk_limit()),
                 shared=self.model.scheduler,
                 **vars(options),
             )
@@ -133,7 +152,7 @@ class Job:
                         break
                 else:
                     end = "cancelled"
-            prefixes.keep(tokens, cache)
+            prefixes.keep(tokens, num_prompt, prefix, self.owner)
         except GeneratorExit:
             end = "cancelled"
             raise

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,18 @@ from mlx_redrafter.checkpoint_files import named_parameters, weight_files
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
+# Identities of models whose prompts are kept in memory only.
+_numbers = count()
 # Share of the device's memory for models by default; the rest is for caches.
 MEMORY_SHARE = 0.75
 # Names that clients send for whatever model there is; mlx-lm's server knows the second one.
@@ -43,7 +50,8 @@ class LoadedModel:
 
     Args:
         engine: Engine of the model.
-        limits: Limits of the kept prompt caches.
+        options: Options of texts for requests that leave them out.
+        store: Arrays of kept prompts.
 
     Attributes:
         engine: The engine.
@@ -52,9 +60,10 @@ class LoadedModel:
         num_steps: Forward passes that generated them.
     """
 
-    def __init__(self, engine: Engine, limits: Limits):
+    def __init__(self, engine: Engine, options: GenerationOptions, store: PrefixStore):
         self.engine = engine
-        self.prefixes = Prefixes(engine, limits.prompt_cache_size, limits.prompt_cache_bytes)
+        identity = identify(engine) if store.is_on_disk else ""
+        self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
         self.num_tokens = self.num_steps = 0
 
     @cached_property
@@ -102,6 +111,8 @@ class Model:
         self.loaded: LoadedModel | None = None
         self.keep_alive = math.inf
         self.last_used = 0.0
+        # Size of the weights when they were loaded last, in bytes.
+        self._nbytes = 0
 
     def describe(self) -> dict[str, Any]:
         """Return the model's entry in OpenAI's list of models."""
@@ -119,9 +130,14 @@ class Model:
         }
 
     def estimate_bytes(self) -> int:
-        """Estimate the size of the weights from their files; 0 if these are not there yet."""
-        if self.folder is None:
-            return 0
+        """Return the size of the weights, estimated from their files unless it is known.
+
+        0 if the files are not there yet.
+        """
+        if self.loaded is not None and not self._nbytes:
+            self._nbytes = self.loaded.nbytes
+        if self._nbytes or self.folder is None:
+            return self._nbytes
         with suppress(CheckpointError, OSError):
             return sum(path.stat().st_size for path in weight_files(self.folder))
         return 0
@@ -132,19 +148,28 @@ class Models:
 
     Args:
         models: The models. The first one answers requests without a name or with an unknown one.
-        limits: Limits of models and their caches.
+        options: Options of texts for requests that leave them out.
+        limits: Limits of the models and of the kept prompts.
         is_busy: Function that returns whether texts of a loaded model wait or run.
         is_strict: Whether an unknown name is an error.
+        folder: Folder of the prompts kept for the next start; None for none.
+
+    Attributes:
+        store: Arrays of kept prompts.
     """
 
     def __init__(
         self,
         models: Sequence[Model],
+        options: GenerationOptions,
         limits: Limits,
         is_busy: Callable[[LoadedModel], bool] = lambda model: False,
         is_strict: bool = False,
+        folder: Path | None = None,
     ):
+        self.store = PrefixStore(limits.prompt_cache_bytes, folder, limits.prompt_disk_bytes)
         self._models = list(models)
+        self._options = options
         self._limits = limits
         self._is_busy = is_busy
         self._is_strict = is_strict
@@ -189,13 +214,17 @@ class Models:
         """
         model = self.find(name)
         model.last_used = time.monotonic()
-        if model.loaded is None:
+        loaded = model.loaded
+        if loaded is None:
             async with self._loading:
                 if model.loaded is None:
                     await self._make_room(model)
-                    model.loaded = await self._load(model)
+                    await self._load(model)
+                    await self._make_room(model)  # its size is known only now
+                loaded = model.loaded
         model.last_used = time.monotonic()
-        return model, model.loaded
+        assert loaded is not None
+        return model, loaded
 
     def unload(self, model: Model) -> None:
         """Forget a model in memory; its running texts go on to their ends."""
@@ -217,32 +246,66 @@ class Models:
                 elif now - model.last_used > model.keep_alive:
                     self.unload(model)
 
-    async def _load(self, model: Model) -> LoadedModel:
+    def load(self, model: Model) -> None:
+        """Load a model, in any thread.
+
+        Raises:
+            RedrafterError: It cannot be loaded.
+        """
         start = time.monotonic()
+        model.loaded = LoadedModel(model.load(), self._options, self.store)
+        logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
+
+    async def _load(self, model: Model) -> None:
         try:
-            engine = await asyncio.to_thread(model.load)
+            await asyncio.to_thread(self.load, model)
         except RedrafterError as error:
             logger.error("cannot load %s: %s", model.name, error)
             raise Refusal(
-                f"the model {model.name!r} cannot be loaded; see the server's log", status=503
+                f"the model {model.name!r} cannot be loaded; see the server's log",
+                "model",
+                status=503,
+                code="model_not_loaded",
             ) from error
-        logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
-        return LoadedModel(engine, self._limits)
 
     async def _make_room(self, wanted: Model) -> None:
         """Unload the models used least recently until there is memory for another one."""
         limit = self._limits.max_model_bytes or int(MEMORY_SHARE * _device_bytes())
-        needed = wanted.estimate_bytes()
         by_age = sorted(self._models, key=lambda model: model.last_used)
-        kept = [model for model in by_age if model.loaded is not None]
-        while kept and needed + sum(one.loaded.nbytes for one in kept if one.loaded) > limit:
-            oldest = kept.pop(0)
+        others = [model for model in by_age if model.loaded is not None and model is not wanted]
+        while others and sum(one.estimate_bytes() for one in (wanted, *others)) > limit:
+            oldest = others.pop(0)
             left = oldest.loaded
             self.unload(oldest)
             while left is not None and self._is_busy(left):  # its running texts end first
                 await asyncio.sleep(WAIT_SECONDS)
             left = None
             mx.clear_cache()
+
+
+def identify(engine: Engine) -> str:
+    """Identify all on which K/V entries depend: weights, tokenizer, device and versions.
+
+    Blocks until MLX has added up the bits of all weights.
+    """
+    proposer = engine.proposer
+    networks = () if proposer is None else proposer.networks
+    sums = [
+        (name, tensor.shape, str(tensor.dtype), _sum_of_bits(tensor))
+        for module in (engine.target.model, *networks)
+        for name, tensor in named_parameters(module).items()
+    ]
+    words = sorted(engine.tokenizer.get_vocab().items())
+    known = (type(engine.target.model).__module__, type(proposer).__name__, words)
+    device = (str(mx.default_device()), mx.device_info().get("device_name"))
+    versions = [version(name) for name in ("mlx", "mlx-lm")]
+    return repr((sums, known, device, versions, __version__))
+
+
+def _sum_of_bits(tensor: mx.array) -> int:
+    kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+    total: Any = mx.sum(tensor.flatten().view(kinds.get(tensor.itemsize, mx.uint32))).item()
+    return int(total)
 
 
 def _device_bytes() -> int:

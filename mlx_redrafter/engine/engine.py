@@ -107,6 +107,7 @@ class Engine:
         logits_processors: Sequence[LogitsProcessor] | None = None,
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
+        prompt_chunk_size: Callable[[int], int] | None = None,
         history: Sequence[Sequence[int]] = (),
         grammar: Grammar | LateGrammar | None = None,
         shared: Scheduler | None = None,
@@ -125,6 +126,8 @@ class Engine:
                 prompt and the tokens yielded once the iterator has ended or was closed. With
                 ``kv_bits`` it is a list whose layers are replaced by quantised ones, as in mlx-lm.
             prompt_progress_callback: Callback for the prompt tokens processed and their number.
+            prompt_chunk_size: Function that returns the maximum size of the next chunk of the
+                prompt for the number of tokens processed, in place of ``prefill_step_size``.
             history: Token ids of earlier texts that prompt lookup searches, too, such as those
                 that ``prompt_cache`` holds.
             grammar: Grammar of the text, or of its end; it allows every token, after the logits
@@ -145,7 +148,11 @@ class Engine:
         if sampler is not None and chosen.given_sampling:
             given = ", ".join(chosen.given_sampling)
             raise ConfigError(f"sampler= replaces {given}; give one or the other")
-        _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
+        _check_callable(
+            sampler=sampler,
+            prompt_progress_callback=prompt_progress_callback,
+            prompt_chunk_size=prompt_chunk_size,
+        )
         processors = _as_list("logits_processors", logits_processors)
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
@@ -156,6 +163,7 @@ class Engine:
             chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
+            chunk_size=prompt_chunk_size,
         )
         known = [_as_list("history[...]", one) for one in _as_list("history", history)]
         sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
@@ -267,6 +275,7 @@ class Engine:
         options: GenerationOptions,
         on_progress: ProgressCallback = lambda done, total: None,
         leave_as_stock: bool = False,
+        chunk_size: Callable[[int], int] | None = None,
     ) -> Request:
         return Request(
             prompt=encode_prompt(self.tokenizer, prompt),
@@ -275,6 +284,7 @@ class Engine:
             prefill_step_size=options.prefill_step_size,
             on_progress=on_progress,
             leave_as_stock=leave_as_stock,
+            chunk_size=chunk_size,
         )
 
     def _open(

@@ -22,9 +22,10 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import Rank, ranking
-from mlx_redrafter.target.caches.draft_cache import DraftCache
+from mlx_redrafter.proposers.scores import NoiseRank, ranking
+from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftMask
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
+from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -85,13 +86,16 @@ class KvDrafting(ABC, Generic[N]):
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         self._count_flight(flight)
-        rank = ranking(noise if self.couple_noise else None, self.network.row_ids)
+        network = self.network
+        rank = ranking(
+            noise if self.couple_noise else None, network.row_ids, network.coupling_weight
+        )
         expansion = self.expand(flight, plan.shape, rank)
         self._flight = flight
         return build_tree(expansion, flight.root, plan)
 
     @abstractmethod
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         """Score continuations of the bonus token of a pass, which `read_flight` processes.
 
         The other arguments and the result are those of `search`.
@@ -123,6 +127,14 @@ class KvDrafting(ABC, Generic[N]):
         self.length += num_known
         return outputs[num_known + flight.num_accepted]
 
+    def read_level(
+        self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
+    ) -> mx.array:
+        """Process the newest tokens of the beams, (W,), on entries aside; outputs, shape (W, H)."""
+        self.cache.expect_drafts(mask)
+        with tree_positions(positions):
+            return self.forward(features, tokens)
+
     @property
     def _num_unread(self) -> int:
         return sum(tokens.shape[0] for _, tokens in self._unread)
@@ -143,7 +155,7 @@ class KvDrafting(ABC, Generic[N]):
 
     def forward(self, features: mx.array, tokens: mx.array) -> mx.array:
         """Process features and tokens after the entries in the cache; outputs, shape (n, H)."""
-        return self.network(features, self.target.embed(tokens), self.cache.layers)
+        return self.network(features, self.network.embed(tokens, self.target), self.cache.layers)
 
     def _count_flight(self, following: PendingPass | None = None) -> None:
         if self._flight is not None:

@@ -61,7 +61,7 @@ def train_drafter(
         return None
     on_begin()
     remove_leftovers(request.out)
-    corpus = preparation.run()
+    corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
     fingerprint = preparation.target_fingerprint
     identity = _describe_run(request, preparation, corpus)

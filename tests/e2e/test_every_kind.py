@@ -20,6 +20,7 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.helpers import mimo, toy
+from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
@@ -85,6 +86,9 @@ KINDS: dict[str, Callable[[Path], Path | str]] = {
     "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),
     "MTP": lambda folder: "mtp",
     "SpecFormer": write_specformer,
+    "DFlash 2": lambda folder: write_heads(
+        folder, random_block(block_config(VOCAB_SIZE, 32, **LINKS["DFlash 2"]))
+    ),
     "toy": write_toy,
     "draft model": lambda folder: write_model(folder, {**CONFIG, "num_hidden_layers": 1}),
     "lookup": lambda folder: "lookup",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ class Served:
     port: int
     worker: Worker
     engine: Engine
+    models: list[Any]
 
     @property
     def url(self) -> str:
@@ -96,6 +98,7 @@ def serving(
     others: Sequence[Any] = (),
     is_strict: bool = False,
     grace: float = 5,
+    folder: Path | None = None,
 ) -> Iterator[Served]:
     """A server for this block; skips the test where the extra is not installed."""
     pytest.importorskip("starlette", reason=ABSENT)
@@ -108,7 +111,7 @@ def serving(
     limits = Limits() if limits is None else limits
     worker = Worker(limits)
     served = [Model("tiny", lambda: engine), *others]
-    models = Models(served, limits, worker.is_busy, is_strict)
+    models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
     endpoints = Endpoints(models, worker, defaults, limits, callers)
     application = endpoints.application()
@@ -120,7 +123,7 @@ def serving(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(listener.getsockname()[1], worker, engine)
+        yield Served(listener.getsockname()[1], worker, engine, served)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -16,6 +16,9 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -25,10 +28,23 @@ from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer import load as load_specformer
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
+from tests.golden.block_layouts import LAYOUTS, tensors
+from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.mtp import family_config, module_tensors
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
 NUM_FILES = 24
+# One block drafter of each packaging.
+BLOCKS = (
+    "z-lab scales",
+    "incoai",
+    "DeepSpec Gemma 4",
+    "NVIDIA",
+    "SpecForge YaRN",
+    "LFM2.5",
+    "Qwen3.5",
+    "speculators DSpark gated",
+)
 WEIRD: tuple[Any, ...] = (
     None,
     0,
@@ -64,6 +80,18 @@ def specformer_files() -> Files:
     return network.config.to_dict(), named_parameters(network)
 
 
+def block_files(name: str) -> Files:
+    """A published block drafter; values inside its objects are damaged as well."""
+    layout = LAYOUTS[name]
+    return layout.config, {own: mx.array(one) for own, one in tensors(layout).items()}
+
+
+def own_block_files(link: str) -> Files:
+    """A block drafter as `convert` writes it."""
+    network = random_block(block_config(24, 8, head_dim=4, **LINKS[link]))
+    return network.config.to_dict(), named_parameters(network)
+
+
 def mtp_files(model_type: str) -> Files:
     """A published module without the rest of its model."""
     config = family_config(model_type)
@@ -81,6 +109,8 @@ SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], KvNetwork]]] = {
     "EAGLE-1": (lambda: eagle_files(1), load_eagle),
     "EAGLE-3": (lambda: eagle_files(3), load_eagle),
     "SpecFormer": (specformer_files, load_specformer),
+    **{name: (partial(block_files, name), load_block) for name in BLOCKS},
+    "DFlash 2, converted": (lambda: own_block_files("DFlash 2"), load_block),
     "mimo": (lambda: mtp_files("mimo"), load_mtp),
     "deepseek_v3": (lambda: mtp_files("deepseek_v3"), load_mtp),
     "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
@@ -99,6 +129,10 @@ def damage(files: Files, chance: random.Random) -> Files:
     for _ in range(chance.randint(1, 3)):
         name, key = chance.choice(sorted(tensors)), chance.choice(sorted(config))
         tensor = tensors[name]
+        if isinstance(config[key], dict) and config[key] and chance.random() < 0.7:
+            inner = chance.choice(sorted(config[key]))
+            config[key] = {**config[key], inner: chance.choice(WEIRD)}
+            continue
         match chance.randrange(9):
             case 0 | 1 | 2:
                 config[key] = chance.choice(WEIRD)
@@ -153,10 +187,16 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
     count = 1
     if isinstance(network, Eagle):
         count = network.config.num_captured
-    elif isinstance(network, SpecFormer):
+    elif isinstance(network, (SpecFormer, BlockNetwork)):
         count = len(network.config.captured_layers)
     rows = network.fuse(mx.ones((2, hidden * count)))
-    outputs = network(rows, mx.ones((2, hidden)), network.make_cache())
+    caches = network.make_cache()
+    outputs = network(rows, mx.ones((2, hidden)), caches)
+    if isinstance(network, BlockNetwork):
+        root, block = mx.array([2]), mx.ones((1, network.config.block_size, hidden))
+        place = 2, 2, root, block.shape[1]
+        around = DecodingSurroundings(network.layers, caches, rows[None, :1], *place)
+        outputs = network.outputs(block, around)
     mx.eval(network.slots(outputs, 2) if isinstance(network, SpecFormer) else outputs)
     return None
 

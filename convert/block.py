@@ -1,0 +1,109 @@
+"""Conversion of block drafters.
+
+Trainers disagree which entry of a block predicts the first draft, and whether a layer's number
+means its input or its output. So the self-test also tries the other entry and the neighbouring
+layers, and the result has what the target clearly accepts more often.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
+from mlx_redrafter.convert.publication import PROVENANCE_KEY
+from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all
+from mlx_redrafter.convert.source import Source
+from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.fit_block import calibrate, predict
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.block.published import block_config, own_names
+from mlx_redrafter.proposers.checkpoint import check_shapes
+from mlx_redrafter.proposers.fit import ReadSequence
+from mlx_redrafter.proposers.layer_sizes import build
+from mlx_redrafter.target.target import Target
+
+
+def inspect_block(source: Source) -> tuple[str, BlockConfig]:
+    """Describe the kind of a block drafter, and read its config, which its tensors must fit."""
+    names = own_names(source.shapes)
+    shapes = {own: source.shapes[name] for own, name in names.items()}
+    config = block_config(source.config, shapes)
+    if config.draft_vocab_size is None:
+        shapes.pop("token_ids", None)  # a table of the whole vocabulary
+    check_shapes(build(BlockNetwork, config), shapes, source.name, names)
+    origin = ", written by this converter" if PROVENANCE_KEY in source.config else ""
+    return f"a {config.name} drafter{origin}", config
+
+
+def convert_block(source: Source, options: ConversionOptions) -> ConvertedDrafter:
+    """Convert a block drafter; see `conversion.convert_drafter`."""
+    network = load_block(source.folder)
+    finish_loaded(network, source.name, own_names(source.tensors), options)
+    if options.target is None:
+        return ConvertedDrafter(network, network.config.name, None)
+    measured, note = _test(network, options.target)
+    return ConvertedDrafter(network, network.config.name, measured, [note], measured.warnings())
+
+
+def _test(network: BlockNetwork, name: str | Path) -> tuple[SelfTest, str]:
+    """Choose the reading of the config that the target accepts most, and calibrate with it."""
+    model, tokenizer, _ = load(name)
+    target = Target(model)
+    network.check_fit(target, tokenizer)
+    readings = dict(_readings(network.config, len(target.blocks)))
+    layers = sorted({layer for config in readings.values() for layer in config.captured_layers})
+    target.watch(layers)
+    texts = decode_all(target, tokenizer, layers)
+
+    def read(config: BlockConfig) -> list[ReadSequence]:
+        return [_with_layers(text, layers, config.captured_layers) for text in texts]
+
+    found = {
+        reading: _first_matches(network, config, target, read(config))
+        for reading, config in readings.items()
+    }
+    own, *others = found
+    best = max(others, key=lambda reading: sum(found[reading]), default=own)
+    measured = SelfTest.of(found[own], found[best])
+    chosen = best if measured.other_is_better else own
+    network.config = readings[chosen]
+    network.config = calibrate(network, target, read(network.config))
+    tried = ", ".join(f"{name} {sum(one) / len(one):.0%}" for name, one in found.items())
+    return SelfTest.of(found[chosen]), f"first drafts accepted by reading of the config: {tried}"
+
+
+def _readings(config: BlockConfig, count: int) -> Iterator[tuple[str, BlockConfig]]:
+    """List what the config of a drafter for a target of ``count`` layers may mean, itself first."""
+    yield "as it says", config
+    if config.block_size > 1:
+        slot = 1 - config.first_slot
+        yield f"entry {slot} first", replace(config, first_slot=slot, depth_scales=None)
+    for name, step in (("earlier layers", -1), ("later layers", 1)):
+        layers = tuple(layer + step for layer in config.captured_layers)
+        if 0 <= min(layers) and max(layers) <= count:
+            yield name, replace(config, captured_layers=layers)
+
+
+def _with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) -> ReadSequence:
+    """Keep the states of some layers of those that were read."""
+    parts = mx.split(text.states, len(read), axis=-1)
+    return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
+
+
+def _first_matches(
+    network: BlockNetwork, config: BlockConfig, target: Target, texts: Sequence[ReadSequence]
+) -> list[int]:
+    """Compare first drafts with the target's tokens, by another config: 1 if equal, else 0."""
+    other = copy.copy(network)
+    other.config = config
+    return [
+        match for text in texts for match in compare_rows(other, predict(other, target, text)[0])
+    ]
