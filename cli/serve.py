@@ -14,7 +14,7 @@ import typer
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, shared_name
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair
+from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
 from mlx_redrafter.cli.text_options import (
     MODEL,
     AnswerOptions,
@@ -71,6 +71,7 @@ class ServedModels:
             rich_help_panel=MODEL,
         ),
     ] = None
+    yes: Yes = False
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -94,7 +95,7 @@ class ServedModels:
         if self.adapter_path is not None and len(models) > 1:
             raise ConfigError("adapter_path is for a single model; serve one, or leave it out")
         return [
-            WritingPair(model, drafter, self.adapter_path, self.trust_remote_code)
+            WritingPair(model, drafter, self.yes, self.adapter_path, self.trust_remote_code)
             for model, drafter in zip(models, drafters, strict=True)
         ]
 
@@ -273,8 +274,8 @@ def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
         folder = None if pair.model is None else Path(pair.model).expanduser()
-        drafter = pair.drafter_name or "bundled"
-        found[name] = Model(name, partial(_load, pair), folder, drafter)
+        model = Model(name, partial(_load, pair), folder, pair.drafter or "auto")
+        found[name] = model
     return list(found.values())
 
 

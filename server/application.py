@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,12 +22,17 @@ from mlx_redrafter.server.callers import Callers, Gate
 from mlx_redrafter.server.fields import parse_json, shortened
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import Models
+from mlx_redrafter.server.protocols import PROTOCOLS
+from mlx_redrafter.server.protocols.service import ErrorFormat, Fitted
+from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply, respond
-from mlx_redrafter.server.requests import TextRequest, fit, parse_chat, parse_completion
+from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, EventStream, Reply
+from mlx_redrafter.server.requests import TextRequest, fit
+from mlx_redrafter.server.stored_responses import StoredResponses
+from mlx_redrafter.server.wire import respond
 from mlx_redrafter.server.worker import Worker
 
-Parser = Callable[[object, GenerationOptions], TextRequest]
+Read = TypeVar("Read")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Content security policy of the page: it contains all its code, and connects to this server only.
@@ -48,6 +54,9 @@ class Endpoints:
         defaults: Options of texts for requests that leave them out.
         limits: Limits of requests.
         callers: Rules of who may use the server.
+
+    Attributes:
+        stored: Responses that clients may continue.
     """
 
     def __init__(
@@ -63,20 +72,22 @@ class Endpoints:
         self._defaults = defaults
         self._limits = limits
         self._callers = callers
+        self.stored = StoredResponses()
         self._encoding = {is_large: asyncio.Lock() for is_large in (False, True)}
 
     def application(self) -> Starlette:
         """Create the ASGI application, which starts and stops the worker."""
-        chat, completion = partial(self._write, parse_chat), partial(self._write, parse_completion)
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
             *self._both("/metrics", self._metrics),
             *self._both("/v1/models", self._list_models),
             *self._both("/v1/models/{name:path}", self._describe_model),
-            *self._both("/v1/chat/completions", chat, "POST"),
-            *self._both("/v1/completions", completion, "POST"),
         ]
+        for protocol in PROTOCOLS:
+            for (method, path), answer in protocol.ROUTES.items():
+                endpoint = partial(answer, self)
+                routes += self._both(path, endpoint, method, protocol.to_error)
         origins = self._callers.origins
         cors = Middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
@@ -106,21 +117,27 @@ class Endpoints:
         await asyncio.to_thread(self._worker.stop)
         await asyncio.to_thread(self._models.store.close)
 
-    def _both(self, path: str, endpoint: Endpoint, method: str = "GET") -> list[Route]:
+    def _both(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        method: str = "GET",
+        to_error: ErrorFormat = Refusal.to_json,
+    ) -> list[Route]:
         """Make the routes of a path, with and without ``/v1``, which clients leave out."""
-        answer = self._locked(path, endpoint)
+        answer = self._locked(path, endpoint, to_error)
         paths = dict.fromkeys((path, path.removeprefix("/v1")))
         return [Route(one, answer, methods=[method]) for one in paths]
 
-    def _locked(self, path: str, endpoint: Endpoint) -> Endpoint:
-        """Make an endpoint ask for the key, and count its responses."""
+    def _locked(self, path: str, endpoint: Endpoint, to_error: ErrorFormat) -> Endpoint:
+        """Make an endpoint ask for the key, format its errors, and count its responses."""
 
         async def answer(request: Request) -> Response:
             try:
                 self._callers.check_key(request.headers)
                 response = await endpoint(request)
             except Refusal as refusal:
-                response = _refuse(refusal)
+                response = _refuse(refusal, to_error)
             self._worker.counters.requests[path, response.status_code] += 1
             return response
 
@@ -149,25 +166,41 @@ class Endpoints:
     async def _describe_model(self, request: Request) -> Response:
         return respond(self._models.find(request.path_params["name"]).describe())
 
-    async def _write(self, parse: Parser, request: Request) -> Response:
-        raw = await self._read(request)
-        encoding = self._encoding[len(raw) > LARGE_BODY]
-        async with encoding:  # in a thread next to the event loop
-            parsed = await asyncio.to_thread(lambda: parse(parse_json(raw), self._defaults))
-        model, loaded = await self._models.open(parsed.model)
-        async with encoding:
+    @property
+    def models(self) -> Models:
+        """Models that requests may name."""
+        return self._models
+
+    async def read(
+        self, client: Request, reader: Callable[[object, GenerationOptions], Read]
+    ) -> Read:
+        raw = await self._read(client)
+        client.state.is_large = len(raw) > LARGE_BODY
+        async with self._encoding[client.state.is_large]:  # in a thread next to the event loop
+            return await asyncio.to_thread(lambda: reader(parse_json(raw), self._defaults))
+
+    async def fit(self, client: Request, request: TextRequest) -> Fitted:
+        model, loaded = await self._models.open(request.model)
+        async with self._encoding[client.state.is_large]:
             fitted, prompts = await asyncio.to_thread(
-                fit, parsed, loaded.engine, self._limits.max_context
+                fit, request, loaded.engine, self._limits.max_context
             )
-        reply = Reply(loaded, fitted, prompts, model.name)
-        reply.job.owner = self._callers.identify(request.headers)
+        return Fitted(model, loaded, fitted, prompts)
+
+    async def write(
+        self, client: Request, request: TextRequest, make_writer: Callable[[str], Writer]
+    ) -> Response:
+        model, loaded, fitted, prompts = await self.fit(client, request)
+        reply = Reply(loaded, fitted, prompts, make_writer(model.name))
+        reply.job.owner = self._callers.identify(client.headers)
         self._worker.submit(reply.job)
-        return EventStream(reply) if fitted.is_streamed else await reply.whole(request)
+        return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
 
     async def _read(self, request: Request) -> bytes:
         """Read the body of a request, within the limits of size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # web pages of other origins need a permission for it
+        # Web pages of other origins need a permission for it; some clients of Ollama send no type.
+        if kind not in ("", "application/json"):
             raise Refusal("the body must have Content-Type: application/json", status=415)
         body, limit = bytearray(), self._limits.max_body_bytes
         try:
@@ -186,13 +219,14 @@ class Endpoints:
         return bytes(body)
 
 
-def _refuse(refusal: Refusal) -> Response:
+def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Response:
     headers = {"Retry-After": "1"} if refusal.status == 429 else {}
-    return respond(refusal.to_json(), refusal.status, headers)
+    return respond(to_error(refusal), refusal.status, headers)
 
 
 def _list_paths(routes: list[Route]) -> str:
-    return ", ".join(route.path for route in routes if route.path.startswith("/v1"))
+    paths = (route.path for route in routes if route.path.startswith(("/v1", "/api")))
+    return ", ".join(dict.fromkeys(paths))
 
 
 async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> Response:
