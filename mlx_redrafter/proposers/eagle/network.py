@@ -167,7 +167,8 @@ class ParallelDrafting(KvDrafting[Eagle]):
 
     Source: speculators' ``models/peagle/core.py``. The entry of a depth after the first is that of
     the mask token and of ``mask_hidden``, in place of a draft and of its feature. So the drafts of
-    a depth do not depend on those above.
+    a depth do not depend on those above. A window counts from the root here, and from each depth
+    in speculators, which differs by the farthest entries alone.
     """
 
     def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
