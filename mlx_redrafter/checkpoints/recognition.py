@@ -20,8 +20,8 @@ from mlx_redrafter.target.model_parts import check_config
 
 # Endings of files with pickled weights.
 PICKLES = (".bin", ".pt")
-# Block drafters in the configs of speculators.
-BLOCKS = ("dflash", "dflash2", "dspark")
+# Values of ``speculators_model_type`` whose drafters load.
+KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
     "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
@@ -97,6 +97,6 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type.endswith(SIDECAR) and not has_family(config):
         return f"module with multi-token prediction alone (model_type {quote(model_type)})"
-    if speculator not in (None, "eagle3", "peagle", "recurrent_drafting", *BLOCKS):
+    if speculator not in KNOWN_SPECULATORS:
         return f"drafter of speculators_model_type {speculator!r}"
     return None

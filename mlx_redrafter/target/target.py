@@ -46,6 +46,7 @@ from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 ProgressCallback = Callable[[int, int], None]
+ChunkSize = Callable[[int], int]
 StatesCallback = Callable[[mx.array], None]
 
 # Terms under the root of a norm of embeddings that models may have; None for no norm.
@@ -262,7 +263,7 @@ class Target:
         self,
         prompt: mx.array,
         cache: TreeCache,
-        step_size: int,
+        step_size: int | ChunkSize,
         on_progress: ProgressCallback,
         layers: Sequence[int] = (),
         on_states: StatesCallback = lambda states: None,
@@ -274,7 +275,8 @@ class Target:
         Args:
             prompt: Token ids, shape (n,), n at least 1.
             cache: Cache that gets the K/V entries.
-            step_size: Maximum number of tokens per chunk.
+            step_size: Maximum number of tokens per chunk, or a function that returns it for the
+                number of processed tokens.
             on_progress: Called with the number of processed tokens and n.
             layers: Layers to capture, as in `verify`.
             on_states: Called with the states of every chunk before MLX computes them, if there are
@@ -283,7 +285,8 @@ class Target:
         total, done = prompt.shape[0], 0
         on_progress(0, total)
         while total - done > 1:
-            size = min(step_size, total - done - 1)
+            limit = step_size if isinstance(step_size, int) else step_size(done)
+            size = min(limit, total - done - 1)
             cache.expect(None)
             chunk = prompt[done : done + size]
             if layers:
