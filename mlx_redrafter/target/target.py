@@ -218,13 +218,23 @@ class Target:
         projected: mx.array = self._head_matrix(hidden_states.astype(self.dtype))
         return projected
 
-    def embed_input(self, tokens: mx.array) -> mx.array:
+    def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
         """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
+
+        ``normed=False`` leaves out a norm of embeddings, but no scale.
 
         The first call blocks until MLX has computed those of some tokens.
         """
         term, factor = self._entry
-        return _normed(self.embed(tokens), term) * factor
+        rows = self.embed(tokens)
+        if term is not None and not normed:
+            return rows
+        return _normed(rows, term) * factor
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        """Whether embeddings are normalised before the first layer; see `embedding_scale`."""
+        return self._entry[0] is not None
 
     @property
     def embedding_scale(self) -> float:

@@ -169,7 +169,7 @@ class BlockNetwork(KvNetwork):
         if self.config.has_embedding:
             rows = self.embed_tokens(tokens)
         else:
-            rows = target.embed_input(tokens)
+            rows = target.embed_input(tokens, normed=not self.config.skips_embedding_norm)
         return (rows * self.config.embed_scale).astype(self.dtype)
 
     def outputs(self, embeddings: mx.array, around: Surroundings) -> mx.array:
