@@ -209,6 +209,22 @@ class Target:
             logits: mx.array = self.model(tokens)
         return logits[0]
 
+    def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
+
+        Args:
+            layer: A layer with entries of its own.
+            inputs: Its inputs at consecutive tokens, shape (n, H).
+            offset: Position of the first of them.
+
+        Returns:
+            Keys and values, shape (1, key heads, n, head size).
+        """
+        recorder = _Recorder(offset)
+        self.blocks[layer](inputs.astype(self.dtype)[None], None, recorder)
+        assert recorder.entries is not None
+        return recorder.entries
+
     def project(self, hidden_states: mx.array) -> mx.array:
         """Apply the matrix of the LM head alone, from shape (n, H) to (n, V).
 
@@ -507,6 +523,18 @@ class Target:
             "expected a model whose LM head gets the output of a norm, found another; use another "
             "kind of drafter for it"
         )
+
+
+class _Recorder:
+    """A cache that records the entries of one pass."""
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.entries: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.entries = keys, values
+        return self.entries
 
 
 def _is_norm(module: Any, hidden_size: int) -> bool:

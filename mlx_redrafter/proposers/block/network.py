@@ -254,7 +254,7 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
     def read_block(self, flight: PendingPass, levels: int) -> mx.array:
         """Process a block after a pass, whose states enter the same pass; shape (levels, H)."""
         network, first = self.network, self.length
-        self.length += self._num_unread
+        self.length += self.num_unread
         self._unread.append((flight.path_states, flight.following_tokens))
         features = network.fuse(mx.concatenate([states for states, _ in self._unread]))
         self._unread = []
