@@ -274,8 +274,8 @@ def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
         folder = None if pair.model is None else Path(pair.model).expanduser()
-        drafter = pair.drafter_name or "bundled"
-        found[name] = Model(name, partial(_load, pair), folder, drafter)
+        model = Model(name, partial(_load, pair), folder, pair.drafter or "auto")
+        found[name] = model
     return list(found.values())
 
 

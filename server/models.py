@@ -111,6 +111,8 @@ class Model:
         self.loaded: LoadedModel | None = None
         self.keep_alive = math.inf
         self.last_used = 0.0
+        # Size of the weights when they were loaded last, in bytes.
+        self._nbytes = 0
 
     def describe(self) -> dict[str, Any]:
         """Return the model's entry in OpenAI's list of models."""
@@ -123,14 +125,20 @@ class Model:
             "owned_by": "mlx_redrafter",
             "state": "not_loaded" if found is None else "loaded",
             "has_chat": None if found is None else found.engine.tokenizer.has_chat_template,
+            "context_length": None if found is None else found.engine.target.context_length,
             "drafter": self.drafter,
             "tokens_per_step": found.num_tokens / steps if found is not None and steps else None,
         }
 
     def estimate_bytes(self) -> int:
-        """Estimate the size of the weights from their files; 0 if these are not there yet."""
-        if self.folder is None:
-            return 0
+        """Return the size of the weights, estimated from their files unless it is known.
+
+        0 if the files are not there yet.
+        """
+        if self.loaded is not None and not self._nbytes:
+            self._nbytes = self.loaded.nbytes
+        if self._nbytes or self.folder is None:
+            return self._nbytes
         with suppress(CheckpointError, OSError):
             return sum(path.stat().st_size for path in weight_files(self.folder))
         return 0
@@ -213,6 +221,7 @@ class Models:
                 if model.loaded is None:
                     await self._make_room(model)
                     await self._load(model)
+                    await self._make_room(model)  # its size is known only now
                 loaded = model.loaded
         model.last_used = time.monotonic()
         assert loaded is not None
@@ -254,17 +263,19 @@ class Models:
         except RedrafterError as error:
             logger.error("cannot load %s: %s", model.name, error)
             raise Refusal(
-                f"the model {model.name!r} cannot be loaded; see the server's log", status=503
+                f"the model {model.name!r} cannot be loaded; see the server's log",
+                "model",
+                status=503,
+                code="model_not_loaded",
             ) from error
 
     async def _make_room(self, wanted: Model) -> None:
         """Unload the models used least recently until there is memory for another one."""
         limit = self._limits.max_model_bytes or int(MEMORY_SHARE * _device_bytes())
-        needed = wanted.estimate_bytes()
         by_age = sorted(self._models, key=lambda model: model.last_used)
-        kept = [model for model in by_age if model.loaded is not None]
-        while kept and needed + sum(one.loaded.nbytes for one in kept if one.loaded) > limit:
-            oldest = kept.pop(0)
+        others = [model for model in by_age if model.loaded is not None and model is not wanted]
+        while others and sum(one.estimate_bytes() for one in (wanted, *others)) > limit:
+            oldest = others.pop(0)
             left = oldest.loaded
             self.unload(oldest)
             while left is not None and self._is_busy(left):  # its running texts end first

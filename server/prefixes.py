@@ -137,10 +137,10 @@ class Prefixes:
         self._quantisation = options.quantisation
         self._first = _first_quantised(options)
         self._model = _hash(model, options.quantisation, self._first)[:16]
-        layers, num_own = engine.new_prompt_cache(), engine.target.num_layers
-        self._has_states = has_states(layers)
-        # States of a drafter are not at the target's position between the chunks of a prompt.
-        self._may_stop = self._has_states and not has_states(layers[num_own:])
+        layers, num_layers = engine.new_prompt_cache(), engine.target.num_layers
+        self._has_states = has_states(layers[:num_layers])
+        # A drafter's windows would have states of their own, at other positions than the target's.
+        self._num_kept = num_layers if has_states(layers[num_layers:]) else len(layers)
         self._tails: list[int] = []
 
     def take(self, prompt: list[int], owner: str = "") -> Prefix:
@@ -156,7 +156,7 @@ class Prefixes:
         for node, _ in reversed(path):  # the oldest tokens count as used last
             self._store.touch(node.name)
         stops = set()
-        if self._may_stop:
+        if self._has_states:
             self._learn_tail(path, common)
             last = len(prompt) - 1
             stops = {last, *(last - tail for tail in self._tails)}
@@ -244,7 +244,7 @@ class Prefixes:
         while True:
             length, state = self._find_states(path, length)
             if length <= 0 or length < self._first:
-                return self._engine.new_prompt_cache(), 0
+                return self._new_cache(), 0
             nodes = [(node, count) for node, count in path if node.start < length]
             pieces = []
             for node, count in nodes:
@@ -255,14 +255,14 @@ class Prefixes:
             if len(pieces) == len(nodes):
                 break
             length = nodes[len(pieces)][0].start
-        cache = self._engine.new_prompt_cache()
+        cache = self._new_cache()
         try:
             fill(cache, pieces, state, length, self._quantisation)
             self._engine.target.stock_cache(cache[: self._engine.target.num_layers])
         except (RedrafterError, KeyError, ValueError) as error:  # foreign files
             for node, _ in nodes:
                 self._store.drop(node.name, error)
-            return self._engine.new_prompt_cache(), 0
+            return self._new_cache(), 0
         return cache, length
 
     def _find_states(self, path: _Path, length: int) -> tuple[int, Arrays]:
@@ -290,6 +290,9 @@ class Prefixes:
                 tail = position - common
                 if 0 < tail <= MAX_TAIL and tail not in self._tails:
                     self._tails = [tail, *self._tails][:MAX_TAILS]
+
+    def _new_cache(self) -> list[Any]:
+        return self._engine.new_prompt_cache()[: self._num_kept]
 
     def _root(self, owner: str) -> _Node:
         name = _hash(self._model, owner)

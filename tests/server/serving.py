@@ -59,6 +59,7 @@ class Served:
     port: int
     worker: Worker
     engine: Engine
+    models: list[Any]
 
     @property
     def url(self) -> str:
@@ -122,7 +123,7 @@ def serving(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(listener.getsockname()[1], worker, engine)
+        yield Served(listener.getsockname()[1], worker, engine, served)
     finally:
         server.should_exit = True
         thread.join(30)

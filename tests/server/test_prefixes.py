@@ -21,11 +21,12 @@ from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.prefix_store import PrefixStore
-from mlx_redrafter.server.requests import CompletionRequest
+from mlx_redrafter.server.protocols.openai_completions import read
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.test_quantised_rows import wide_config
 from tests.models.test_recurrent import long_config
 from tests.models.tiny_models import VOCAB_SIZE, build, windowed_config
+from tests.property.test_lossless_block import network_for
 from tests.property.test_lossless_eagle import _head
 from tests.server.agent_trace import Trace
 
@@ -44,26 +45,25 @@ def _long(config: dict[str, Any]) -> nn.Module:
     return build({**config, "max_position_embeddings": 4096})
 
 
-def _with_eagle() -> tuple[nn.Module, Any]:
+def _with(make: Callable[..., Any], name: str) -> tuple[nn.Module, Any]:
     model = _llama()
-    return model, _head(model, 3)
+    return model, make(model, name)
 
 
 TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
 KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "plain": lambda: (_llama(), random_drafter(VOCAB_SIZE, 32)),
-    "plain without drafts": lambda: (_llama(), None),
     "draft model": lambda: (_llama(), DraftModel(_llama(), TOKENIZER)),
-    "EAGLE": _with_eagle,
+    "EAGLE": lambda: _with(_head, "EAGLE-3"),
+    "block": lambda: _with(network_for, "DFlash 2"),
     "windows": lambda: (_long(windowed_config("gemma3_text")), "lookup"),
     "chunks": lambda: (_long(windowed_config("llama4")), "lookup"),
     "hybrid": lambda: (build(long_config("qwen3_5")), "lookup"),
     "states and windows": lambda: (build(long_config("recurrent_gemma")), None),
-    "layers of both": lambda: (build(long_config("falcon_h1")), None),
     "quantised": lambda: (build(wide_config("phi3")), None),
 }
 # Kinds of which not every position can be continued.
-WITH_STATES = ("windows", "chunks", "hybrid", "states and windows", "layers of both")
+WITH_STATES = ("windows", "chunks", "hybrid", "states and windows")
 
 
 def _load(kind: str, store: PrefixStore) -> LoadedModel:
@@ -76,11 +76,7 @@ def _write(
     loaded: LoadedModel, prompt: list[int], options: GenerationOptions, owner: str = ""
 ) -> tuple[list[int], int]:
     """Write a text as the worker does; return its tokens and the number of cached ones."""
-    request = CompletionRequest(
-        model=None, options=options, num_texts=1, stops=(), penalties={}, grammar=None,
-        top_logprobs=None, is_streamed=False, shows_usage=False, shows_drafts=False,
-        prompts=[list(prompt)],
-    )  # fmt: skip
+    request, _ = read({"prompt": list(prompt)}, options)
     text = ""
 
     def receive(part: Any) -> None:
@@ -119,7 +115,7 @@ def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
     """Hardly a token is processed twice, also after a restart."""
-    num_turns, length = (12, 700) if kind in ("plain", "quantised") else (8, 300)
+    num_turns, length = (8, 300)
     trace = Trace(num_turns, length)
     processed = _replay(kind, tmp_path, trace)
     # Windows and states cannot be shortened, where an answer is repeated otherwise.
