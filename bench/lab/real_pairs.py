@@ -195,7 +195,11 @@ def run(
             path = out / f"{pair['name']} {temp:g}{kind}.json".replace(" ", "-")
             if path.exists() or time.perf_counter() > deadline:
                 continue
-            result = measure(pair, pairs.parent, temp, **options)
+            try:
+                result = measure(pair, pairs.parent, temp, **options)
+            except RedrafterError as error:  # such as a drafter that is not there yet
+                _print(f"{pair['name']}: FAILED: {error}")
+                continue
             path.write_text(json.dumps(asdict(result)))
             _print(result.row())
     _print(f"\n{HEADING}")
