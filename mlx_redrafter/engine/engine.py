@@ -313,7 +313,7 @@ class Engine:
                 self.target, self._network, memory.timed
             )
             if is_doubted and memory.experience is not None:
-                memory.experience.forget_times()
+                memory.experience = memory.experience.without_times()
 
         return conclude
 

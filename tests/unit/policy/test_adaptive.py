@@ -286,12 +286,24 @@ def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
 def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
     """The prior says that trees are no better; the third child is right as often as the first."""
     before = Experience()
-    before.drafts.mean[:, 1] = before.drafts.mean[:, 0]
+    before.drafts.mean[1] = before.drafts.mean[0]
     policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
     watched = Watched(policy)
     run_policy(SimulatedText(_scenario(0.7, _costs("linear"))), watched, 0, TOKENS)
     shapes = [step.plan.shape.width for step in watched.steps if step.plan is not None]
     assert 2 in shapes
+
+
+def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone() -> None:
+    before = _decode(_scenario(2.0)).policy.experience
+    weights, mean, ratios = before.acceptance.first.weights, before.drafts.mean, before.ratios
+    known = {size: ratios.of(size) for size in SIZES}
+    policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
+    assert (policy.experience.acceptance.first.weights == weights).all()
+    run_policy(SimulatedText(_scenario(-2.0, _costs("linear"))), policy, 0, TOKENS)
+    assert policy.experience.drafts.mean.max() < before.drafts.mean.max()
+    assert (before.drafts.mean == mean).all()
+    assert known == {size: ratios.of(size) for size in SIZES}
 
 
 def test_choices_follow_the_cost_of_steps() -> None:
