@@ -407,8 +407,7 @@ class AdaptivePolicy:
         """Learn from one step's drafts, and from its tokens about all drafts that are open."""
         experience = self.experience
         if newest is not None:
-            if not newest.probabilities:
-                newest.score(experience.acceptance)
+            newest.score(experience.acceptance)
             experience.drafts.learn(newest, experience.correction, self._costs, self._best.rate)
             pending.open.append(newest)
         for scored in pending.open:

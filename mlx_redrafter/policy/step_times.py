@@ -28,7 +28,7 @@ LARGE = 0.4
 # Plain steps that each budget may save up, and that drafting may lose at once.
 SPARE = 8.0
 # Share of all tokens, in plain steps, that drafting may lose besides.
-LOSS = 0.04
+LOSS = 0.03
 
 # Kind of step of a probe; other kinds are numbers of nodes.
 PROBE = 0
@@ -163,7 +163,7 @@ class Guard:
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain step: the median of the newest five."""
+        """Seconds of a plain step: the median of the newest five, the lower one of two."""
         return median_low(self._plain)
 
     def learn_plain(self, seconds: float) -> None:

@@ -95,17 +95,16 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
 def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
-    scenario = _scenario(1.5, score_scale=scale)
-    first = _decode(scenario)
-    second = _decode(scenario, first, TOKENS)
-    plain = QUIET.mean * TOKENS
-    speed = plain / sum(step.seconds or 0.0 for step in second.steps)
-    text = SimulatedText(scenario)
-    best = max(
-        plain / run_fixed(text, plan, TOKENS, 2 * TOKENS)
-        for plan in (DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16))
-    )
-    assert speed > 0.87 * best
+    shares = []
+    for seed in (7, 8):
+        scenario = _scenario(1.5, score_scale=scale, seed=seed)
+        text, before = SimulatedText(scenario), _decode(scenario).policy.experience
+        policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
+        seconds = run_policy(text, policy, TOKENS, 2 * TOKENS)
+        plans = DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16)
+        best = min(run_fixed(text, plan, TOKENS, 2 * TOKENS) for plan in plans)
+        shares.append(best / seconds)
+    assert np.mean(shares) > 0.9
 
 
 def test_levels_are_drafted_while_they_give_more_than_their_time() -> None:
