@@ -106,6 +106,21 @@ def test_a_damaged_drafter_is_replaced_by_lookup(
     assert "Traceback" not in result.err
 
 
+def test_a_model_that_is_too_large_is_one_line(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = "mlx_redrafter.checkpoints.memory_check.read_total_memory"
+    monkeypatch.setattr(memory, lambda: 10**7)
+    refused = _generate(capsys, "--drafter", "lookup")
+    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
+    assert refused.err.startswith("error: the model needs about ")
+    disk = "mlx_redrafter.checkpoints.hub.shutil.disk_usage"
+    monkeypatch.setattr(disk, lambda _: shutil._ntuple_diskusage(1, 0, 1))
+    full = run(capsys, "pull", DRAFTER)
+    assert (full.code, full.err.count("\n")) == (1, 2), full.err
+    assert "of disk in" in full.err
+
+
 def test_without_a_network_lookup_drafts(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
