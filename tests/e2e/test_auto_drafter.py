@@ -109,6 +109,7 @@ def test_a_damaged_drafter_is_replaced_by_lookup(
 def test_a_model_that_is_too_large_is_one_line(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _generate(capsys, "--drafter", "none")
     memory = "mlx_redrafter.checkpoints.memory_check.read_total_memory"
     monkeypatch.setattr(memory, lambda: 10**7)
     refused = _generate(capsys, "--drafter", "lookup")
