@@ -57,7 +57,7 @@ def pull(name: Name) -> None:
     from mlx_redrafter.memory_sizes import format_bytes
 
     patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
-    full = _complete(name)
+    full = complete_name(name)
     repository = describe_repository(full)
     if repository is None:
         raise CheckpointError(f"there is no repository {full!r} on the hub; check the name")
@@ -75,7 +75,7 @@ def remove(name: Name, yes: Yes = False) -> None:
     from mlx_redrafter.memory_sizes import format_bytes
     from mlx_redrafter.model_store import cached_repository, stored_models
 
-    full = _complete(name)
+    full = complete_name(name)
     folder = cached_repository(full)
     if not folder.is_dir():
         others = [f"{one.place} keeps it" for one in stored_models() if one.name == full]
@@ -83,7 +83,7 @@ def remove(name: Name, yes: Yes = False) -> None:
         raise CheckpointError(f"{full!r} is not in the Hugging Face cache; {hint}")
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     size = format_bytes(sum(path.stat().st_size for path in files))
-    if _agrees(f"Delete {full} ({size})?", yes):
+    if agrees(f"Delete {full} ({size})?", yes):
         shutil.rmtree(folder)
         typer.echo(f"deleted {full}", err=True)
 
@@ -130,7 +130,7 @@ def _drafter_of(name: str) -> str | None:
     return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"
 
 
-def _complete(name: str) -> str:
+def complete_name(name: str) -> str:
     """Complete a repository's name by models on this machine, or else by the default owner."""
     from mlx_redrafter.model_store import find_stored, repository_of
 
@@ -145,7 +145,7 @@ def _complete(name: str) -> str:
     return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
 
 
-def _agrees(question: str, yes: bool) -> bool:
+def agrees(question: str, yes: bool) -> bool:
     """Ask the user; without a terminal ``--yes`` must have answered."""
     if yes:
         return True

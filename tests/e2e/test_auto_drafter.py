@@ -76,6 +76,24 @@ def test_a_newcomer_finds_downloads_and_drafts(
     assert hub.fetched == fetched, "nothing is fetched twice"
 
 
+def test_a_name_alone_runs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    name = MODEL.partition("/")[2]
+    asked = run(capsys, "run", name, "Once")
+    assert (asked.code, asked.err.count("\n")) == (2, 1)
+    assert f"Download {MODEL} (" in asked.err
+    assert hub.fetched == []
+    first = run(capsys, "run", name, "Once", "--yes", "-m", "8")
+    assert first.code == 0, first.err
+    assert f"drafter: {DRAFTER} (" in first.err
+    fetched = list(hub.fetched)
+    again = run(capsys, "run", name, "Once", "-m", "8")
+    assert (again.code, again.out) == (0, first.out)
+    assert hub.fetched == fetched
+    missing = run(capsys, "run", "nothing", "Once")
+    assert (missing.code, missing.err.count("\n")) == (1, 1)
+    assert "no model 'mlx-community/nothing'" in missing.err
+
+
 def test_a_terminal_is_asked(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
