@@ -1,8 +1,9 @@
 """Conversion of block drafters.
 
 Trainers disagree which entry of a block predicts the first draft, and whether a layer's number
-means its input or its output. So the self-test also tries the other entry and the neighbouring
-layers, and the result has what the target clearly accepts more often.
+means its input or its output. They also rotate different pairs of a head's numbers, and some leave
+out the target's scale of embeddings. So the self-test tries the other readings of a config, too,
+and the result has what the target clearly accepts more often.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
-from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.fit_block import calibrate, predict
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.published import block_config, own_names
+from mlx_redrafter.proposers.block.published import block_config, own_names, packaging_of
 from mlx_redrafter.proposers.checkpoint import check_shapes
 from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.proposers.layer_sizes import build
@@ -39,8 +41,7 @@ def inspect_block(source: Source) -> tuple[str, BlockConfig]:
     if config.draft_vocab_size is None:
         shapes.pop("token_ids", None)  # a table of the whole vocabulary
     check_shapes(build(BlockNetwork, config), shapes, source.name, names)
-    origin = ", written by this converter" if PROVENANCE_KEY in source.config else ""
-    return f"a {config.name} drafter{origin}", config
+    return f"a {config.name} drafter, {packaging_of(source.config)}", config
 
 
 def convert_block(source: Source, options: ConversionOptions) -> ConvertedDrafter:
@@ -58,7 +59,34 @@ def _test(network: BlockNetwork, name: str | Path) -> tuple[SelfTest, str]:
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)
-    readings = dict(_readings(network.config, len(target.blocks)))
+    trial = try_readings(network, target, tokenizer)
+    network.become(trial.config)
+    network.config = calibrate(network, target, trial.texts)
+    return SelfTest.of(trial.matches), trial.line
+
+
+class Trial(NamedTuple):
+    """Result of `try_readings`.
+
+    Attributes:
+        config: The reading of the config that the target accepts most.
+        matches: For each token of the texts, 1 if the first draft is the target's, else 0.
+        texts: Texts of the target, with the states that the drafter reads.
+        line: One line that says what was tried and found.
+    """
+
+    config: BlockConfig
+    matches: list[int]
+    texts: list[ReadSequence]
+    line: str
+
+
+def try_readings(network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper) -> Trial:
+    """Compare first drafts with the target's tokens, by each reading of a drafter's config.
+
+    Another reading is chosen if it is better by more than chance.
+    """
+    readings = dict(_readings(network.config, target))
     layers = sorted({layer for config in readings.values() for layer in config.captured_layers})
     target.watch(layers)
     texts = decode_all(target, tokenizer, layers)
@@ -72,24 +100,27 @@ def _test(network: BlockNetwork, name: str | Path) -> tuple[SelfTest, str]:
     }
     own, *others = found
     best = max(others, key=lambda reading: sum(found[reading]), default=own)
-    measured = SelfTest.of(found[own], found[best])
-    chosen = best if measured.other_is_better else own
-    network.config = readings[chosen]
-    network.config = calibrate(network, target, read(network.config))
+    chosen = best if SelfTest.of(found[own], found[best]).other_is_better else own
     tried = ", ".join(f"{name} {sum(one) / len(one):.0%}" for name, one in found.items())
-    return SelfTest.of(found[chosen]), f"first drafts accepted by reading of the config: {tried}"
+    line = f"first drafts accepted by reading of the config: {tried}; used {chosen}"
+    return Trial(readings[chosen], found[chosen], read(readings[chosen]), line)
 
 
-def _readings(config: BlockConfig, count: int) -> Iterator[tuple[str, BlockConfig]]:
-    """List what the config of a drafter for a target of ``count`` layers may mean, itself first."""
+def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockConfig]]:
+    """List what the config of a drafter may mean, itself first."""
     yield "as it says", config
-    if config.block_size > 1:
+    if config.block_size > 1 and config.link != "recurrent":
         slot = 1 - config.first_slot
         yield f"entry {slot} first", replace(config, first_slot=slot, depth_scales=None)
     for name, step in (("earlier layers", -1), ("later layers", 1)):
         layers = tuple(layer + step for layer in config.captured_layers)
-        if 0 <= min(layers) and max(layers) <= count:
+        if 0 <= min(layers) and max(layers) <= len(target.blocks):
             yield name, replace(config, captured_layers=layers)
+    other = "halves" if config.rope_traditional else "neighbours"
+    yield f"{other} rotated", replace(config, rope_traditional=not config.rope_traditional)
+    if not config.has_embedding and target.embedding_scale != 1:
+        scale = config.embed_scale / target.embedding_scale
+        yield "embeddings not scaled", replace(config, embed_scale=scale)
 
 
 def _with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) -> ReadSequence:
@@ -103,7 +134,7 @@ def _first_matches(
 ) -> list[int]:
     """Compare first drafts with the target's tokens, by another config: 1 if equal, else 0."""
     other = copy.copy(network)
-    other.config = config
+    other.become(config)
     return [
         match for text in texts for match in compare_rows(other, predict(other, target, text)[0])
     ]

@@ -199,7 +199,8 @@ class Endpoints:
     async def _read(self, request: Request) -> bytes:
         """Read the body of a request, within the limits of size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # web pages of other origins need a permission for it
+        # Web pages of other origins need a permission for it; some clients of Ollama send no type.
+        if kind not in ("", "application/json"):
             raise Refusal("the body must have Content-Type: application/json", status=415)
         body, limit = bytearray(), self._limits.max_body_bytes
         try:

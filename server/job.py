@@ -162,7 +162,7 @@ class Job:
             self.model.num_tokens += max(0, stats.num_tokens - 1)
             self.model.num_steps += stats.steps
             if stats.shapes:
-                logger.info("drafts: %s", "; ".join(map(str, stats.shapes)))
+                logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
 
 def _seed_of(request: TextRequest, index: int) -> int | None:

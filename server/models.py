@@ -125,6 +125,7 @@ class Model:
             "owned_by": "mlx_redrafter",
             "state": "not_loaded" if found is None else "loaded",
             "has_chat": None if found is None else found.engine.tokenizer.has_chat_template,
+            "context_length": None if found is None else found.engine.target.context_length,
             "drafter": self.drafter,
             "tokens_per_step": found.num_tokens / steps if found is not None and steps else None,
         }

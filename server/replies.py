@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -22,6 +22,10 @@ CLIENT_CLOSED_REQUEST = 499
 # Seconds without an event after which a stream sends one that says nothing. Clients give up after
 # 120 to 300 seconds, proxies after 60.
 KEEP_ALIVE = 15.0
+
+
+class Silence:
+    """No part for `KEEP_ALIVE` seconds."""
 
 
 class Reply:
@@ -50,25 +54,35 @@ class Reply:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the reply as events, the last of which is an error if the request has failed."""
+        sent = self._loop.time()
         while True:
-            try:
-                item = await asyncio.wait_for(self._queue.get(), KEEP_ALIVE)
-            except TimeoutError:
-                events = self.writer.keep_alive(self._usage())
-            else:
-                if isinstance(item, Part):
-                    self._add(item)
-                    events = self.writer.add(item, self._usage())
-                elif isinstance(item, Refusal):
-                    events = self.writer.fail(item)
-                else:
-                    events = self.writer.end(self._usage())
-                if not isinstance(item, Part):
-                    for event in events:
-                        yield event
-                    return
-            for event in events:
+            item = await self._next(sent + KEEP_ALIVE)
+            for event in self._write(item):
                 yield event
+                sent = self._loop.time()
+            if item is None or isinstance(item, Refusal):
+                return
+
+    async def _next(self, end: float) -> Part | Refusal | Silence | None:
+        """Wait for the next item until a time of the event loop.
+
+        Tokens may come without anything to show, so a silence also ends while they come.
+        """
+        try:
+            return await asyncio.wait_for(self._queue.get(), end - self._loop.time())
+        except TimeoutError:
+            return Silence()
+
+    def _write(self, item: Part | Refusal | Silence | None) -> Iterator[str]:
+        """Return the events of an item."""
+        if isinstance(item, Part):
+            self._add(item)
+            return self.writer.add(item, self._usage())
+        if isinstance(item, Refusal):
+            return self.writer.fail(item)
+        if isinstance(item, Silence):
+            return self.writer.keep_alive(self._usage())
+        return self.writer.end(self._usage())
 
     async def whole(self, client: Request) -> Response:
         """Return the reply in one piece, or end its texts once the client has disconnected.

@@ -45,8 +45,7 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST
-from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.step_costs import CONTEXT, StepCosts, doubt_times, step_costs
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.target.target import Target
@@ -68,7 +67,7 @@ class Engine:
         drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for prompt lookup, None
             for plain decoding.
         memory: Learned state of earlier texts; a new one by default.
-        step_costs: Function with the arguments of `profiling.step_costs` that returns the costs of
+        step_costs: Function with the arguments of `step_costs.step_costs` that returns the costs of
             steps; by default they are measured, once per model and machine.
 
     Raises:
@@ -332,11 +331,8 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            is_doubted = policy.shows_long_times and doubt_times(
-                self.target, self._network, memory.timed
-            )
-            if is_doubted and memory.experience is not None:
-                memory.experience.forget_times()
+            if policy.shows_long_times:
+                doubt_times(self.target, self._network, memory.timed)
 
         return conclude
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlx_redrafter.policy.adaptive import Experience
-from mlx_redrafter.policy.profiling import Known
+from mlx_redrafter.policy.step_costs import Known
 from mlx_redrafter.proposers.lookup import Lookup
 
 

@@ -1,23 +1,19 @@
-"""Measure the costs of steps on this machine, once, and store them.
+"""Time steps of running decoding on this machine, in rounds over all kinds of steps.
 
-Whole steps of running decoding are timed, because the host's work counts if a forward pass is
-short.
-
-Axes: W beam width, L beam length, N tree nodes.
+Whole steps are timed, because the host's work counts if a forward pass is short.
 """
 
 from __future__ import annotations
 
-import logging
 import math
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from statistics import mean
 from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
@@ -26,15 +22,11 @@ from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
-from mlx_redrafter.kernels.layers import choices
-from mlx_redrafter.measured import Timed, load_or_measure, measure_again
+from mlx_redrafter.measured import fastest
 from mlx_redrafter.policy.plans import LOOKUP, SIZES
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
-
-logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
@@ -50,42 +42,31 @@ class Kind(NamedTuple):
     waits: bool = False
     verifies: bool = True
 
-    def __str__(self) -> str:
-        if self.plan is None:
-            return "plain"
-        shape = self.plan.shape
-        read, only = " read" * self.waits, " drafted only" * (not self.verifies)
-        return f"{shape.width}x{shape.length}:{self.plan.num_nodes}{read}{only}"
-
     def does_as_much(self, other: Kind) -> bool:
         """Whether a step of this kind does all the work of the other's."""
-        if self.plan is None or other.plan is None:
-            return other.plan is None
-        mine, its = self.plan.shape, other.plan.shape
-        return (
-            mine.width >= its.width
-            and mine.length >= its.length
-            and self.plan.num_nodes >= other.plan.num_nodes
-            and self.waits >= other.waits
-            and self.verifies >= other.verifies
-        )
+        return all(map(operator.ge, self._work(), other._work()))
+
+    def _work(self) -> tuple[int, ...]:
+        if self.plan is None:
+            return (0,) * 5
+        shape = self.plan.shape
+        return shape.width, shape.length, self.plan.num_nodes, self.waits, self.verifies
 
 
-# Beam width of the search that is timed with trees of all sizes, and without verification.
-WIDTH = 2
+Seconds = Mapping[Kind, float]
+
+# Shape of the search that is timed with trees of all sizes, and without verification.
+BASE = DraftShape(2, 6)
 # Number of nodes of the trees in the other timings.
 FEW = 3
-# Shape of that search.
-BASE = DraftShape(WIDTH, 6)
-# Length of the short search of every width; the cost of a level follows from both lengths.
+# Beam length of the short search of every width; a level's cost follows from both lengths.
 SHORT = 3
-# Length of the long search of every width.
+# Beam length of the long search of every width.
 LONG = 9
-# Widths of those searches; the costs of others are interpolated.
-TIMED_WIDTHS = (1, WIDTH, 4)
+# Beam widths of those searches; the costs of others are interpolated.
+TIMED_WIDTHS = (1, BASE.width, 4)
 
 PLAIN = Kind(None)
-UNTIMED = Kind(None, waits=True)
 VERIFY = {size: Kind(DraftPlan(BASE, size)) for size in SIZES}
 SEARCH = {
     (width, length): Kind(DraftPlan(DraftShape(width, length), FEW))
@@ -94,198 +75,65 @@ SEARCH = {
 }
 READ = Kind(DraftPlan(BASE, FEW), waits=True)
 DRAFT = Kind(DraftPlan(BASE, FEW), verifies=False)
-TIMED = (PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT)
-# Steps of prompt lookup to time, by number of nodes.
+# Steps of prompt lookup, by number of nodes.
 LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
 
-TIMED_LOOKUPS = (PLAIN, *LOOKUPS.values())
-
-# Tokens in the cache while timing.
-CONTEXT = 128
-# The same for the second timing, of sequences that begin with a long prompt.
-LONG_CONTEXT = 2048
-# Minimum length of such a prompt, in tokens; costs that grow later show while decoding.
-MIN_LONG = 512
-# Number of rounds over all kinds; the fastest turn counts, as other work disturbed the others.
+# Number of rounds; the fastest turn of a kind counts, as other work disturbed the others.
 ROUNDS = 2
-# Number of steps of a kind in a row, which are one turn.
+# Number of steps of a kind in a row, which are its turn in a round.
 STEPS = 5
-# Relative difference between the two fastest turns of a kind that demands another round.
+# Relative difference between the two fastest turns of a kind that leaves doubt.
 DOUBT = 0.15
-# Maximum number of rounds.
+# Maximum number of rounds, if ROUNDS leave doubt.
 MAX_ROUNDS = 4
-# Seconds after which doubt demands no further round: long steps are hardly disturbed.
+# Seconds in which a further round must end: long steps are hardly disturbed.
 PATIENCE = 10.0
-# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
-# noise would leave less than nothing once the cost of drafting is subtracted.
-MIN_VERIFY = 0.8
-# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
-MIN_WAIT = 15e-5
-
-Seconds = dict[Kind, float]
-# Costs by whether a network drafts, context in tokens, and quantisation of the K/V entries.
-Known = dict[tuple[bool, int, Quantisation | None], Seconds]
 
 
-class StepTimes(NamedTuple):
-    """Costs of steps, and whether other work seems to have disturbed the timing."""
-
-    seconds: Seconds
-    is_doubtful: bool = False
-
-
-def step_costs(
-    target: Target,
-    proposer: Proposer | None,
-    length: int = CONTEXT,
-    known: Known | None = None,
-    quantisation: Quantisation | None = None,
-) -> StepCosts:
-    """Return the costs of steps by their parts; time them unless they are stored.
-
-    Timing needs some seconds. The user's cache folder stores the costs per model, dtype, kernels,
-    proposer, device and MLX version. The cost of attention is proportional to the context, so one
-    long context is timed and scaled.
-
-    Args:
-        target: The model.
-        proposer: A network that drafts for it; None for prompt lookup.
-        length: Number of tokens that the sequence begins with.
-        known: Costs measured or read so far, for this model and network.
-        quantisation: Quantisation of all K/V entries; None for none.
-    """
-    known = {} if known is None else known
-    keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
-    for key in keys:
-        if key not in known:
-            known[key] = _known_seconds(target, proposer, key[1], quantisation)
-    short, *long = [known[key] for key in keys]
-    seconds = short
-    if long:
-        share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
-        seconds = {
-            kind: timed + share * max(0.0, long[0][kind] - timed) for kind, timed in short.items()
-        }
+def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
+    """Return the kinds to time with a network, or with prompt lookup (None)."""
     if proposer is None:
-        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
-    # The cost of drafting does not depend on the context.
-    return _by_parts(seconds, short, proposer.max_length)
-
-
-def contexts(target: Target, length: int) -> list[int]:
-    """Return the contexts to time for a sequence that begins with ``length`` tokens."""
-    # A model with little more than the long one need not know the positions that timing uses.
-    knows_long = target.context_length is None or target.context_length >= 2 * LONG_CONTEXT
-    return [CONTEXT, LONG_CONTEXT] if length >= MIN_LONG and knows_long else [CONTEXT]
+        return PLAIN, *LOOKUPS.values()
+    return PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT
 
 
 def time_steps(
     target: Target,
     proposer: Proposer | None,
-    context: int = CONTEXT,
+    context: int,
     quantisation: Quantisation | None = None,
-) -> StepTimes:
-    """Time steps of the kinds `TIMED` on meaningless tokens; blocks until MLX has run them.
+) -> Sequence[Seconds]:
+    """Time rounds of the kinds on meaningless tokens; blocks until MLX has run them.
 
     Args:
         target: The model.
-        proposer: A network that drafts for it; None for prompt lookup, whose kinds are
-            `TIMED_LOOKUPS`.
+        proposer: A network that drafts for it; None for prompt lookup.
         context: Number of tokens before the steps.
         quantisation: Quantisation of their K/V entries; None for none.
     """
-    schedule = _Schedule(TIMED_LOOKUPS)
     if isinstance(proposer, SpeculateAhead):
         proposer = proposer.proposer  # steps in use show the cost of speculating ahead
-    if proposer is not None:
-        schedule = _Schedule(TIMED, proposer.max_length)
-    chooser = _Contrary(SamplingParams(), target.vocab_size)
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
+    max_length = None if proposer is None else proposer.max_length
+    schedule = _Schedule(kinds_of(proposer), max_length)
     cache = target.blank_cache(context, quantisation)
+    chooser = _Contrary(SamplingParams(), target.vocab_size)
     text = SequenceDecoder(target, cache, chooser, Request([0]), drafting, schedule)
     with closing(decode(text)) as tokens:  # type: ignore[type-var]
         while not schedule.is_done:
             next(tokens)
-    return StepTimes(schedule.seconds, any(map(schedule.is_doubtful, schedule.seconds)))
+    return schedule.rounds
 
 
-def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> bool:
-    """Have costs measured again that are above those of steps in use.
-
-    Args:
-        target: The model.
-        proposer: As in `step_costs`.
-        known: Costs of the model and this network; those to measure again are removed.
-
-    Returns:
-        Whether the next sequence measures any again.
-    """
-    doubted = [
-        key
-        for key in list(known)
-        if key[0] == (proposer is not None)
-        and measure_again(*_description(target, proposer, *key[1:]), _kinds(proposer))
-    ]
-    for key in doubted:
-        known.pop(key, None)  # another thread may have removed it
-    return bool(doubted)
-
-
-def _kinds(proposer: Proposer | None) -> dict[str, Kind]:
-    return {str(kind): kind for kind in (TIMED_LOOKUPS if proposer is None else TIMED)}
-
-
-def _description(
-    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
-) -> tuple[object, tuple[nn.Module, ...]]:
-    """Return a description of the steps to time, and the networks that they use."""
-    kinds = tuple(_kinds(proposer).values())
-    modules = () if proposer is None else proposer.networks
-    return (kinds, context, quantisation, *choices(target.model)), (target.model, *modules)
-
-
-def _known_seconds(
-    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
-) -> Seconds:
-    kinds = _kinds(proposer)
-
-    def measure() -> Timed:
-        logger.info(
-            "timing steps on this machine after %d tokens, once for this model and %s",
-            context,
-            "prompt lookup" if proposer is None else "drafter",
-        )
-        times = time_steps(target, proposer, context, quantisation)
-        return Timed({name: times.seconds[kind] for name, kind in kinds.items()}, times.is_doubtful)
-
-    described = _description(target, proposer, context, quantisation)
-    seconds = load_or_measure(*described, kinds, measure)
-    return {kind: seconds[name] for name, kind in kinds.items()}
-
-
-def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
-    """Split costs into parts; those of drafting are costs after a short context."""
-    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
-    level = {
-        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
-        / max(1, levels - few_levels)
-        for width in TIMED_WIDTHS
-    }
-    drafting = max(0.0, short[DRAFT] - short[PLAIN])
-    few = short[VERIFY[FEW]] - drafting
-    return StepCosts(
-        plain=seconds[PLAIN],
-        verify={
-            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
-            for size, kind in VERIFY.items()
-        },
-        first={
-            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
-            for width in TIMED_WIDTHS
-        },
-        level=level,
-        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
-    )
+def is_doubtful(rounds: Sequence[Seconds]) -> bool:
+    """Whether the two fastest turns of a kind differ, or a step that does more costs less."""
+    first = fastest(rounds)
+    for kind in first:
+        second = sorted(one[kind] for one in rounds)[:2][-1]
+        least = min(seconds for other, seconds in first.items() if other.does_as_much(kind))
+        if second > (1 + DOUBT) * least:
+            return True
+    return False
 
 
 class _Contrary(KeyedSampler):
@@ -326,39 +174,43 @@ class _Junk:
 
 
 class _Schedule:
-    """A policy that gives every kind of step its turns, and stores their costs.
+    """A policy that gives every kind of step one turn per round, and stores the costs.
 
     The host dispatches a plain step or a draft before it reads the previous outcome. So the first
     and the last step of a turn partly measure the neighbouring kinds.
 
     Args:
-        timed: The kinds.
+        kinds: The kinds.
         max_length: Longest beams of the proposer; None if it has no bound. Longer plans are cut to
             it, and padding makes their trees as large.
         clock: Function that returns the time in seconds.
+
+    Attributes:
+        rounds: Mean seconds of the inner steps of every turn, for each complete round.
+        is_done: Whether the rounds suffice.
     """
 
     def __init__(
         self,
-        timed: Sequence[Kind],
+        kinds: Sequence[Kind],
         max_length: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        self.rounds: list[Seconds] = []
         self.is_done = False
-        self._clock = clock
-        self._max_length = max_length
-        self._turns: dict[Kind, list[list[float]]] = {kind: [] for kind in timed}
-        self._order = self._schedule()
-        # Kinds of the steps that are chosen and not observed.
-        self._chosen: list[Kind] = []
+        self._kinds, self._max_length = kinds, max_length
+        self._clock, self._start = clock, clock()
+        self._num_chosen = 0
+        # Seconds of the steps of the current round.
+        self._seconds: list[float] = []
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        self._chosen.append(next(self._order, UNTIMED))
-        wanted = self._chosen[-1].plan
-        return wanted and wanted.within(self._max_length)
+        plan = self._kind(self._num_chosen).plan
+        self._num_chosen += 1
+        return plan and plan.within(self._max_length)
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        kind = self._chosen[0]
+        kind = self._kind(len(self._seconds))
         if kind.waits:
             tree.read()
         if not kind.verifies:
@@ -367,37 +219,17 @@ class _Schedule:
         return tree.padded(kind.plan.num_nodes)
 
     def observe(self, step: Step) -> None:
-        turns = self._turns.get(self._chosen.pop(0))
-        if turns is None:
-            return
-        if not turns or len(turns[-1]) == STEPS:
-            turns.append([])
-        turns[-1].append(math.inf if step.seconds is None else step.seconds)
+        self._seconds.append(math.inf if step.seconds is None else step.seconds)
+        if len(self._seconds) == STEPS * len(self._kinds):
+            turns = np.reshape(self._seconds, (-1, STEPS))[:, 2:-1].mean(axis=1).tolist()
+            self.rounds.append(dict(zip(self._kinds, turns, strict=True)))
+            self._seconds = []
+            self.is_done = self._suffices()
 
-    @property
-    def seconds(self) -> Seconds:
-        """Mean of the inner steps of the fastest turn, by kind."""
-        return {kind: self._fastest(kind)[0] for kind in self._turns}
+    def _kind(self, step: int) -> Kind:
+        return self._kinds[step // STEPS % len(self._kinds)]
 
-    def _schedule(self) -> Iterator[Kind]:
-        end = self._clock() + PATIENCE
-        for done in range(MAX_ROUNDS):
-            if done:
-                yield UNTIMED  # meanwhile the last step of the previous turn is observed
-            for kind in list(self._turns):
-                if not done or (self._clock() < end and (done < ROUNDS or self.is_doubtful(kind))):
-                    yield from [kind] * STEPS
-        yield UNTIMED
-        self.is_done = True
-
-    def is_doubtful(self, kind: Kind) -> bool:
-        """Whether turns differ, or steps that do more cost less."""
-        first, *others = self._fastest(kind)
-        most = (1 + DOUBT) * min(
-            self._fastest(other)[0] for other in self._turns if other.does_as_much(kind)
-        )
-        return first > most or (bool(others) and others[0] > (1 + DOUBT) * first)
-
-    def _fastest(self, kind: Kind) -> list[float]:
-        turns = [turn for turn in self._turns[kind] if len(turn) == STEPS]
-        return sorted(mean(turn[2:-1]) for turn in turns)
+    def _suffices(self) -> bool:
+        done = len(self.rounds)
+        is_late = (self._clock() - self._start) * (done + 1) / done > PATIENCE
+        return is_late or done == MAX_ROUNDS or (done >= ROUNDS and not is_doubtful(self.rounds))

@@ -219,7 +219,7 @@ class Target:
 
         The first call blocks until MLX has computed these of two tokens.
         """
-        return self.embed(tokens) * self._embedding_scale
+        return self.embed(tokens) * self.embedding_scale
 
     def normalise(self, states: mx.array) -> mx.array:
         """Apply the final norm to the last layer's output, shape (n, H).
@@ -423,8 +423,11 @@ class Target:
         return reader
 
     @cached_property
-    def _embedding_scale(self) -> float:
-        """Factor of the embeddings before the first layer."""
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings before the first layer.
+
+        The first use blocks until MLX has computed two tokens.
+        """
         tokens = mx.array([0, 1])
         self.watch([0])
         inputs, rows = (

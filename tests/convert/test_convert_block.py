@@ -46,9 +46,10 @@ def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> 
     found, weights = named_parameters(converted), named_parameters(expected)
     assert found.keys() == weights.keys()
     assert all(mx.array_equal(found[key], weights[key]).item() for key in found)
-    kind = f"a {expected.config.name} drafter"
-    assert inspect_checkpoint(source).kind == kind
-    assert inspect_checkpoint(tmp_path / "out").kind == f"{kind}, written by this converter"
+    kind = f"a {expected.config.name} drafter, "
+    packaging = re.sub(" .*", "", name).replace("NVIDIA", "DeepSpec")
+    assert inspect_checkpoint(source).kind == f"{kind}as {packaging} writes it"
+    assert inspect_checkpoint(tmp_path / "out").kind == f"{kind}written by this package"
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -112,5 +113,7 @@ def test_the_entry_that_the_target_accepts_is_found(
         assert conversion.provenance["self_test"]["acceptance"] > 0.9
         (note,) = conversion.provenance["notes"]
         assert re.search(
-            r"as it says \d+%, entry [01] first \d+%, earlier layers \d+%, later", note
+            r"as it says \d+%, entry [01] first \d+%, earlier layers \d+%, later layers \d+%, "
+            r"neighbours rotated \d+%; used (as it says|entry 0 first)$",
+            note,
         )

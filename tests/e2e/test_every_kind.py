@@ -13,7 +13,9 @@ import pytest
 
 from mlx_redrafter import Engine, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -178,7 +180,10 @@ def test_check_and_compare(
     monkeypatch.setattr("mlx_redrafter.bench.compare.time_shapes", lambda *_: None)
     pair = ("--model", target, "--drafter", drafter, "--temp", 0.8, "-m", 6)
     result = run(capsys, "check", *pair, "-p", PROMPTS[0], "-p", PROMPTS[1])
-    assert (result.code, result.err, result.out.count("equal: 6 tokens")) == (0, "", 2)
+    is_block = find_kind(drafter) is block
+    assert (result.code, result.out.count("equal: 6 tokens")) == (0, 2)
+    assert ("decoding 4 texts" in result.err) == (result.err != "") == is_block
+    assert ("first drafts accepted by reading of the config" in result.out) == is_block
     (tmp_path / "prompts.txt").write_text("abc abc\n")
     out = tmp_path / "compare.json"
     options = ("--prompts", tmp_path / "prompts.txt", "--repeats", 1, "-o", out)

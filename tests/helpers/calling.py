@@ -48,7 +48,7 @@ def _model(tokenizer: TokenizerWrapper, logits: dict[str, float]) -> llama.Model
 
     table = mx.random.normal((VOCAB_SIZE, VOCAB_SIZE), scale=0.1, key=mx.random.key(0))
     # Whatever comes before, a quotation mark and a brace end strings and objects soon.
-    table[:, ids('"')[0]] += 2.0
+    table[:, ids('"')[0]] += 4.0
     table[:, ids("}")[0]] += 3.0
     chain = [*ids(TELL), *ids("Done."), tokenizer.eos_token_id]
     for one, after in pairwise(chain):

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.yarn import complete_yarn
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -45,6 +46,19 @@ class Surroundings(Protocol):
         ...
 
 
+def new_rope(config: BlockConfig) -> nn.Module:
+    """Make the rotary embedding of a layer."""
+    rope: nn.Module = initialize_rope(
+        config.rope_dims or config.head_size,
+        config.rope_theta,
+        config.rope_traditional,
+        dict(config.rope_scaling) if config.rope_scaling is not None else None,
+        config.max_position_embeddings,
+    )
+    complete_yarn(rope, config)
+    return rope
+
+
 class BlockAttention(nn.Module):
     """Attention of a block to verified tokens and to itself."""
 
@@ -63,13 +77,7 @@ class BlockAttention(nn.Module):
         self.k_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         if config.has_sinks:
             self.attention_sink_bias = mx.zeros((heads,))
-        self.rope = initialize_rope(
-            config.rope_dims or size,
-            config.rope_theta,
-            config.rope_traditional,
-            dict(config.rope_scaling) if config.rope_scaling is not None else None,
-            config.max_position_embeddings,
-        )
+        self.rope = new_rope(config)
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> KeysValues:
         """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""

@@ -18,6 +18,7 @@ kept.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings
+from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
 from mlx_redrafter.proposers.block.levels import LinkedLevels
 from mlx_redrafter.proposers.block.links import Link, new_link
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, write
@@ -114,6 +115,16 @@ class BlockNetwork(KvNetwork):
             target.project(mx.zeros((1, target.hidden_size)))  # refuses one without a plain head
         if not self.config.has_embedding:
             target.embed_input(mx.array([0]))  # refuses one that does more than to scale it
+
+    def become(self, config: BlockConfig) -> None:
+        """Read the same weights by another config of the same sizes; copies stay as they are."""
+        self.config, layers = config, []
+        for layer in self.layers:
+            layer, attention = copy.copy(layer), copy.copy(layer.self_attn)
+            attention.config, attention.rope = config, new_rope(config)
+            layer.self_attn = attention
+            layers.append(layer)
+        self.layers = layers
 
     def hook(self) -> None:
         """Leave the layers as they are: they never run on trees."""

@@ -92,6 +92,13 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
         ) from error
 
 
+def packaging_of(values: Mapping[str, Any]) -> str:
+    """Describe who wrote a config."""
+    if values.get("model_type") == MODEL_TYPE:
+        return "written by this package"
+    return f"as {PublishedValues.of(values).packaging} writes it"
+
+
 def resolve_stored(
     weights: dict[str, mx.array], names: Mapping[str, str], values: Mapping[str, Any]
 ) -> None:

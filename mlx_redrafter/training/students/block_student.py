@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_redrafter.proposers.block.along_text import read_blocks, score_levels
 from mlx_redrafter.proposers.block.fit_block import calibrate
 from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.generated_texts import iterate_read_texts
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.kv_students import KvStudent
@@ -42,8 +43,7 @@ class BlockStudent(KvStudent):
         of zeros would have no gradient.
         """
         network = self.network
-        ones = mx.ones((1, self.target.hidden_size), dtype=self.target.dtype)
-        network.norm.weight = self.target.normalise(ones)[0].astype(mx.float32)
+        network.norm.weight = _norm_weight(self.target)
         for layer in network.layers:
             for part in (layer.get("attention_conv"), layer.get("mlp_conv")):
                 if part is not None:
@@ -80,3 +80,10 @@ class BlockStudent(KvStudent):
     def calibrate(self, texts: Sequence[Shard]) -> None:
         found = (text for shard in texts for text in iterate_read_texts(shard))
         self.network.config = calibrate(self.network, self.target, found)
+
+
+def _norm_weight(target: Target) -> mx.array:
+    """Compute the factors of the target's final norm, float32, shape (H,); its biases cancel."""
+    signs = 1.0 - 2.0 * (mx.arange(target.hidden_size) % 2)
+    rows = target.normalise(mx.stack([signs, -signs]).astype(target.dtype)).astype(mx.float32)
+    return signs * (rows[0] - rows[1]) / 2
