@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,13 @@ def _captured() -> list[tuple[str, dict[str, Any]]]:
         content = json.loads(path.read_text())
         for i, one in enumerate(content if isinstance(content, list) else [content]):
             found.append((f"{path.stem}[{i}]", one))
+    for _, one in found:
+        tools = (one["body"] or {}).get("tools")
+        if isinstance(tools, str):  # "<same tools as in 01>"
+            number = re.search(r"\d+", tools)
+            assert number is not None
+            same = next(other for name, other in found if name.startswith(number[0]))
+            one["body"]["tools"] = same["body"]["tools"]
     return found
 
 
