@@ -117,7 +117,13 @@ def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockC
             yield name, replace(config, captured_layers=layers)
     other = "halves" if config.rope_traditional else "neighbours"
     yield f"{other} rotated", replace(config, rope_traditional=not config.rope_traditional)
-    if not config.has_embedding and target.embedding_scale != 1:
+    if config.has_embedding:
+        return
+    if target.has_embedding_norm:
+        other = "normalised" if config.skips_embedding_norm else "not normalised"
+        skips = not config.skips_embedding_norm
+        yield f"embeddings {other}", replace(config, skips_embedding_norm=skips)
+    elif target.embedding_scale != 1:
         scale = config.embed_scale / target.embedding_scale
         yield "embeddings not scaled", replace(config, embed_scale=scale)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,9 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Answer, Part
+from mlx_redrafter.server.prompt_scores import score_prompt
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.requests import TextRequest
+from mlx_redrafter.server.requests import CompletionRequest, TextRequest
 
 # A function that is called with the parts of a reply, and at the end with None or an error.
 Receiver = Callable[[Part | Refusal | None], None]
@@ -127,6 +129,8 @@ class Job:
             on_progress(done, total)
 
         self.has_begun = False
+        if isinstance(request, CompletionRequest) and request.echoes:
+            yield self._repeat(answer, tokens, index, on_progress)
         try:
             self._stream = engine.stream(
                 new,
@@ -163,6 +167,18 @@ class Job:
             self.model.num_steps += stats.steps
             if stats.shapes:
                 logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
+
+    def _repeat(
+        self, answer: Answer, tokens: list[int], index: int, on_progress: Callable[[int, int], None]
+    ) -> Part:
+        """Return the part that repeats the prompt of a text."""
+        request, engine = self.request, self.model.engine
+        assert isinstance(request, CompletionRequest)
+        prompt = request.prompts[index // request.num_texts]
+        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(tokens)
+        scores = score_prompt(engine, tokens, request.top_logprobs or 0, on_progress)
+        wanted = takewhile(lambda _: not self.is_cancelled, scores)
+        return answer.repeat(text, tokens[0], wanted)
 
 
 def _seed_of(request: TextRequest, index: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_formats import find_format, for_parser
+from mlx_redrafter.server.prompt_scores import Score
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
 from mlx_redrafter.server.tools import Tools
 
@@ -211,16 +212,33 @@ class Answer:
             part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
         return True
 
+    def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
+        """Return a part that repeats the prompt.
+
+        Args:
+            text: The prompt.
+            first: Its first token.
+            scores: Scores of its other tokens, from `score_prompt`.
+        """
+        part = Part(self._index, False, 0, 0, 0, 0, content=text)
+        if self._request.top_logprobs is not None:
+            part.logprobs = [TokenLogprob(_token_text(self._tokenizer, first), None)]
+            for chosen, top in scores:
+                part.logprobs.append(
+                    self._name(*chosen)._replace(top=tuple(self._name(*one) for one in top))
+                )
+        return part
+
+    def _name(self, token: int, value: float) -> TokenLogprob:
+        return TokenLogprob(_token_text(self._tokenizer, token), max(value, MIN_LOGPROB))
+
     def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprob:
         log_probs = response.logprobs.astype(mx.float32)
         ids = [response.token]
         if num_top:
             ids += to_ints(mx.argsort(-log_probs)[:num_top])
         values = to_floats(log_probs[mx.array(ids)])
-        chosen, *top = (
-            TokenLogprob(_token_text(self._tokenizer, token), max(value, MIN_LOGPROB))
-            for token, value in zip(ids, values, strict=True)
-        )
+        chosen, *top = map(self._name, ids, values)
         return chosen._replace(top=tuple(top))
 
 

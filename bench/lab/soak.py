@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +44,16 @@ class ServedProcess:
     Args:
         options: Options of the command.
         log: File of the log.
+
+    Attributes:
+        num_kills: Number of times that it was killed.
     """
 
     def __init__(self, options: Sequence[str], log: Path):
         self.log = log
         self._options = list(options)
         self.port = _free_port()
+        self.num_kills = 0
         self._start()
 
     def _start(self) -> None:
@@ -64,6 +68,7 @@ class ServedProcess:
 
     def kill_and_start(self) -> None:
         """Kill the server as the system would, and start it again at the same port."""
+        self.num_kills += 1
         self.process.kill()
         self.process.wait()
         self._start()
@@ -136,7 +141,6 @@ def run_clients(
     """
     outcome, lock = Outcome(), threading.Lock()
     numbers = iter(range(num_requests))
-    killed = threading.Event()
     back = threading.Event()
     back.set()
 
@@ -148,12 +152,10 @@ def run_clients(
                 return
             if kill_after is not None and number == int(kill_after * num_requests):
                 back.clear()
-                killed.set()
                 server.kill_and_start()
-                killed.clear()
                 back.set()
             back.wait()
-            found, what = _ask_one(server.port, cases, expected, draw, killed.is_set)
+            found, what = _ask_one(server, cases, expected, draw)
             with lock:
                 outcome.counts[found] += 1
                 if what:
@@ -171,31 +173,29 @@ def run_clients(
 
 
 def _ask_one(
-    port: int,
+    server: ServedProcess,
     cases: Sequence[Case],
     expected: dict[int, list[str]],
     draw: random.Random,
-    is_killed: Callable[[], bool],
 ) -> tuple[str, str]:
     """Send one request; return its kind of end, and a description if that was wrong."""
     number, streams = draw.randrange(len(cases)), draw.random() < 0.5
-    kind = draw.random()
+    kind, case, before = draw.random(), cases[number], server.num_kills
     try:
         if kind < SHARE_BAD:
-            ask_badly(port, draw)
+            ask_badly(server.port, draw)
             return "refused", ""
         if kind < SHARE_BAD + SHARE_GONE:
-            ask(port, cases[number], streams, random.Random(draw.random()))
+            ask(server.port, case, streams, random.Random(draw.random()))
             return "gone", ""
-        found = ask(port, cases[number], streams)
+        found = ask(server.port, case, streams)
     except (OSError, http.client.HTTPException, Failed, ValueError) as error:
-        is_lost = is_killed() or isinstance(error, (OSError, http.client.HTTPException))
-        return (
-            ("lost", "") if is_lost and is_killed() else ("failed", f"{cases[number]}: {error!r}")
-        )
-    if found != expected[number]:
-        return "wrong", f"{cases[number]}: expected {expected[number]}, found {found}"
-    return "right", ""
+        if server.num_kills != before:
+            return "lost", ""
+        return "failed", f"{case}: {error!r}"
+    if found == expected[number]:
+        return "right", ""
+    return "wrong", f"{case}: expected {expected[number]}, found {found}"
 
 
 def be_hostile(port: int, num_connections: int) -> None:

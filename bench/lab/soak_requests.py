@@ -18,6 +18,10 @@ PROMPTS = (
     "It was a dark night. " * 60,
     "It was a dark night. " * 60 + "She said nothing",
 )
+# Stands for the mark at the end of a stream of OpenAI's chats and completions.
+DONE = {"done": True}
+# Types of the last events of other streams.
+LAST = ("message_stop", "response.completed", "response.incomplete")
 # Seconds until a client gives up.
 PATIENCE = 300.0
 
@@ -175,13 +179,20 @@ def ask(port: int, case: Case, streams: bool, draw: random.Random | None = None)
         if not streams:
             return protocol.read_whole(json.loads(response.read()))
         texts: dict[int, str] = {}
+        is_whole = False
         for event in _events(response):
+            if event == DONE or event.get("done") or event.get("type") in LAST:
+                is_whole = True
+            if event == DONE:
+                continue
             if event.get("error") or event.get("type") == "error":
                 raise Failed(json.dumps(event)[:300])
             if draw is not None and draw.random() < 0.2:
                 return []
             index, added = protocol.read_event(event)
             texts[index] = texts.get(index, "") + added
+        if not is_whole:
+            raise http.client.IncompleteRead(b"")
     return [texts[index] for index in sorted(texts)]
 
 
@@ -189,7 +200,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
     """Yield the events of a stream: server-sent ones, or lines of JSON."""
     for raw in response:
         line = raw.decode().strip().removeprefix("data: ")
-        if line.startswith("{"):
+        if line == "[DONE]":
+            yield DONE
+        elif line.startswith("{"):
             yield json.loads(line)
 
 

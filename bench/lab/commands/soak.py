@@ -107,6 +107,8 @@ def _soak(arguments: Namespace, folder: Path) -> list[str]:
             seconds = time.monotonic() - start
             typer.echo(f"{dict(outcome.counts)} in {seconds:.0f} s; {now}")
             problems += outcome.wrong
+            for problem in outcome.wrong:
+                typer.echo(problem)
             if before is not None and is_last and now.get("files", 0) > before.get("files", 0) + 50:
                 problems.append(f"open files grew from {before} to {now}")
             before = now
