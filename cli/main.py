@@ -21,6 +21,7 @@ from mlx_redrafter.cli.chat import chat
 from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
+from mlx_redrafter.cli.launch import launch
 from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
@@ -39,6 +40,7 @@ app.command("run")(run_model)
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(launch)
 app.command()(check)
 app.command()(advise)
 app.command()(train)

@@ -51,10 +51,11 @@ def _drafter_option(more: str = "") -> Any:
     return typer.Option(
         "--drafter",
         "--draft-model",
-        help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, SpecFormer) or a smaller "
-        "model with the same tokens: a folder or a hub repository. Or a word: auto for one that is "
-        "made for the target, on this machine or published; lookup for prompt lookup; mtp for the "
-        f"module in the target's own files{more}. By default one on this machine, or lookup.",
+        help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, block, SpecFormer) or a "
+        "smaller model with the same tokens: a folder or a hub repository. Or a word: auto for one "
+        "that is made for the target, on this machine or published; lookup for prompt lookup; mtp "
+        f"for the module in the target's own files{more}. By default one on this machine, or "
+        "lookup.",
         show_default=False,
         rich_help_panel=MODEL,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +120,8 @@ def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> 
     share = options.self_generated_share if sources.given else 1.0
     rate = _measure_chars_per_token(sources, encoder)
     given = sum(_guess_tokens(item, rate) for item in sources.given)
-    prompt = _guess_prompt_tokens(sources.prompts, rate)
+    chats = [_guess_tokens(item, rate) for item in sources.prompts if isinstance(item, Chat)]
+    prompt = sum(chats) // len(chats) if chats else PROMPT_TOKENS
     if options.max_tokens is not None:
         given = min(given, round((1 - share) * options.max_tokens))
         generated = round(share * options.max_tokens)
@@ -207,8 +207,3 @@ def _guess_tokens(item: Item, chars_per_token: float) -> int:
     if isinstance(item, Document):
         return round(len(item.text) / chars_per_token) + 1
     return sum(round(len(str(m["content"])) / chars_per_token) + 8 for m in item.messages)
-
-
-def _guess_prompt_tokens(items: Sequence[Item], chars_per_token: float) -> int:
-    chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Chat)]
-    return sum(chats) // len(chats) if chats else PROMPT_TOKENS

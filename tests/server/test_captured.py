@@ -1,0 +1,78 @@
+"""Requests that agents' programs and packages have sent are answered as they want it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.calling import calling_engine
+from tests.helpers.models import shared_path
+from tests.server.serving import Served, serving
+
+pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(calling_engine()) as one:
+        yield one
+
+
+def _captured() -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for path in sorted(shared_path("agents").glob("*.json")):
+        content = json.loads(path.read_text())
+        for i, one in enumerate(content if isinstance(content, list) else [content]):
+            found.append((f"{path.stem}[{i}]", one))
+    for _, one in found:
+        tools = (one["body"] or {}).get("tools")
+        if isinstance(tools, str):  # "<same tools as in 01>"
+            number = re.search(r"\d+", tools)
+            assert number is not None
+            same = next(other for name, other in found if name.startswith(number[0]))
+            one["body"]["tools"] = same["body"]["tools"]
+    return found
+
+
+def _last_event(text: str) -> dict[str, Any]:
+    lines = [line for line in text.splitlines() if line.startswith(("data: {", "{"))]
+    return json.loads(lines[-1].removeprefix("data: "))  # type: ignore[no-any-return]
+
+
+def test_every_captured_request_is_answered(served: Served) -> None:
+    for name, one in _captured():
+        path, body = one["path"], one["body"]
+        status, reply = served.send(path, body)
+        assert status == 200, (name, reply)
+        if body is None or not path.startswith(("/v1/messages", "/v1/responses", "/v1/chat")):
+            continue
+        if isinstance(reply, str):
+            last = _last_event(reply)
+            if path.startswith("/v1/messages"):
+                assert last["type"] == "message_stop", name
+            elif path.startswith("/v1/responses"):
+                assert last["type"] == "response.completed", name
+            else:
+                assert last["choices"] == [] or last["choices"][0]["finish_reason"], name
+
+
+def test_a_session_of_claude_code_shares_its_beginning(served: Served) -> None:
+    """Marks of caches move, and a line about billing differs from session to session."""
+    captured = dict(_captured())
+    first = captured["01_claude_code_first[0]"]["body"]
+    counted = []
+    for hash_ in ("476", "e12"):
+        body = json.loads(json.dumps(first))
+        body["system"][0]["text"] = f"x-anthropic-billing-header: cc_version=2.1.197.{hash_};"
+        body.pop("stream")
+        body["system"][1].pop("cache_control", None)
+        reply = served.send("/v1/messages", body)[1]
+        counted.append(reply["usage"])
+    assert (
+        counted[1]["cache_read_input_tokens"]
+        == counted[0]["input_tokens"] - 1 + (counted[0]["cache_read_input_tokens"])
+    )

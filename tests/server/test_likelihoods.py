@@ -1,0 +1,38 @@
+"""Log-probabilities of a prompt are those of stock mlx-lm's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_redrafter.server import prompt_scores
+from tests.server.serving import Served
+
+
+def test_a_prompt_is_repeated_with_its_likelihood(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_scores, "CHUNK", 4)
+    tokens = [7, 3, 22, 9, 41, 5, 5, 60, 13]
+    body = {"prompt": [tokens, tokens[:5]], "echo": True, "logprobs": 2, "max_tokens": 1}
+    status, reply = served.send("/v1/completions", body)
+    assert status == 200
+    model: Any = served.engine.target.model
+    logits = model(mx.array([tokens]))[0].astype(mx.float32)
+    expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    for choice, prompt in zip(reply["choices"], body["prompt"], strict=True):
+        shown, length = choice["logprobs"], len(prompt)
+        assert len(shown["token_logprobs"]) == length + 1
+        assert (shown["token_logprobs"][0], shown["top_logprobs"][0]) == (None, None)
+        found = shown["token_logprobs"][1:length]
+        np.testing.assert_allclose(found, expected[range(length - 1), prompt[1:]], atol=1e-4)
+        best = [max(one.values()) for one in shown["top_logprobs"][1:length]]
+        np.testing.assert_allclose(best, expected[: length - 1].max(axis=1), atol=1e-4)
+        decoded = served.engine.tokenizer.decode(prompt)
+        assert choice["text"].startswith(decoded)
+        plain = served.send("/v1/completions", {"prompt": prompt, "max_tokens": 1})[1]
+        assert choice["text"] == decoded + plain["choices"][0]["text"]
+        assert reply["usage"]["completion_tokens"] == 2
