@@ -128,17 +128,23 @@ def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
 
 def _find_drafter(subject: Subject, search: DrafterSearch) -> Subject:
     """Find a drafter on this machine, or a published one."""
-    found, repository, notes = search.stored(), None, search.skipped
+    found, repository, failures = search.stored(), None, []
     if found is None:
         try:
             offer = search.published()
             if offer is not None:
                 found, repository = offer
         except CheckpointError as error:
-            notes.append(str(error))
+            failures.append(str(error))
     found = found or search.draft_model()
     path = None if found is None or repository is not None else found.option
-    return replace(subject, drafter=path, found=found, repository=repository, notes=notes)
+    return replace(
+        subject,
+        drafter=path,
+        found=found,
+        repository=repository,
+        notes=[*search.reasons, *failures],
+    )
 
 
 def _refuse(drafter: str, shape: ModelShape) -> str | None:
@@ -215,8 +221,8 @@ def _gains(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) -> 
     ]
     if subject.found is not None and subject.published_gain:
         sentences.append(
-            f"{subject.found.name}, measured by others: {subject.published_gain} times as fast as "
-            "plain decoding."
+            f"{subject.found.name}, speed relative to plain decoding as others measured it: "
+            f"{subject.published_gain}."
         )
     if trial is not None:
         sentences.append(

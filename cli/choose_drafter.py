@@ -75,7 +75,7 @@ def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
 
     try:
         offer = search.published()
-        for reason in search.skipped:
+        for reason in search.reasons:
             typer.echo(f"not used: {reason}", err=True)
         if offer is None or not _agrees(*offer, yes):
             return None

@@ -138,10 +138,7 @@ def complete_name(name: str) -> str:
         raise ConfigError(f"expected a repository like org/name, got {name!r}")
     if "/" in name:
         return name
-    try:
-        stored = find_stored(name, None)
-    except LookupError as error:
-        raise CheckpointError(f"{name!r} is the name of several repositories: {error}") from error
+    stored = find_stored(name, None)
     return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
 
 

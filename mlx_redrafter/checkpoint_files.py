@@ -69,12 +69,7 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
     is_name = bool(name) and not name.startswith((".", "/", "~"))
-    try:
-        stored = find_stored(name, patterns) if is_name and name.count("/") <= 1 else None
-    except LookupError as error:
-        raise CheckpointError(
-            f"{name!r} is the name of several repositories on this machine ({error}); give one"
-        ) from error
+    stored = find_stored(name, patterns) if is_name and name.count("/") <= 1 else None
     if stored is not None:
         return stored
     if not is_name or name.count("/") != 1:

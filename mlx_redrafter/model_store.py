@@ -17,6 +17,8 @@ from typing import NamedTuple
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from mlx_redrafter.errors import CheckpointError
+
 # Name of the config in a checkpoint.
 CONFIG = "config.json"
 # Endings of files with weights.
@@ -65,12 +67,15 @@ def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
         patterns: Shell patterns of the files; None for all.
 
     Raises:
-        LookupError: Several repositories end in this name; the message lists them.
+        CheckpointError: Several repositories end in this name.
     """
     if "/" not in name:
         same = {model.name for model in stored_models() if _last_part(model.name) == name.lower()}
         if len(same) > 1:
-            raise LookupError(", ".join(sorted(same)))
+            raise CheckpointError(
+                f"{name!r} is the name of several repositories on this machine: "
+                f"{', '.join(sorted(same))}; give one of them"
+            )
         if not same:
             return None
         name = same.pop()

@@ -35,6 +35,8 @@ from mlx_redrafter.target.model_loading import make_model
 
 # Maximum size of a draft model, in sizes of the target; a larger one costs more than it gains.
 MAX_SHARE = 0.2
+# Maximum number of reasons to print.
+MAX_REASONS = 3
 
 
 class FoundDrafter(NamedTuple):
@@ -71,6 +73,13 @@ class DrafterSearch:
 
     model: Identity
     skipped: list[str] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> list[str]:
+        """The first reasons why drafters cannot be used, and the number of the others."""
+        hidden = len(self.skipped) - MAX_REASONS
+        more = [f"{hidden} more published drafters"] if hidden > 0 else []
+        return self.skipped[:MAX_REASONS] + more
 
     def stored(self) -> FoundDrafter | None:
         """Find a drafter on this machine that was made for the model, without the network."""
@@ -163,7 +172,7 @@ def describe_offer(found: FoundDrafter, repository: Repository) -> str:
     stated = repository.card.licence or (line.licence if line is not None else "")
     licence = f"licence {stated}" if stated else "no licence stated"
     size = format_bytes(repository.size(PATTERNS))
-    gain = f"; {line.gain} times as fast as plain" if line is not None and line.gain else ""
+    gain = f"; speed relative to plain decoding {line.gain}" if line and line.gain else ""
     return f"{found.name} ({found.method}, {size}, {licence}; {found.reason}{gain})"
 
 

@@ -24,6 +24,8 @@ from mlx_redrafter.checkpoint_files import named_parameters, read_config, weight
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.proposers.quantization import check_quantization
+from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
+from mlx_redrafter.proposers.redrafter.input_table import MAX_BYTES
 from mlx_redrafter.target.model_loading import make_model
 
 # Number of K/V entries by which mlx-lm enlarges a cache.
@@ -49,7 +51,7 @@ class MemoryEstimate(NamedTuple):
 
     Attributes:
         weights: Weights of the target.
-        drafter: Weights of the drafter.
+        drafter: Weights of the drafter, its logits, and the table of a recurrent one.
         cache: K/V caches and recurrent states.
         work: Largest intermediate arrays.
     """
@@ -134,7 +136,7 @@ def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> Mem
     logits = COPIES_OF_LOGITS * TREE_TOKENS * FLOAT32 * _vocabulary(config)
     return MemoryEstimate(
         weight_bytes(folder),
-        0 if drafter is None else weight_bytes(drafter),
+        0 if drafter is None else weight_bytes(drafter) + logits + _table_bytes(drafter, config),
         cache_bytes(folder, context),
         max(logits, _rehearse(folder.name, config, model, context)),
     )
@@ -181,6 +183,16 @@ def _rehearse(name: str, config: Mapping[str, Any], model: nn.Module, context: C
     del small, cache
     mx.clear_cache()
     return max(0, work)
+
+
+def _table_bytes(drafter: Path, config: Mapping[str, Any]) -> int:
+    """Return the size of the table of input terms that a recurrent drafter makes."""
+    values = read_config(drafter)
+    hidden = values.get("hidden_size")
+    if values.get("model_type") != MODEL_TYPE or not isinstance(hidden, int):
+        return 0
+    size = _vocabulary(config) * hidden * _dtype(config).size
+    return size if size <= MAX_BYTES else 0
 
 
 def _layer_caches(model: nn.Module, dtype: mx.Dtype) -> list[_LayerCache]:

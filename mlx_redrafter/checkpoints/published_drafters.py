@@ -14,6 +14,7 @@ from mlx_redrafter.checkpoints.identity import Identity
 TABLE = Path(__file__).with_name("drafters.tsv")
 # Names of methods for messages.
 METHODS = {
+    "assistant": "Gemma 4 assistant",
     "dflash": "DFlash",
     "dflash2": "DFlash 2",
     "dspark": "DSpark",

@@ -16,6 +16,7 @@ from mlx_redrafter.checkpoints.cards import Card, read_card
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, plain_name
 from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
 
 JSON = st.recursive(
@@ -120,7 +121,7 @@ def test_stores_are_searched_for_complete_models(cache: Path, tmp_path: Path) ->
     assert find_stored("model-4BIT", None) == find_stored("org/Model-4bit", None) == folder
     assert (repository_of(folder), repository_of(studio)) == ("org/Model-4bit", "lmstudio/Other")
     shutil.copytree(target, tmp_path / ".lmstudio" / "models" / "me" / "Model-4bit")
-    with pytest.raises(LookupError, match="me/Model-4bit, org/Model-4bit"):
+    with pytest.raises(CheckpointError, match="me/Model-4bit, org/Model-4bit; give one"):
         find_stored("Model-4bit", None)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     assert not is_complete(folder, None)

@@ -12,7 +12,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter import Lookup, load, stream_generate
 from mlx_redrafter.checkpoints import memory_check
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.memory_check import check_memory
 from mlx_redrafter.checkpoints.memory_estimate import TREE_TOKENS, Context, estimate_memory
 from mlx_redrafter.errors import ResourceError
@@ -88,6 +90,22 @@ def test_the_estimate_is_the_measured_peak(
         estimated = estimate_memory(tmp_path, None, Context(tokens, CHUNK))
         measured = _measure(model, tokens)
         assert 0.95 <= estimated.total / measured <= 1.1, (tokens, estimated, measured)
+
+
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_the_estimate_is_the_peak_of_the_engine(has_drafter: bool) -> None:
+    target, drafter = find_bundled("target"), find_bundled("drafter") if has_drafter else None
+    estimated = estimate_memory(target, drafter, Context(132)).total
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, tokenizer, proposer = load(target, drafter, tune=False)
+    shape = {"beam_width": 4, "beam_length": 5, "tree_nodes": 16} if has_drafter else {}
+    *_, _ = stream_generate(
+        model, tokenizer, list(range(5, 105)), drafter=proposer or Lookup(), max_tokens=32, **shape
+    )
+    measured = mx.get_peak_memory() - before
+    assert 0.95 <= estimated / measured <= 1.1, (estimated, measured)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(
