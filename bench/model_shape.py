@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.nn as nn
-from mlx_lm.utils import MODEL_REMAPPING
-
 from mlx_redrafter.bench.chips import BYTES
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.architectures import REFUSED
-from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
+from mlx_redrafter.target.model_loading import make_model
+from mlx_redrafter.target.model_parts import check_config, find_parts
 from mlx_redrafter.training.resources import TargetSize
 
 # Sizes of Llama 2: billions of parameters, hidden size and vocabulary.
@@ -93,26 +90,6 @@ class ModelShape:
         """Sizes that the cost of training depends on."""
         weights = round(self.parameters * BYTES[self.bits])
         return TargetSize(self.hidden_size, self.vocab_size, weights)
-
-
-def make_model(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """Make the model of a ``config.json``; MLX creates random weights when they are first read.
-
-    Raises:
-        CheckpointError: mlx-lm cannot make the model.
-        UnsupportedTargetError: The model cannot be decoded exactly.
-    """
-    check_config(config)
-    kind = config["model_type"]
-    module = importlib.import_module(MLX_LM_MODELS + MODEL_REMAPPING.get(kind, kind))
-    try:
-        model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-        find_parts(model)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"mlx-lm cannot make {name} from its config.json ({error}); is it damaged?"
-        ) from error
-    return model
 
 
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:

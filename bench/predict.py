@@ -6,20 +6,14 @@ Axes: W beam width, L beam length, T tokens per forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
-from mlx_redrafter.bench.cost_model import CLIFF_PARAMETERS, FITTED, PredictedStep, step_time
-from mlx_redrafter.bench.result_file import read_result
+from mlx_redrafter.bench.cost_model import FITTED, PredictedStep, step_time
 from mlx_redrafter.errors import ConfigError
 
 # Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
 BANDWIDTH_SHARE = 0.75
-# Number of parameters of Apple's drafter for Vicuna-7B.
-APPLE_DRAFTER = 396e6
-# Name of the prediction for drafting without any options.
-DEFAULT = "default"
 
 
 @dataclass(frozen=True)
@@ -127,15 +121,6 @@ class ShapePrediction:
     speedup: float
 
 
-def default_drafter_parameters(num_parameters: float) -> float:
-    """Estimate the parameters of a drafter from Apple's for Vicuna-7B.
-
-    A drafter's matrices have the hidden size as their sides, and the square of the hidden size
-    grows with the target's parameters to the power 2/3.
-    """
-    return APPLE_DRAFTER * (num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
-
-
 def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[ShapePrediction]:
     """Predict every shape whose cost is known, fastest first.
 
@@ -143,41 +128,13 @@ def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[
         ConfigError: All trees are larger than those with known costs.
     """
     found = [
-        _prediction(question, acceptance, step)
+        prediction_of(question, acceptance, step)
         for acceptance in acceptances
         if (step := _step_time(question, acceptance)) is not None
     ]
     if not found:
         raise ConfigError("no verify costs are published for trees this large; give smaller shapes")
     return sorted(found, key=lambda prediction: -prediction.speedup)
-
-
-def predict_default(question: Question, found: Sequence[ShapePrediction]) -> ShapePrediction:
-    """Predict the default as the best shape, or as plain decoding if no shape is faster.
-
-    Args:
-        question: The question.
-        found: The shapes, fastest first.
-    """
-    best = found[0]
-    if best.speedup > 1:
-        return replace(best, acceptance=replace(best.acceptance, name=DEFAULT))
-    return _prediction(question, ShapeAcceptance(1, 1, 1, 1.0, DEFAULT), question.plain_step)
-
-
-def conclude(found: Sequence[ShapePrediction]) -> str:
-    """Write the result in a sentence.
-
-    Args:
-        found: The shapes, fastest first.
-    """
-    best = found[0]
-    if best.speedup <= 1:
-        return "No shape is predicted to pay; the default would decode plainly."
-    return (
-        f"The best shape is predicted to be {best.acceptance.name}, {best.speedup:.2f} times as "
-        "fast as plain decoding. The default would draft about as much, depending on the text."
-    )
 
 
 def assumptions(question: Question) -> list[str]:
@@ -219,34 +176,7 @@ def assumptions(question: Question) -> list[str]:
     ]
 
 
-def read_acceptances(path: Path) -> list[ShapeAcceptance]:
-    """Read tokens per step from a ``sweep.json``, of its first dtype and temperature.
-
-    Raises:
-        CheckpointError: The file is not a sweep.
-        ConfigError: The sweep is not finished.
-    """
-    result = read_result(path, "sweep")
-    points = result.get("points", [])
-    if not points:
-        raise ConfigError(
-            f"the sweep in {path} is not finished; finish it with `bench sweep --resume`"
-        )
-    first = points[0]["dtype"], points[0]["temp"]
-    return [
-        ShapeAcceptance(
-            point["shape"]["beam_width"],
-            point["shape"]["beam_length"],
-            point["row"]["nodes_per_step"],
-            point["row"]["tokens_per_step"],
-            point["row"]["arm"],
-        )
-        for point in points
-        if (point["dtype"], point["temp"]) == first and point["row"]["tokens_per_step"]
-    ]
-
-
-def _prediction(question: Question, acceptance: ShapeAcceptance, step: float) -> ShapePrediction:
+def prediction_of(question: Question, acceptance: ShapeAcceptance, step: float) -> ShapePrediction:
     speed = acceptance.tokens_per_step / step
     return ShapePrediction(acceptance, step, 1e3 * speed, speed * question.plain_step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +39,7 @@ def advise(
     ] = None,
     drafter: AnyDrafter = None,
     tokens: Annotated[str, typer.Option(help="Tokens to train on, such as 1M.")] = "1M",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Forecast the speed of drafting for a model, here or on another chip, and advise a drafter."""
     count = parse_count(tokens)
@@ -47,7 +49,8 @@ def advise(
     try:
         subject = advice.find_subject(model, drafter)
     except UnsupportedTargetError as error:
-        typer.echo(f"Not supported: {error}.")
+        refusal = f"Not supported: {error}."
+        typer.echo(json.dumps({"supported": False, "reason": str(error)}) if as_json else refusal)
         raise typer.Exit(1) from None
     cost = TrainingCost.of(subject.shape, count)
     if chip is None and subject.folder is not None:
@@ -60,6 +63,18 @@ def advise(
         machine, trial = known.name, None
         forecast = predict_forecast(subject.shape, known, cost)
     sections = advice.advise(subject, machine, forecast, trial, cost)
+    if as_json:
+        summary = {
+            "supported": True,
+            "machine": machine,
+            "drafter": advice.describe_drafter(subject),
+            "gain": advice.expected_gain(subject, forecast, trial),
+            "command": advice.recommended_command(subject, trial),
+            "training_seconds": forecast.training.total,
+            "sections": sections,
+        }
+        typer.echo(json.dumps(summary))
+        return
     for headline, sentences in sections.items():
         typer.echo(headline)
         for sentence in sentences:

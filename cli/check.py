@@ -87,6 +87,9 @@ def check(
     from mlx_redrafter.cli.progress import progress_bar
     from mlx_redrafter.engine.text_comparison import compare_decoding
 
+    reading = _try_readings(target, tokenizer, drafter)
+    if reading is not None and not as_json:
+        typer.echo(reading)
     results = []
     for one in prompt or PROMPTS:
         ids = PromptOptions(one, ignore_chat_template).encode(tokenizer)
@@ -101,9 +104,21 @@ def check(
             typer.echo(_describe(results[-1], tokenizer))
     is_equal = all(result["difference"] is None for result in results)
     if as_json:
-        typer.echo(json.dumps({"equal": is_equal, "prompts": results}))
+        found = {} if reading is None else {"reading": reading}
+        typer.echo(json.dumps({"equal": is_equal, "prompts": results, **found}))
     if not is_equal:
         raise typer.Exit(1)
+
+
+def _try_readings(model: Any, tokenizer: Any, drafter: Any) -> str | None:
+    """Compare the readings of a block drafter's config; return None for other drafters."""
+    from mlx_redrafter.convert.block import try_readings
+    from mlx_redrafter.proposers.block.network import BlockNetwork
+    from mlx_redrafter.target.target import Target
+
+    if not isinstance(drafter, BlockNetwork):
+        return None
+    return try_readings(drafter, Target(model), tokenizer).line
 
 
 def _describe(result: dict[str, Any], tokenizer: Any) -> str:

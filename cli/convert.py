@@ -120,7 +120,7 @@ class ConvertGroup(CommandGroup):
 
 app = Application(
     cls=ConvertGroup,
-    help="Convert a published drafter: recurrent, an EAGLE head, Medusa heads or an MTP module.",
+    help="Convert a published drafter: recurrent or block, an EAGLE or Medusa head, an MTP module.",
 )
 
 
@@ -163,7 +163,7 @@ def convert(
         typer.Option(metavar="REPO", help="Also upload the result to this hub repository."),
     ] = None,
 ) -> None:
-    """Convert a published drafter: recurrent, EAGLE, Medusa or MTP. No code in its files runs.
+    """Convert a published drafter, of any kind that `train` makes. No code in its files runs.
 
     `redrafter-mlx convert inspect SRC` describes a checkpoint without converting it.
     """

@@ -21,6 +21,8 @@ from mlx_redrafter.cli.chat import chat
 from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
+from mlx_redrafter.cli.launch import launch
+from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
 from mlx_redrafter.cli.typer_app import Application
@@ -36,9 +38,13 @@ app = Application(
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(launch)
 app.command()(check)
 app.command()(advise)
 app.command()(train)
+app.command("list")(list_models)
+app.command()(pull)
+app.command("rm")(remove)
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 

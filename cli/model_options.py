@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.text_options import MODEL
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    UnsupportedTargetError,
+)
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -41,15 +48,25 @@ def _drafter_option(more: str = "") -> Any:
     return typer.Option(
         "--drafter",
         "--draft-model",
-        help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, SpecFormer) or a smaller "
-        "model with the same tokens: a folder or a hub repository. Or a word: lookup for prompt "
-        f"lookup, the default with --model; mtp for the module in the target's own files{more}.",
+        help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, block, SpecFormer) or a "
+        "smaller model with the same tokens: a folder or a hub repository. Or a word: auto for one "
+        "that is made for the target, on this machine or published; lookup for prompt lookup; mtp "
+        f"for the module in the target's own files{more}. By default one on this machine, or "
+        "lookup.",
         show_default=False,
         rich_help_panel=MODEL,
     )
 
 
 AnyDrafter = Annotated[str | None, _drafter_option()]
+Yes = Annotated[
+    bool,
+    typer.Option(
+        "--yes",
+        help="Download what --drafter auto offers without a question.",
+        rich_help_panel=MODEL,
+    ),
+]
 AdapterPath = Annotated[
     str | None,
     typer.Option(
@@ -80,18 +97,25 @@ Predraft = Annotated[
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a drafter: the bundled pair by default, prompt lookup with a model alone.
+    """A target and a drafter: the bundled pair by default, and else a drafter made for the target.
 
     A drafter without a model is one for the bundled target.
     """
 
     model: Model = None
     drafter: AnyDrafter = None
+    yes: Yes = False
+
+    @cached_property
+    def drafter_name(self) -> str | None:
+        """The drafter given, or the one chosen for the model; None for the bundled one."""
+        if self.model is None:
+            return None if self.drafter == AUTO else self.drafter
+        return choose_drafter(self.model, self.drafter, self.yes) if self._chooses else self.drafter
 
     @property
-    def drafter_name(self) -> str | None:
-        """The drafter given, or lookup if there is only a model; None for the bundled one."""
-        return "lookup" if self.drafter is None and self.model is not None else self.drafter
+    def _chooses(self) -> bool:
+        return self.model is not None and self.drafter in (None, AUTO)
 
     def load(self, **options: Any) -> Loaded:
         """Load the target, its tokenizer and the drafter.
@@ -104,16 +128,23 @@ class Pair:
         """
         if self.drafter == NO_DRAFTER:
             raise ConfigError("expected a drafter, found --drafter none; name one, or lookup")
-        return self._load(drafter=self.drafter, **options)
+        return self._load(self.drafter_name, **options)
 
-    def _load(self, **options: Any) -> Loaded:
+    def _load(self, drafter: str | None, **options: Any) -> Loaded:
+        """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
         from mlx_redrafter.checkpoints.loading import load
         from mlx_redrafter.proposers.lookup import Lookup
 
-        model, tokenizer, drafter = load(self.model, **options)
+        try:
+            model, tokenizer, loaded = load(self.model, drafter, **options)
+        except (CheckpointError, NonFiniteError, UnsupportedTargetError) as error:
+            if not self._chooses or drafter in (None, LOOKUP):
+                raise
+            typer.echo(f"drafter: prompt lookup; {error}", err=True)
+            return self._load(LOOKUP, **options)
         if self.model is None:
             _say_bundled(model)
-        return model, tokenizer, Lookup() if drafter is None else drafter
+        return model, tokenizer, Lookup() if loaded is None else loaded
 
 
 @dataclass(frozen=True)
@@ -123,10 +154,9 @@ class AdaptedPair(Pair):
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
 
-    def _load(self, **options: Any) -> Loaded:
-        return super()._load(
-            adapter_path=self.adapter_path, trust_remote_code=self.trust_remote_code, **options
-        )
+    def _load(self, drafter: str | None, **options: Any) -> Loaded:
+        own = {"adapter_path": self.adapter_path, "trust_remote_code": self.trust_remote_code}
+        return super()._load(drafter, **{**own, **options})
 
 
 @dataclass(frozen=True)
@@ -144,7 +174,7 @@ class WritingPair(AdaptedPair):
 
     def load_writer(self) -> tuple[nn.Module, TokenizerWrapper, Proposer | None]:
         """Load the target, its tokenizer and the drafter, which is None for plain decoding."""
-        model, tokenizer, drafter = self._load(drafter=self.drafter if self.drafts else None)
+        model, tokenizer, drafter = self._load(self.drafter_name if self.drafts else None)
         return model, tokenizer, drafter if self.drafts else None
 
 

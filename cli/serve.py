@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, shared_name
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.model_options import WritingPair
+from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
 from mlx_redrafter.cli.text_options import (
+    MODEL,
     AnswerOptions,
     DraftSizeOptions,
     library_option,
@@ -21,7 +25,17 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 
-SERVER, LIMITS = "Server", "Limits"
+if TYPE_CHECKING:
+    from mlx_redrafter.engine.engine import Engine
+    from mlx_redrafter.server.models import Model
+
+# Hosts that only this machine reaches.
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+# Panel of the address and the names in the help.
+SERVER = "Server"
+# Panel of the limits in the help.
+LIMITS = "Limits"
 # Seconds that running requests have to end after SIGTERM.
 GRACE_SECONDS = 30
 
@@ -29,6 +43,61 @@ GRACE_SECONDS = 30
 def _limit_option(name: str) -> Any:
     hint = get_type_hints(Limits, include_extras=True)[name]
     return typer.Option(help=hint.__metadata__[0], rich_help_panel=LIMITS)
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """The models to serve, each with its drafter."""
+
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Model to serve: a folder, a hub repository, or a folder of such folders; may be "
+            "repeated. A single model is loaded at the start, several ones at their first "
+            "requests. By default the bundled demonstration model.",
+            show_default=False,
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            "--draft-model",
+            help="Drafter of the model, as for generate; one for all models, or repeated in the "
+            "order of the models.",
+            show_default=False,
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    yes: Yes = False
+    adapter_path: AdapterPath = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def pairs(self) -> list[WritingPair]:
+        """Return every model with its drafter.
+
+        Raises:
+            ConfigError: A folder holds no model, or the drafters are not one or one per model.
+        """
+        models: list[str | None] = [
+            one for given in self.model or () for one in _models_in(given)
+        ] or [None]
+        drafters: list[str | None] = [*self.drafter] if self.drafter else [None]
+        if len(drafters) == 1:
+            drafters *= len(models)
+        if len(drafters) != len(models):
+            raise ConfigError(
+                f"drafter must be given once, or once for each of the {len(models)} models, got "
+                f"{len(drafters)}"
+            )
+        if self.adapter_path is not None and len(models) > 1:
+            raise ConfigError("adapter_path is for a single model; serve one, or leave it out")
+        return [
+            WritingPair(model, drafter, self.yes, self.adapter_path, self.trust_remote_code)
+            for model, drafter in zip(models, drafters, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -45,6 +114,7 @@ class AddressOptions:
     """Address of the server, and who may use it.
 
     Attributes:
+        allow_host: Names of the server besides its address.
         allow_origin: Origins of web pages that may use the server.
     """
 
@@ -73,6 +143,23 @@ class AddressOptions:
             rich_help_panel=SERVER,
         ),
     ] = None
+    strict_names: Annotated[
+        bool,
+        typer.Option(
+            "--strict-names",
+            help="Refuse requests that name another model; without it, the first model answers.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name under which clients reach the server, besides its address and localhost; "
+            "may be repeated.",
+            show_default=False,
+            rich_help_panel=SERVER,
+        ),
+    ] = None
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,11 +172,16 @@ class AddressOptions:
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
-        if self.api_key == "":
+        if self.api_key is not None and not self.api_key.strip():
             raise ConfigError(
-                "api_key must be at least one character long, got ''; leave it out to serve "
-                "without a key"
+                f"api_key must be at least one character long, got {self.api_key!r}; leave it out "
+                "to serve without a key"
             )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may use the server without a key."""
+        return self.api_key is None and self.host not in LOCAL_HOSTS
 
 
 @dataclass(frozen=True)
@@ -99,56 +191,97 @@ class LimitOptions:
     max_running: Annotated[int, _limit_option("max_running")] = Limits.max_running
     max_waiting: Annotated[int, _limit_option("max_waiting")] = Limits.max_waiting
     max_context: Annotated[int, _limit_option("max_context")] = Limits.max_context
-    prompt_cache_size: Annotated[int, _limit_option("prompt_cache_size")] = Limits.prompt_cache_size
     prompt_cache_bytes: Annotated[int, _limit_option("prompt_cache_bytes")] = (
         Limits.prompt_cache_bytes
     )
+    prompt_disk_bytes: Annotated[int, _limit_option("prompt_disk_bytes")] = Limits.prompt_disk_bytes
+    max_model_bytes: Annotated[int, _limit_option("max_model_bytes")] = Limits.max_model_bytes
+    keep_alive: Annotated[float, _limit_option("keep_alive")] = Limits.keep_alive
 
 
 def serve(
-    pair: WritingPair,
+    models: ServedModels,
     address: AddressOptions,
     text: ServedOptions,
     drafting: DraftSizeOptions,
     limits: LimitOptions,
 ) -> None:
-    """Serve the model to OpenAI clients, with a chat page for the browser.
+    """Serve models to OpenAI clients, with a chat page for the browser.
 
     The sampling options and --max-tokens are defaults: a request may set its own.
     """
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
     checked = Limits(**vars(limits))
-    if defaults.quantisation is not None:
-        # A kept cache may be quantised at a length at which the next text would not quantise yet.
-        checked = replace(checked, prompt_cache_size=0)
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"serve needs {name}: pip install 'mlx-redrafter[server]'")
     from mlx_redrafter.server.application import Endpoints
+    from mlx_redrafter.server.callers import Callers
     from mlx_redrafter.server.listening import listen, make_server
 
     listener = listen(address.host, address.port)
-    model, tokenizer, drafter = pair.load_writer()
+    pairs = models.pairs()
+    served = _name_models(pairs, address.model_name)
 
-    from mlx_redrafter.engine.engine import Engine
+    from mlx_redrafter.measured import cache_folder
+    from mlx_redrafter.server.models import Models
     from mlx_redrafter.server.worker import Worker
 
-    engine = Engine(model, tokenizer, drafter)
-    engine.generate([0], max_tokens=1)  # steps are timed before the first client waits
-    name = address.model_name or _name(pair.model)
-    endpoints = Endpoints(Worker(engine, checked), name, defaults, checked, address.api_key)
-    application = endpoints.application(address.allow_origin or ())
-    server = make_server(application, checked.client_timeout, GRACE_SECONDS)
-    # uvicorn raises the signal again after an orderly end.
+    callers = Callers(
+        address.host, address.allow_host or (), address.allow_origin or (), address.api_key
+    )
+    worker = Worker(checked)
+    folder = cache_folder() / "prompts"
+    known = Models(served, defaults, checked, worker.is_busy, address.strict_names, folder)
+    if len(served) == 1:
+        known.load(served[0])
+    application = Endpoints(known, worker, defaults, checked, callers).application()
+    server = make_server(application, checked.client_timeout, GRACE_SECONDS, worker.end)
+    # uvicorn raises the signals again after an orderly end.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if address.is_open:
+        typer.echo(
+            f"anyone who reaches {address.host} may use this server; give it a key with --api-key",
+            err=True,
+        )
     host = f"[{address.host}]" if ":" in address.host else address.host
-    typer.echo(f"serving {name} at http://{host}:{listener.getsockname()[1]}", err=True)
+    names = ", ".join(model.name for model in served)
+    typer.echo(f"serving {names} at http://{host}:{listener.getsockname()[1]}", err=True)
     server.run([listener])
 
 
-def _name(model: str | None) -> str:
-    """Name a model: the repository as given, or the last part of a folder's path."""
-    if model is None:
-        return "bundled"
-    folder = Path(model)
-    return folder.resolve().name if folder.is_dir() else model
+def _models_in(name: str) -> list[str]:
+    """Return a model's name, or those of the models in a folder that is no model itself."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or (folder / CONFIG_FILE).exists():
+        return [name]
+    found = sorted(str(one.parent) for one in folder.glob(f"*/{CONFIG_FILE}"))
+    if not found:
+        raise ConfigError(f"model must be a model or a folder of models, found none in {name}")
+    return found
+
+
+def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
+    """Make the models of pairs, each with a name of its own."""
+    from mlx_redrafter.server.models import Model
+
+    if given is not None and len(pairs) > 1:
+        raise ConfigError("model_name is for a single model; serve one, or leave it out")
+    found: dict[str, Model] = {}
+    for pair in pairs:
+        name = given or ("bundled" if pair.model is None else shared_name(pair.model))
+        if name in found:
+            raise ConfigError(f"model must have names of their own, got {name} twice")
+        folder = None if pair.model is None else Path(pair.model).expanduser()
+        model = Model(name, partial(_load, pair), folder, pair.drafter or "auto")
+        found[name] = model
+    return list(found.values())
+
+
+def _load(pair: WritingPair) -> Engine:
+    from mlx_redrafter.engine.engine import Engine
+
+    engine = Engine(*pair.load_writer())
+    engine.generate([0], max_tokens=1)  # steps are timed before the first client waits
+    return engine

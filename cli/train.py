@@ -92,14 +92,14 @@ class RunOptions:
         str,
         drafter_option(
             help="Kind of drafter: redrafter (recurrent), medusa, eagle (EAGLE-3), eagle1, mtp (an "
-            "MTP module) or specformer."
+            "MTP module), specformer, dflash, dflash2 or dspark."
         ),
     ] = "redrafter"
     start_from: Annotated[
         str | None,
         drafter_option(
             metavar="DRAFTER",
-            help="Recurrent drafter to continue training: a folder or a hub repository.",
+            help="Recurrent or block drafter to continue training: a folder or a hub repository.",
             show_default="a new one",
         ),
     ] = None
@@ -125,7 +125,8 @@ class RunOptions:
         str,
         training_option(
             help="Objective: soft (the model's distributions), coupled (the same, for sampled "
-            "text), apple (the tokens of the texts) or rollouts (greedy continuations)."
+            "text), overlap (DSpark's), apple (the tokens of the texts) or rollouts (greedy "
+            "continuations)."
         ),
     ] = "soft"
     epochs: Annotated[int, training_option(help="Number of passes over the texts.")] = 3

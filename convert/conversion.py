@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.convert.block import convert_block
 from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.eagle import convert_eagle
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
@@ -25,10 +26,10 @@ from mlx_redrafter.convert.selftest import (
 )
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
+from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
-from mlx_redrafter.convert.weights import read_weights
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers import eagle
+from mlx_redrafter.proposers import block, eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
@@ -77,14 +78,17 @@ def convert_drafter(
     check_destination(destination, source.folder)
     if options.tree is not None and not has_medusa(source):
         raise ConfigError("--tree is for Medusa heads, found another drafter; leave it out")
-    is_other = module is not None or eagle.recognise(source.config, source.shapes)
+    is_block = module is None and block.recognise(source.config, source.shapes)
+    is_other = module is not None or is_block or eagle.recognise(source.config, source.shapes)
     if is_other and (options.rnn_activation is not None or options.vocabulary is not None):
         raise ConfigError(
-            "--rnn-activation and --vocab-slice are not for EAGLE heads and MTP modules; leave "
-            "them out"
+            "--rnn-activation and --vocab-slice are not for EAGLE heads, block drafters and MTP "
+            "modules; leave them out"
         )
     if module is not None:
         converted = convert_mtp(module, options)
+    elif is_block:
+        converted = convert_block(source, options)
     elif is_other:
         converted = convert_eagle(source, options)
     else:
@@ -114,8 +118,8 @@ def _convert_named(source: Source, options: ConversionOptions) -> ConvertedDraft
 def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
     if (kind := recognise_foreign(source)) is not None:
         raise CheckpointError(
-            "expected a recurrent drafter, an EAGLE head, Medusa heads or an MTP module, found "
-            f"{kind}"
+            "expected a recurrent or block drafter, an EAGLE head, Medusa heads or an MTP module, "
+            f"found {kind}"
         )
     if has_medusa(source):
         return _read_heads(source, options)

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree
 from mlx_redrafter.proposers.mtp.network import MtpConfig
 from mlx_redrafter.proposers.quantization import check_quantization
 from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 
-Config = DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
+Config = BlockConfig | DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
 
 
 @dataclass(frozen=True)

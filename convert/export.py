@@ -12,7 +12,7 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.checkpoint_files import find_checkpoint, shared_name, write_checkpoint
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
 from mlx_redrafter.convert.shapes import APPLE_TOP_K
-from mlx_redrafter.convert.weights import DTYPES
+from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.redrafter import load as load_drafter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_redrafter.convert.block import inspect_block
 from mlx_redrafter.convert.conversion_options import Config
 from mlx_redrafter.convert.eagle import describe_eagle, open_eagle
 from mlx_redrafter.convert.mtp import check_mtp, describe_mtp, find_mtp
@@ -15,7 +16,7 @@ from mlx_redrafter.convert.shapes import infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers import eagle
+from mlx_redrafter.proposers import block, eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -44,26 +45,39 @@ class Inspection:
 
 def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     """Inspect a checkpoint."""
-    if (module := find_mtp(path_or_repo)) is not None:
-        return _inspect_mtp(module)
-    source = open_source(path_or_repo)
-    if eagle.recognise(source.config, source.shapes):
-        return _inspect_eagle(source)
-    if (kind := recognise_foreign(source)) is not None:
+    module = find_mtp(path_or_repo)
+    source = module or open_source(path_or_repo)
+    is_block = module is None and block.recognise(source.config, source.shapes)
+    is_eagle = module is None and not is_block and eagle.recognise(source.config, source.shapes)
+    if not (module or is_block or is_eagle) and (kind := recognise_foreign(source)) is not None:
         return Inspection(source, kind, None, ())
+    kind = "an EAGLE head" if is_eagle else "a drafter" if module is None else "an MTP module"
+    try:
+        if module is not None:
+            config, rest = check_mtp(module)
+            return Inspection(rest, describe_mtp(module), config, ())
+        if is_block:
+            return Inspection(source, *inspect_block(source), ())
+        if is_eagle:
+            head, named = open_eagle(source)
+            return Inspection(source, describe_eagle(source, head), head.config, named.notes)
+        return _inspect_named(source)
+    except CheckpointError as error:
+        return Inspection(source, f"{kind} that cannot be converted", None, (str(error),))
+
+
+def _inspect_named(source: Source) -> Inspection:
+    """Inspect a recurrent drafter or Medusa heads, whose tensors are found by their names."""
     named: NamedTensors | NamedHeads
     config: DrafterConfig | MedusaConfig
-    try:
-        if has_medusa(source):
-            noun = "Medusa heads"
-            named = read_heads(source.config, source.shapes)
-            config = named.config
-        else:
-            noun = "a recurrent drafter"
-            named = map_names(source.tensors, source.config)
-            config = infer_drafter_config(named, source.tensors, source.config)
-    except CheckpointError as error:
-        return Inspection(source, "not a drafter that can be converted", None, (str(error),))
+    if has_medusa(source):
+        noun = "Medusa heads"
+        named = read_heads(source.config, source.shapes)
+        config = named.config
+    else:
+        noun = "a recurrent drafter"
+        named = map_names(source.tensors, source.config)
+        config = infer_drafter_config(named, source.tensors, source.config)
     if PROVENANCE_KEY in source.config:
         kind = f"{noun}, written by this converter"
     else:
@@ -71,21 +85,3 @@ def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
     target = source.config.get(TARGET_KEY)
     kind += f", for {quote(target)}" if isinstance(target, str) else ""
     return Inspection(source, kind, config, named.notes)
-
-
-def _inspect_eagle(source: Source) -> Inspection:
-    try:
-        head, named = open_eagle(source)
-    except CheckpointError as error:
-        kind = "an EAGLE head that cannot be converted"
-        return Inspection(source, kind, None, (str(error),))
-    return Inspection(source, describe_eagle(source, head), head.config, named.notes)
-
-
-def _inspect_mtp(source: Source) -> Inspection:
-    kind = describe_mtp(source)
-    try:
-        config, source = check_mtp(source)
-    except CheckpointError as error:
-        return Inspection(source, "an MTP module that cannot be converted", None, (str(error),))
-    return Inspection(source, kind, config, ())

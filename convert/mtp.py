@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
     find_checkpoint,
@@ -16,28 +14,24 @@ from mlx_redrafter.checkpoint_files import (
     shared_name,
 )
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter
+from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
 from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.weights import DTYPES
-from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers import eagle, medusa
-from mlx_redrafter.proposers.checkpoint import check_finite
+from mlx_redrafter.proposers import block, eagle, medusa
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
     is_mtp,
+    model_of_layers,
     model_type_of,
-    one_layer_model,
     prefix_of,
     published_name,
 )
-from mlx_redrafter.proposers.mtp.network import Mtp, MtpConfig
+from mlx_redrafter.proposers.mtp.network import MtpConfig
 from mlx_redrafter.proposers.mtp.tensors import INDEX, find_module, open_module
-from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
@@ -47,7 +41,8 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     """
     folder = find_checkpoint(path_or_repo, [CONFIG_FILE, INDEX])
     values = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
-    if not has_family(values) or eagle.recognise(values, {}) or medusa.recognise(values, {}):
+    others = (block, eagle, medusa)
+    if not has_family(values) or any(kind.recognise(values, {}) for kind in others):
         return None
     folder, paths = find_module(path_or_repo)
     tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}
@@ -77,12 +72,11 @@ def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
 def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     """Convert an MTP module; see `conversion.convert_drafter`."""
     module = load_mtp(source.folder)
-    if quantization_of(module) is not None:
-        raise CheckpointError(QUANTISED)
-    _cast(module, source, options.dtype)
-    if options.quantization is not None:
-        quantize_drafter(module, options.quantization.bits, options.quantization.group_size)
-        mx.eval(module.parameters())
+    prefix = prefix_of(source.config)
+    names = {own: published_name(own, module.names, prefix) for own in named_parameters(module)}
+    # mlx-lm keeps the dtype of some weights, such as biases of routers.
+    is_cast = getattr(model_of_layers(source.config), "cast_predicate", lambda name: True)
+    finish_loaded(module, source.name, names, options, is_cast)
     measured = None
     if options.target is not None:
         measured = SelfTest.of(compare(module, *decode_texts(module, options.target)))
@@ -107,17 +101,3 @@ def _target_of(source: Source) -> str | None:
         return target if isinstance(target, str) else None
     is_alone = is_mtp(source.config, source.shapes) and not _has_index(source)
     return None if is_alone else source.name
-
-
-def _cast(module: Mtp, source: Source, dtype: str) -> None:
-    """Cast all weights but those that mlx-lm keeps as they are, such as biases of routers."""
-    is_cast = getattr(one_layer_model(source.config), "cast_predicate", lambda name: True)
-    weights = [
-        (name, tensor.astype(DTYPES[dtype]) if is_cast(name) else tensor)
-        for name, tensor in named_parameters(module).items()
-    ]
-    module.load_weights(weights)
-    prefix = prefix_of(source.config)
-    names = {own: published_name(own, module.family, prefix) for own, _ in weights}
-    check_finite(module, source.name, names)
-    mx.eval(module.parameters())

@@ -55,13 +55,19 @@ def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
     """Map every tensor name of a checkpoint to this package's name, each exactly once."""
     names = sorted(names)
     is_tensorrt = _is_tensorrt(names, config)
-    kept = [name for name in names if not _belongs_to_target(name, is_tensorrt)]
+    # Next to TensorRT-LLM's drafter.lm_head.weight, a bare lm_head.weight is the target's head.
+    of_target = {_TENSORRT_FINAL} if is_tensorrt else set()
+    kept = [n for n in names if not n.startswith(_TARGET_PREFIXES) and n not in of_target]
     blocks = [match for name in kept if (match := _BLOCK.fullmatch(_strip_prefixes(name)))]
     num_blocks = 1 + max((int(match[1]) for match in blocks), default=-1)
     sources, others = collect_sources(
         kept, lambda name: _translate_name(_strip_prefixes(name), num_blocks, is_tensorrt)
     )
-    unused = list(filter(_is_unused, others))
+    unused = [
+        name
+        for name in others
+        if _strip_prefixes(name) in UNUSED_TENSORS or name.endswith("rotary_emb.inv_freq")
+    ]
     unknown = [name for name in others if name not in unused]
     if unknown:
         raise CheckpointError(
@@ -87,11 +93,6 @@ def _is_tensorrt(names: Iterable[str], config: Mapping[str, Any]) -> bool:
     )
 
 
-def _belongs_to_target(name: str, is_tensorrt: bool) -> bool:
-    # Beside TensorRT-LLM's drafter.lm_head.weight, a bare lm_head.weight is the target's head.
-    return name.startswith(_TARGET_PREFIXES) or (is_tensorrt and name == _TENSORRT_FINAL)
-
-
 def _strip_prefixes(name: str) -> str:
     while name.startswith(_PREFIXES):
         name = name.split(".", 1)[1]
@@ -110,10 +111,6 @@ def _translate_name(bare: str, num_blocks: int, is_tensorrt: bool) -> str | None
     if is_tensorrt and bare == _TENSORRT_FINAL:
         return f"lm_head.{num_blocks}.weight"
     return None
-
-
-def _is_unused(name: str) -> bool:
-    return _strip_prefixes(name) in UNUSED_TENSORS or name.endswith("rotary_emb.inv_freq")
 
 
 def _recognise_name_set(names: Iterable[str], is_tensorrt: bool) -> NameSet:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import shared_name
+from mlx_redrafter.checkpoint_files import named_parameters, shared_name
 from mlx_redrafter.convert.conversion_options import (
     Config,
     Conversion,
@@ -19,12 +19,15 @@ from mlx_redrafter.convert.conversion_options import (
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
 from mlx_redrafter.convert.selftest import SelfTest
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.proposers.checkpoint import check_token_ids, save_drafter
+from mlx_redrafter.convert.stored import DTYPES
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.checkpoint import check_finite, check_token_ids, save_drafter
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.mtp.network import MtpConfig
-from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.version import __version__
 
@@ -53,6 +56,7 @@ The licence is that of `{source}`; read it there before you pass these weights o
 
 _KINDS: Mapping[type, str] = {
     DrafterConfig: "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)",
+    BlockConfig: "A block drafter",
     EagleConfig: "An [EAGLE](https://arxiv.org/abs/2503.01840) head",
     MedusaConfig: "[Medusa](https://arxiv.org/abs/2401.10774) heads",
     MtpConfig: "An MTP module",
@@ -101,6 +105,34 @@ def fill(
     network.eval()
 
 
+def finish_loaded(
+    network: DraftNetwork,
+    name: str,
+    names: Mapping[str, str],
+    options: ConversionOptions,
+    is_cast: Callable[[str], bool] = lambda own: True,
+) -> None:
+    """Cast and quantise a network that was loaded from a checkpoint of this name.
+
+    Args:
+        network: The network.
+        name: Name of the checkpoint, for messages.
+        names: Names in the checkpoint by the network's, for messages.
+        options: Dtype and quantization.
+        is_cast: Whether a floating-point weight changes its dtype.
+    """
+    if quantization_of(network) is not None:
+        raise CheckpointError(QUANTISED)
+    dtype = DTYPES[options.dtype]
+    for own, tensor in named_parameters(network).items():
+        if is_cast(own) and mx.issubdtype(tensor.dtype, mx.floating):
+            network.load_weights([(own, tensor.astype(dtype))], strict=False)
+    check_finite(network, name, names)
+    if options.quantization is not None:
+        quantize_drafter(network, options.quantization.bits, options.quantization.group_size)
+    mx.eval(network.parameters())
+
+
 def write_conversion(
     destination: Path, source: Source, options: ConversionOptions, drafter: ConvertedDrafter
 ) -> Conversion:
@@ -124,19 +156,11 @@ def write_conversion(
 
 
 def render_card(
-    title: str,
-    config: Config,
-    quantization: str,
-    provenance: Mapping[str, Any],
+    title: str, config: Config, quantization: str, provenance: Mapping[str, Any]
 ) -> str:
     """Render the card as Markdown."""
     target = provenance["target"]
-    rows = {
-        "hidden size of the target": config.hidden_size,
-        "vocabulary": _describe_vocabulary(config),
-        **_describe_network(config),
-        "weights": quantization,
-    }
+    rows = {"drafter": config.summary, "vocabulary": config.vocab_size, "weights": quantization}
     self_test = provenance["self_test"]
     if self_test is not None:
         rows["first drafts accepted"] = (
@@ -153,28 +177,3 @@ def render_card(
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         notes="".join(f"- {note}\n" for note in provenance["notes"]),
     )
-
-
-def _describe_network(config: Config) -> dict[str, str]:
-    if isinstance(config, MedusaConfig):
-        return {
-            "heads, and residual blocks of each": f"{config.num_heads}, {config.num_layers}",
-            "tree": config.tree,
-        }
-    if isinstance(config, EagleConfig):
-        return {
-            "kind": config.name,
-            "width of the MLP, heads": f"{config.intermediate_size}, {config.num_attention_heads}",
-        }
-    if isinstance(config, MtpConfig):
-        return {"type of the target": config.model_type}
-    return {
-        "width and residual blocks of the head": f"{config.exit_dim}, {config.num_draft_layers}",
-        "state": f"RNN, {config.rnn_activation}" if config.rnn else "sum of embeddings",
-    }
-
-
-def _describe_vocabulary(config: Config) -> str:
-    if config.draft_vocab_size is None:
-        return str(config.vocab_size)
-    return f"{config.draft_vocab_size} of {config.vocab_size} tokens"

@@ -36,9 +36,10 @@ def check_destination(destination: Path, source: Path) -> None:
     The destination may be absent, empty, or hold nothing but an earlier output.
     """
     present = _files_of(destination, source)
-    if present and not (
-        present <= _OUTPUT_FILES and PROVENANCE_KEY in _read_config_if_present(destination)
-    ):
+    if not present:
+        return
+    config = read_config(destination) if CONFIG_FILE in present else {}
+    if not present <= _OUTPUT_FILES or PROVENANCE_KEY not in config:
         raise CheckpointError(
             f"expected a new or an empty folder to write to, found files that no conversion wrote "
             f"in {destination}"
@@ -102,7 +103,3 @@ def _make_beside(destination: Path) -> Path:
     # The name of the destination with a suffix may be too long for the file system.
     prefix = f".{destination.name[:32]}."
     return Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))
-
-
-def _read_config_if_present(folder: Path) -> dict[str, object]:
-    return read_config(folder) if (folder / CONFIG_FILE).is_file() else {}

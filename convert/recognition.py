@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoints.recognition import find_refused
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.escaping import quote
-from mlx_redrafter.proposers import draft_model, eagle, medusa, mtp, redrafter
+from mlx_redrafter.proposers import block, draft_model, eagle, medusa, mtp, redrafter
 from mlx_redrafter.proposers.medusa.layouts import heads_of
 
 # Kinds that are converted, and the draft model, whose sign is any config of a model.
-_KNOWN = (redrafter, eagle, medusa, mtp, draft_model)
+_KNOWN = (block, redrafter, eagle, medusa, mtp, draft_model)
 
 
 def has_medusa(source: Source) -> bool:
@@ -25,9 +24,10 @@ def has_medusa(source: Source) -> bool:
 def recognise_foreign(source: Source) -> str | None:
     """Name the kind of a checkpoint that cannot be converted; None if it may be one that can."""
     config, names = source.config, list(source.tensors)
-    if _is_quantized_mlx(config):
+    quantization, mapping = config.get("quantization"), config.get("mapping")
+    if isinstance(quantization, Mapping) and "bits" in quantization:
         return "an MLX drafter that is quantised already; convert the drafter it was made from"
-    if _is_split(config):
+    if isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1:
         return (
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
             "--tp_size 1, or convert the drafter it was made from"
@@ -52,16 +52,6 @@ def recognise_foreign(source: Source) -> str | None:
     if "embed_tokens.weight" in bare and not _has_drafter_parts(names):
         return "a language model, not a drafter; use it as the --target"
     return None
-
-
-def _is_quantized_mlx(config: Mapping[str, Any]) -> bool:
-    quantization = config.get("quantization")
-    return isinstance(quantization, Mapping) and "bits" in quantization
-
-
-def _is_split(config: Mapping[str, Any]) -> bool:
-    mapping = config.get("mapping")
-    return isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1
 
 
 def _has_drafter_parts(names: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,18 +24,22 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.fit import TOP_TOKENS, Calibration, ObservedSequence, Prediction
+from mlx_redrafter.proposers.fit import (
+    TOP_TOKENS,
+    Calibration,
+    ObservedSequence,
+    Prediction,
+    ReadSequence,
+)
 from mlx_redrafter.proposers.medusa import fit_heads as heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import Activation
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.topk import top_k
 
 logger = logging.getLogger(__name__)
-
-DECODING = "decoding %d texts, to measure how many drafts the target accepts"
 
 # Acceptance below which the user is warned; fitting drafters reach about 0.5, chance about 0.001.
 MIN_ACCEPTANCE = 0.2
@@ -105,20 +109,6 @@ class SelfTest:
         return ()
 
 
-class DecodedText(NamedTuple):
-    """A text of the target, with the states that a network reads.
-
-    Attributes:
-        tokens: Token ids.
-        states: States of the target after all tokens except the last, shape (n - 1, S).
-        num_prompt: Number of tokens of the prompt.
-    """
-
-    tokens: list[int]
-    states: mx.array
-    num_prompt: int
-
-
 def swap_activation(activation: Activation) -> Activation:
     """Return the other activation of the recurrence."""
     return "identity" if activation == "silu" else "silu"
@@ -132,7 +122,7 @@ def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -
     """
     drafter = _dequantised(drafter)
     target = Target(model)
-    texts = _decode_all(target, tokenizer)
+    texts = _observe(target, tokenizer)
     firsts, seconds = _find_matches(drafter, target, texts)
     found = replace(SelfTest.of(firsts), calibration=calibrate(drafter, target.embed, texts))
     if not drafter.config.rnn:
@@ -150,9 +140,9 @@ def self_test_heads(
 ) -> tuple[SelfTest, tuple[tuple[float, ...], ...]]:
     """Run `self_test` on Medusa heads, and measure `rank_accuracies` on the same texts."""
     network = _dequantised(network)
-    texts = _decode_all(Target(model), tokenizer)
+    texts = _observe(Target(model), tokenizer)
     firsts = [
-        match for text in texts for match in _compare(network, heads.predict(network, text)[0])
+        match for text in texts for match in compare_rows(network, heads.predict(network, text)[0])
     ]
     measured = replace(SelfTest.of(firsts), calibration=heads.calibrate(network, texts))
     return measured, heads.rank_accuracies(network, texts)
@@ -160,19 +150,16 @@ def self_test_heads(
 
 def decode_texts(
     network: AutoregressiveNetwork, name: str | Path
-) -> tuple[Target, list[DecodedText]]:
+) -> tuple[Target, list[ReadSequence]]:
     """Load a target and let it continue `PROMPTS`, for networks that read its states."""
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)
-    logger.info(DECODING, len(PROMPTS))
-    layers = network.captured_layers(target)
-    prompts = [encode_question(tokenizer, prompt) for prompt in PROMPTS]
-    return target, [_decode_states(target, prompt, layers) for prompt in prompts]
+    return target, decode_all(target, tokenizer, network.captured_layers(target))
 
 
 def compare(
-    network: AutoregressiveNetwork, target: Target, texts: Iterable[DecodedText]
+    network: AutoregressiveNetwork, target: Target, texts: Iterable[ReadSequence]
 ) -> list[int]:
     """Compare first drafts with the target's next tokens: 1 if equal, else 0, per token."""
     return [match for text in texts for match in _compare_text(network, target, text)]
@@ -184,30 +171,45 @@ def _dequantised(network: N) -> N:
     return network
 
 
-def _decode_all(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
-    logger.info(DECODING, len(PROMPTS))
-    return [_decode(target, encode_question(tokenizer, prompt)) for prompt in PROMPTS]
+def _observe(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
+    return [text.observed() for text in decode_all(target, tokenizer, (FINAL,))]
 
 
-def _decode(target: Target, prompt: list[int]) -> ObservedSequence:
-    """Continue a prompt greedily."""
-    cache = target.new_cache()
+def decode_all(
+    target: Target, tokenizer: TokenizerWrapper, layers: Sequence[int]
+) -> list[ReadSequence]:
+    """Let a target continue `PROMPTS` greedily, and keep the states of watched layers."""
+    logger.info("decoding %d texts, to measure how many drafts the target accepts", len(PROMPTS))
+    return [_decode(target, encode_question(tokenizer, prompt), layers) for prompt in PROMPTS]
+
+
+def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
+    """Continue a prompt greedily, and keep the states of the captured layers."""
+    tokens, cache = list(prompt), target.new_cache()
+    states: list[mx.array] = []
+    columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)
-    forward = target.prefill(ids, cache, PREFILL_STEP_SIZE, lambda done, total: None)
-    tokens: list[int] = []
-    columns: list[tuple[mx.array, ...]] = []
+    outputs = target.prefill(
+        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
+    )
     while True:
-        logits = forward.logits.astype(mx.float32)
+        assert outputs.states is not None
+        states.append(outputs.states)
+        logits = outputs.logits.astype(mx.float32)
         best = top_k(logits, min(TOP_TOKENS, target.vocab_size))
-        log_probs = best.values - mx.logsumexp(logits)
+        columns.append((best.indices.astype(mx.int32), best.values - mx.logsumexp(logits)))
         token = best.indices[:, 0].astype(mx.int32)
-        columns.append((token, forward.hidden_states, best.indices.astype(mx.int32), log_probs))
         tokens += to_ints(token)
-        if len(tokens) > TOKENS_PER_PROMPT:
-            return ObservedSequence(
-                *(mx.concatenate(list(rows)) for rows in zip(*columns, strict=True))
-            )
-        forward = target.advance(token, cache)
+        if len(tokens) > len(prompt) + TOKENS_PER_PROMPT:
+            tops = (mx.concatenate(list(rows)) for rows in zip(*columns, strict=True))
+            return ReadSequence(mx.array(tokens), len(prompt), mx.concatenate(states), *tops)
+        outputs = target.advance(token, cache, layers)
+
+
+def with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) -> ReadSequence:
+    """Keep the states of some layers of those that were read."""
+    parts = mx.split(text.states, len(read), axis=-1)
+    return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
 
 
 def _find_matches(
@@ -219,42 +221,25 @@ def _find_matches(
     """
     pairs = [predict(drafter, target.embed, text) for text in texts]
     firsts, seconds = (
-        [match for prediction in column for match in _compare(drafter, prediction)]
+        [match for prediction in column for match in compare_rows(drafter, prediction)]
         for column in zip(*pairs, strict=True)
     )
     return firsts, seconds
 
 
-def _compare(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+def compare_rows(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+    """Compare the most probable drafts with the target's tokens: 1 if equal, else 0."""
     rows = mx.argmax(prediction.logits, axis=-1)
     return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
 
 
-def _decode_states(target: Target, prompt: list[int], layers: Sequence[int]) -> DecodedText:
-    """Continue a prompt greedily, and keep the states of the captured layers."""
-    tokens, cache = list(prompt), target.new_cache()
-    states: list[mx.array] = []
-    ids = mx.array(prompt, dtype=mx.int32)
-    outputs = target.prefill(
-        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
-    )
-    while True:
-        assert outputs.states is not None
-        states.append(outputs.states)
-        token = mx.argmax(outputs.logits, axis=-1).astype(mx.int32)
-        tokens += to_ints(token)
-        if len(tokens) > len(prompt) + TOKENS_PER_PROMPT:
-            return DecodedText(tokens, mx.concatenate(states), len(prompt))
-        outputs = target.advance(token, cache, layers)
-
-
-def _compare_text(network: AutoregressiveNetwork, target: Target, text: DecodedText) -> list[int]:
-    tokens, states, num_prompt = text
-    pairs = network.fuse(states[:-1]), target.embed(mx.array(tokens[1:-1]))
+def _compare_text(network: AutoregressiveNetwork, target: Target, text: ReadSequence) -> list[int]:
+    tokens, num_prompt, states, *_ = text
+    pairs = network.fuse(states[:-1]), network.embed(tokens[1:-1], target)
     outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
     rows = mx.argmax(network.logits(outputs, target), axis=-1)
     ids = rows if network.row_ids is None else network.row_ids[rows]
-    return to_ints(ids == mx.array(tokens[num_prompt + 1 :]))
+    return to_ints(ids == tokens[num_prompt + 1 :])
 
 
 def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:

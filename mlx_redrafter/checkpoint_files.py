@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
+from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
 CONFIG_FILE = "config.json"
@@ -36,13 +37,17 @@ MAX_JSON_BYTES = 2**24
 def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None) -> Path:
     """Find the folder of a checkpoint, and download it from the hub unless it exists locally.
 
+    The network is used only if neither the Hugging Face cache nor LM Studio has the files.
+
     Args:
-        path_or_repo: A local folder, or a repository id such as ``org/name``.
+        path_or_repo: A local folder, a repository id such as ``org/name``, or the last part of the
+            id of a repository on this machine.
         patterns: Shell patterns of the files to download; all files by default.
 
     Raises:
         CheckpointError: There is neither such a folder nor such a repository, there is no network,
-            or the folder holds a pipe, a socket or a device, whose reader could wait for ever.
+            or several repositories end in this name. Or the folder holds a pipe, a socket or a
+            device, whose reader could wait for ever.
         ConfigError: ``path_or_repo`` is neither a string nor a path.
     """
     if not isinstance(path_or_repo, (str, Path)):
@@ -63,7 +68,16 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         reason = explain(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    is_name = bool(name) and not name.startswith((".", "/", "~"))
+    try:
+        stored = find_stored(name, patterns) if is_name and name.count("/") <= 1 else None
+    except LookupError as error:
+        raise CheckpointError(
+            f"{name!r} is the name of several repositories on this machine ({error}); give one"
+        ) from error
+    if stored is not None:
+        return stored
+    if not is_name or name.count("/") != 1:
         raise CheckpointError(
             f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name"
         )

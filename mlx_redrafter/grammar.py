@@ -52,15 +52,7 @@ class Grammar:
         Args:
             schema: The schema, or its text.
         """
-        try:
-            # One spelling for every name, so that references can be counted.
-            values = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(values, allow_nan=False)
-            if not isinstance(values, Mapping):
-                raise TypeError(f"expected an object, got {text[:40]}")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
-        _check_size(text, text.count('"$ref"'), "references")
+        text = _schema_text(schema)
         options = {"whitespace_pattern": WHITESPACE}
         return cls(_convert("grammar_from_json_schema", text, overrides=options))
 
@@ -97,13 +89,51 @@ class Grammar:
             ConfigError: llguidance cannot read the tokenizer's vocabulary, the tokenizer has no
                 end-of-sequence token, or the grammar is too complex.
         """
-        vocabulary = _vocabulary(tokenizer, vocab_size)
+        vocabulary = read_vocabulary(tokenizer, vocab_size)
         matcher = _guidance().LLMatcher(vocabulary, self.source, log_level=0, limits=_limits())
         _check(matcher.get_error())
         return matcher
 
 
-def _vocabulary(tokenizer: TokenizerWrapper, vocab_size: int) -> LLTokenizer:
+def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    """Return a term of Lark's format that requires JSON which fits a JSON schema.
+
+    Args:
+        schema: The schema.
+        lenient: Whether to leave out keywords that llguidance does not support.
+
+    Raises:
+        ConfigError: The schema is malformed or too large.
+    """
+    _schema_text(schema)
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _schema_text(schema: str | Mapping[str, Any]) -> str:
+    """Return a JSON schema as text, checked for its size."""
+    try:
+        # One spelling for every name, so that references can be counted.
+        values = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(values, allow_nan=False)
+        if not isinstance(values, Mapping):
+            raise TypeError(f"expected an object, got {text[:40]}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
+    _check_size(text, text.count('"$ref"'), "references")
+    return text
+
+
+def read_vocabulary(tokenizer: TokenizerWrapper, vocab_size: int) -> LLTokenizer:
+    """Read the vocabulary of a tokenizer, once.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        vocab_size: Number of tokens that the model chooses from.
+
+    Raises:
+        ConfigError: llguidance cannot read it, or it has no end-of-sequence token.
+    """
     from transformers import PreTrainedTokenizerFast
 
     inner, ends = tokenizer._tokenizer, sorted(tokenizer.eos_token_ids)

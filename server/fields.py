@@ -100,8 +100,12 @@ class Fields:
 
     def refusal(self, name: str, expected: str, value: object) -> Refusal:
         """Create the error for a field with an unexpected value."""
-        name = self._prefix + name
-        return Refusal(f"{name} must be {expected}, got {reprlib.repr(value)}", name)
+        return unexpected(self._prefix + name, expected, value)
+
+
+def unexpected(name: str, expected: str, value: object) -> Refusal:
+    """Create the error for an unexpected value."""
+    return Refusal(f"{name} must be {expected}, got {reprlib.repr(value)}", name)
 
 
 def shortened(text: str) -> str:

@@ -11,13 +11,11 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter.decoding.processors import LogitsProcessor
-from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.server.counters import Counters
+from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Answer, Part
-from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
 
@@ -31,21 +29,31 @@ class Job:
     """A request and its place in the worker.
 
     Args:
+        model: Model that writes the texts.
         request: The request.
         prompts: Token ids of its prompts.
         receive: Function called with every part, in the worker's thread.
 
     Attributes:
         num_cached: Number of prompt tokens found in a cache.
+        owner: Identity of the client, whose prompts no other client may use.
         has_begun: Whether the current text has its first token.
         is_cancelled: Whether the client has gone, or the server ends.
     """
 
-    def __init__(self, request: TextRequest, prompts: list[list[int]], receive: Receiver):
+    def __init__(
+        self,
+        model: LoadedModel,
+        request: TextRequest,
+        prompts: list[list[int]],
+        receive: Receiver,
+    ):
+        self.model = model
         self.request = request
         self.prompts = prompts
         self.receive = receive
         self.num_cached = 0
+        self.owner = ""
         self.has_begun = self.is_cancelled = False
         self._stream: ResponseStream | None = None
         self._parts: Generator[Part] = (part for part in list[Part]())
@@ -59,22 +67,18 @@ class Job:
 
     def open(
         self,
-        engine: Engine,
-        prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
-        shared: Scheduler | None,
+        chunk_limit: Callable[[], int],
     ) -> None:
         """Begin the request, in the worker's thread.
 
         Args:
-            engine: Engine that writes the texts.
-            prefixes: Prompt caches to continue from and to add to.
             counters: Counters to add to.
             on_progress: Function called between the chunks of a prompt.
-            shared: Scheduler that batches the texts of several requests; None for no batches.
+            chunk_limit: Function that returns the maximum size of a chunk at present.
         """
-        self._parts = self._write_all(engine, prefixes, counters, on_progress, shared)
+        self._parts = self._write_all(counters, on_progress, chunk_limit)
 
     def step(self) -> bool:
         """Send the parts of the next step; return whether there were any."""
@@ -88,27 +92,28 @@ class Job:
         """End the request, in the worker's thread."""
         self._parts.close()
 
-    def _write_all(self, engine: Engine, prefixes: Prefixes, *rest: Any) -> Generator[Part]:
+    def _write_all(self, counters: Counters, *rest: Any) -> Generator[Part]:
         for i in range(len(self.prompts) * self.request.num_texts):
             if self.is_cancelled:
                 return
-            yield from self._write(i, engine, prefixes, *rest)
+            yield from self._write(i, counters, *rest)
 
     def _write(
         self,
         index: int,
-        engine: Engine,
-        prefixes: Prefixes,
         counters: Counters,
         on_progress: Callable[[int, int], None],
-        shared: Scheduler | None,
+        chunk_limit: Callable[[], int],
     ) -> Generator[Part]:
         """Yield the parts of one text; keep its cache, even if the text is cancelled."""
+        engine, prefixes = self.model.engine, self.model.prefixes
         request = self.request
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
         options = replace(request.options, seed=_seed_of(request, index))
-        cache, num_cached = prefixes.take(tokens)
+        num_prompt, step_size = len(tokens), options.prefill_step_size
+        prefix = prefixes.take(tokens, self.owner)
+        num_cached = prefix.length
         if index % request.num_texts == 0:
             self.num_cached += num_cached
         known, new = tokens[:num_cached], tokens[num_cached:]
@@ -116,16 +121,22 @@ class Job:
         counters.totals["cached_tokens_total"] += num_cached
         counters.totals["prefix_hits_total"] += num_cached > 0
         end, stats = "failed", DecodingStats()
+
+        def note(done: int, total: int) -> None:
+            prefix.note(done)
+            on_progress(done, total)
+
         self.has_begun = False
         try:
             self._stream = engine.stream(
                 new,
-                prompt_cache=cache,
+                prompt_cache=prefix.cache,
                 history=[known],
                 logits_processors=_penalties(request, known),
                 grammar=request.grammar,
-                prompt_progress_callback=on_progress,
-                shared=shared,
+                prompt_progress_callback=note,
+                prompt_chunk_size=lambda done: prefix.chunk_size(done, step_size, chunk_limit()),
+                shared=self.model.scheduler,
                 **vars(options),
             )
             if self.is_cancelled:  # before the stream existed
@@ -141,15 +152,17 @@ class Job:
                         break
                 else:
                     end = "cancelled"
-            prefixes.keep(tokens, cache)
+            prefixes.keep(tokens, num_prompt, prefix, self.owner)
         except GeneratorExit:
             end = "cancelled"
             raise
         finally:
             counters.texts[end] += 1
             _count(counters.totals, stats)
+            self.model.num_tokens += max(0, stats.num_tokens - 1)
+            self.model.num_steps += stats.steps
             if stats.shapes:
-                logger.info("drafts: %s", "; ".join(map(str, stats.shapes)))
+                logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
 
 def _seed_of(request: TextRequest, index: int) -> int | None:

@@ -28,12 +28,22 @@ class Limits:
         int, "Maximum number of tokens of a prompt and its text, if the model allows as many."
     ] = 1 << 17
     max_body_bytes: Annotated[int, "Maximum size of a request's body, in bytes."] = 4 << 20
-    prompt_cache_size: Annotated[
-        int, "Maximum number of prompt caches kept for later requests; 0 keeps none."
-    ] = 10
     prompt_cache_bytes: Annotated[
-        int, "Maximum total size of the kept prompt caches, in bytes."
+        int, "Maximum size of the prompts kept in memory, in bytes; 0 keeps none at all."
     ] = 4 << 30
+    prompt_disk_bytes: Annotated[
+        int,
+        "Maximum size of the prompts kept on the disk for the next start, in bytes; 0 spares the "
+        "disk.",
+    ] = 8 << 30
+    max_model_bytes: Annotated[
+        int,
+        "Maximum total size of the loaded models, in bytes; the model used least recently is "
+        "unloaded first. 0 stands for three quarters of the device's memory.",
+    ] = 0
+    keep_alive: Annotated[
+        float, "Seconds without requests after which a model is unloaded; 0 keeps it."
+    ] = 0.0
     client_timeout: Annotated[
         float, "Seconds that a client has to send a request, or to read the bytes sent to it."
     ] = 30.0
@@ -42,8 +52,12 @@ class Limits:
         for name in ("max_running", "max_body_bytes"):
             check_int(name, getattr(self, name), 1)
         check_int("max_context", self.max_context, 2)
-        for name in ("max_waiting", "prompt_cache_size", "prompt_cache_bytes"):
+        for name in ("max_waiting", "prompt_cache_bytes", "prompt_disk_bytes", "max_model_bytes"):
             check_int(name, getattr(self, name), 0)
+        if not is_number(self.keep_alive) or not 0 <= self.keep_alive < math.inf:
+            raise ConfigError(
+                f"keep_alive must be a number of seconds from 0, got {self.keep_alive!r}"
+            )
         timeout = self.client_timeout
         if not is_number(timeout) or not 0 < timeout < math.inf:
             raise ConfigError(f"client_timeout must be a number above 0, got {timeout!r}")

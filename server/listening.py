@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
+import resource
 import socket
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -14,6 +19,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.server.refusals import Refusal
+
+logger = logging.getLogger(__name__)
+
+# Seconds that clients have to read the ends of their replies once the server has ended the texts.
+LAST_SECONDS = 5.0
+# Seconds between two reports of errors of the event loop, such as too many open files.
+REPORT_SECONDS = 10.0
+# Number of open files that connections leave to others.
+SPARE_FILES = 64
+# Maximum number of connections, whatever number of files may be open.
+MAX_CONNECTIONS = 1000
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -36,17 +52,25 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def make_server(application: Starlette, client_timeout: float, grace: int) -> uvicorn.Server:
+def make_server(
+    application: Starlette,
+    client_timeout: float,
+    grace: float,
+    end_texts: Callable[[], None] = lambda: None,
+) -> Server:
     """Create a server that runs at given sockets until the process gets a signal.
 
     Args:
         application: The application.
         client_timeout: Seconds that a client has to send headers, or to read.
         grace: Seconds that running requests have to end after the signal.
+        end_texts: Function that ends all texts soon, without waiting.
     """
 
     class TimedConnection(Connection):
         timeout = client_timeout
+        max_connections = _max_connections()
+        unasked: ClassVar[dict[Connection, None]] = {}
 
     config = uvicorn.Config(
         application,
@@ -56,29 +80,97 @@ def make_server(application: Starlette, client_timeout: float, grace: int) -> uv
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=grace,
     )
-    return uvicorn.Server(config)
+    return Server(config, grace, end_texts)
+
+
+class Server(uvicorn.Server):
+    """A server that ends in bounded time after a signal, and sooner after a second one.
+
+    Args:
+        config: uvicorn's settings.
+        grace: Seconds that running requests have after the first signal.
+        end_texts: Function that ends all texts soon, without waiting.
+    """
+
+    def __init__(self, config: uvicorn.Config, grace: float, end_texts: Callable[[], None]):
+        super().__init__(config)
+        self._grace = grace
+        self._end_texts = end_texts
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._last_report = -math.inf
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and keep the log short if the loop has many errors."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._report)
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, with `_end_now` once the time is over."""
+        assert self._loop is not None
+        ending = self._loop.call_later(self._grace, self._end_now)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; a second signal ends the texts at once."""
+        self._captured_signals.append(sig)
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_now)
+        self.should_exit = True
+
+    def _end_now(self) -> None:
+        assert self._loop is not None
+        self._end_texts()
+        self._loop.call_later(LAST_SECONDS, self._cut)
+
+    def _cut(self) -> None:
+        """Cut the connections of clients that do not read the ends of their replies."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop, at most one per `REPORT_SECONDS`."""
+        now = loop.time()
+        if now - self._last_report >= REPORT_SECONDS:
+            self._last_report = now
+            error = context.get("exception")
+            logger.error("%s: %s", context.get("message"), error or "no exception")
 
 
 class Connection(H11Protocol):
     """One connection, which ends if the client is slow to send headers or to read.
 
+    If there are too many connections, the oldest one ends whose request has not arrived whole.
+
     Attributes:
         timeout: Seconds for either; the application limits the time for a body.
+        max_connections: Maximum number of connections.
+        unasked: Connections without a whole request, the oldest first.
     """
 
     timeout: float
+    max_connections: int
+    unasked: ClassVar[dict[Connection, None]]
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, and expect headers."""
         super().connection_made(transport)
         self._set_deadline()
+        self.unasked[self] = None
+        if len(self.connections) > self.max_connections:
+            oldest = next(iter(self.unasked))
+            del self.unasked[oldest]
+            oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._clear_deadline()
+        self.unasked.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -88,6 +180,14 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._clear_deadline()
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self.unasked.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            self.unasked[self] = None
 
     def pause_writing(self) -> None:
         """Expect the client to read the bytes already sent."""
@@ -124,3 +224,11 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None
+
+
+def _max_connections() -> int:
+    """Return a number of connections for which the process may open files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, limit - SPARE_FILES))

@@ -14,10 +14,28 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.server.answer_grammar import first_state
+from mlx_redrafter.server.call_formats import find_format, for_parser
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
+from mlx_redrafter.server.tools import Tools
 
 # Log-probability of a token with probability 0 in nats, since JSON has no infinity. As at OpenAI.
 MIN_LOGPROB = -9999.0
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool.
+
+    Attributes:
+        id: Id of the call.
+        name: Name of the tool.
+        arguments: Its arguments, an object as JSON.
+    """
+
+    id: str
+    name: str
+    arguments: str
 
 
 class TokenLogprob(NamedTuple):
@@ -25,12 +43,12 @@ class TokenLogprob(NamedTuple):
 
     Attributes:
         text: The text of the token.
-        logprob: Its log-probability.
+        logprob: Its log-probability; None for the first token of a prompt, which nothing predicts.
         top: The most probable tokens at this position.
     """
 
     text: str
-    logprob: float
+    logprob: float | None
     top: tuple[TokenLogprob, ...] = ()
 
 
@@ -45,11 +63,13 @@ class Part:
         num_accepted: Accepted drafts among the tokens of this part.
         num_drafts: Drafts verified for the text so far.
         num_steps: Forward passes after the prompt so far.
+        num_reasoning: Tokens of thinking among those of this part.
         content: Text for the reader.
         reasoning: Text of the model's thinking.
-        tool_calls: Tool calls in OpenAI's format.
+        tool_calls: Tool calls that have ended.
         logprobs: Tokens with their log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" on the last part, else None.
+        stop: Stop string that ended the text, if one did.
     """
 
     index: int
@@ -58,16 +78,22 @@ class Part:
     num_accepted: int
     num_drafts: int
     num_steps: int
+    num_reasoning: int = 0
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
 
     @property
     def has_content(self) -> bool:
         """Whether it has anything to show to the client."""
         return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
+
+    def copy(self) -> Part:
+        """Return a part that may grow."""
+        return replace(self, tool_calls=list(self.tool_calls), logprobs=list(self.logprobs))
 
     def __add__(self, later: Part) -> Part:
         """Join this part and the next one; the lists of this one grow."""
@@ -76,6 +102,7 @@ class Part:
         return replace(
             later,
             num_accepted=self.num_accepted + later.num_accepted,
+            num_reasoning=self.num_reasoning + later.num_reasoning,
             content=self.content + later.content,
             reasoning=self.reasoning + later.reasoning,
             tool_calls=self.tool_calls,
@@ -101,11 +128,18 @@ class Answer:
         self._index = index
         stops = {"normal": [(stop, None) for stop in request.stops]}
         self._stopping = TextStateMachine(stops).make_state()
-        # With a grammar there is neither thinking nor a tool call.
-        is_chat = isinstance(request, ChatRequest) and request.grammar is None
-        machine = make_text_state_machine(tokenizer) if is_chat else TextStateMachine()
-        self._kind = _first_kind(tokenizer, prompt) if is_chat else "normal"
-        self._machine = machine.make_state(self._kind)
+        tools = request.tools if isinstance(request, ChatRequest) else Tools([])
+        is_held = request.grammar is not None and bool(tools.callable)
+        self._is_held = is_held
+        self._tools = for_parser(find_format(tokenizer), tools) if is_held else tools.definitions
+        self._states, self._kind = TextStateMachine(), "normal"
+        if isinstance(request, ChatRequest) and (request.grammar is None or is_held):
+            self._states = make_text_state_machine(tokenizer)
+            self._kind = first_state(tokenizer, prompt)
+        elif isinstance(request.grammar, LateGrammar):  # the JSON comes after the thinking
+            self._states = TextStateMachine({"reasoning": [(tokenizer.think_end, "normal")]})
+            self._kind = "reasoning"
+        self._machine = self._states.make_state(self._kind)
         self._call, self._has_called = "", False
 
     def add(self, response: GenerationResponse) -> Part:
@@ -120,26 +154,30 @@ class Answer:
         )
         if self._request.top_logprobs is not None and response.finish_reason != "stop":
             part.logprobs = [self._read_logprobs(response, self._request.top_logprobs)]
+        pending = self._stopping[3]
         self._stopping, segments = TextStateMachine.split(self._stopping, response.text)
         text = "".join(text for _, text in segments)
         is_stopped = self._stopping[0] is None
+        if is_stopped:
+            part.stop = _first_of(self._request.stops, pending + response.text)
         part.finish_reason = "stop" if is_stopped else response.finish_reason
         if response.finish_reason and not is_stopped:
             text += TextStateMachine.flush(self._stopping)[1]
-        self._machine, segments = TextStateMachine.split(self._machine, text)
+        for character in text:  # one by one, as the end of a call may turn out to be none
+            self._machine, segments = TextStateMachine.split(self._machine, character)
+            for kind, piece in segments:
+                self._sort(part, kind, piece)
+        part.num_reasoning = int(self._kind == "reasoning")
         if part.finish_reason:
-            segments.append((self._machine[0], TextStateMachine.flush(self._machine)[1]))
-        for kind, text in segments:
-            self._sort(part, kind, text)
-        if part.finish_reason:
-            self._end_call(part, None)  # the text ended before the call did
+            self._sort(part, self._machine[0], TextStateMachine.flush(self._machine)[1])
+            self._end_call(part, "")  # the text ended before the call did
             if self._has_called and part.finish_reason == "stop":
                 part.finish_reason = "tool_calls"
         return part
 
     def _sort(self, part: Part, kind: str, text: str) -> None:
-        if kind != "tool":
-            self._end_call(part, self._tokenizer.tool_call_end)
+        if kind != "tool" and not self._end_call(part, self._tokenizer.tool_call_end or ""):
+            return
         self._kind = kind
         if kind == "tool":
             self._call += text
@@ -147,18 +185,31 @@ class Answer:
             part.reasoning += text
         elif kind == "normal":  # others are headers
             part.content += text
+            if text and self._request.format is not None:  # JSON, in which no marker counts
+                self._machine = TextStateMachine().make_state("normal")
 
-    def _end_call(self, part: Part, mark: str | None) -> None:
-        """Parse the tool call that has ended, if one has; a malformed one is added as text."""
+    def _end_call(self, part: Part, mark: str) -> bool:
+        """Parse the tool call that may have ended; return whether the text goes on after it.
+
+        A malformed call is added as text. A call that is held to its schema is well-formed at its
+        end, so that before it a mark belongs to the call.
+        """
         if self._kind != "tool":
-            return
-        text, self._call, self._kind = self._call, "", "normal"
-        tools = self._request.tools if isinstance(self._request, ChatRequest) else []
-        calls = _read_calls(self._tokenizer, text, tools) if tools else []
+            return True
+        text, needed = self._call, self._tokenizer.tool_call_end
+        is_cut = self._is_held and needed and not mark
+        is_call = self._tools and not is_cut
+        calls = _read_calls(self._tokenizer, text, self._tools) if is_call else []
+        if mark and self._is_held and not calls:
+            self._call += mark
+            self._machine = self._states.make_state("tool")
+            return False
+        self._call, self._kind = "", "normal"
         part.tool_calls += calls
         self._has_called |= bool(calls)
         if not calls:
-            part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark or ''}"
+            part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
+        return True
 
     def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprob:
         log_probs = response.logprobs.astype(mx.float32)
@@ -173,6 +224,12 @@ class Answer:
         return chosen._replace(top=tuple(top))
 
 
+def _first_of(stops: Sequence[str], text: str) -> str:
+    """Return the stop string that ends first in a text."""
+    ends = {text.find(stop) + len(stop): stop for stop in stops if stop in text}
+    return ends[min(ends)]
+
+
 def _token_text(tokenizer: TokenizerWrapper, token: int) -> str:
     """Decode a token as it stands within a text; U+FFFD for a part of a character."""
     detokenizer = tokenizer.detokenizer
@@ -185,31 +242,18 @@ def _token_text(tokenizer: TokenizerWrapper, token: int) -> str:
     return detokenizer.text[before:]
 
 
-def _first_kind(tokenizer: TokenizerWrapper, prompt: list[int]) -> str:
-    """Return the kind of text after a chat's prompt, which may have begun the reasoning."""
-    if tokenizer.response_initial_state:
-        return tokenizer.response_initial_state
-    is_open = tokenizer.has_thinking and (
-        tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
-    )
-    return "reasoning" if is_open else "normal"
-
-
 def _read_calls(
     tokenizer: TokenizerWrapper, text: str, tools: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+) -> list[ToolCall]:
     """Parse the tool calls in a text; return none if it is malformed."""
     try:
         parsed = tokenizer.tool_parser(text, tools)
         return [
-            {
-                "id": call.get("id") or f"call_{uuid.uuid4().hex}",
-                "type": "function",
-                "function": {
-                    "name": str(call["name"]),
-                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
-                },
-            }
+            ToolCall(
+                call.get("id") or f"call_{uuid.uuid4().hex}",
+                str(call["name"]),
+                json.dumps(call["arguments"], ensure_ascii=False),
+            )
             for call in (parsed if isinstance(parsed, list) else [parsed])
         ]
     except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls

@@ -1,46 +1,357 @@
-"""Prompt caches of finished texts, kept for later texts with the same beginning."""
+"""Prompt caches kept for later texts with the same beginning, as a tree of texts.
+
+A node holds the K/V entries of the tokens by which a text went on after another one, so that texts
+with a common beginning share it. Where a model has windows or states, which cannot be shortened,
+they are kept for single positions: the ends of prompts and texts, and positions at which texts
+have parted once. A text begins at the longest prefix for which everything is there.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
-
 from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
+from mlx_redrafter.target.caches.stored_cache import (
+    Arrays,
+    copy_entries_of,
+    copy_states_of,
+    count_entries,
+    fill,
+    has_states,
+)
+
+# Maximum number of tokens of a node.
+NODE_TOKENS = 2048
+# Tokens that a state has to save to be kept at a position where texts have parted.
+MIN_SAVED = 16
+# Distances from the end of a prompt, in tokens, at which a later prompt may part from it, as a
+# template may begin an answer otherwise than it repeats one.
+MAX_TAIL = 64
+# Number of such distances that are remembered.
+MAX_TAILS = 3
+
+
+@dataclass(eq=False)
+class _Node:
+    """Tokens of texts, after those of the nodes above.
+
+    Attributes:
+        name: Name of the entries in the store.
+        start: Number of tokens before its own.
+        tokens: Its token ids.
+        children: Nodes that follow it, or some first part of its tokens.
+        states: Positions for which the store has windows and states.
+    """
+
+    name: str
+    start: int
+    tokens: list[int]
+    children: list[_Node] = field(default_factory=list)
+    states: set[int] = field(default_factory=set)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+# Nodes of a text, and how many of the node's tokens the text has.
+_Path = list[tuple[_Node, int]]
+
+
+class Prefix:
+    """The beginning of one text that need not be processed, and states to keep on the way.
+
+    Args:
+        cache: Prompt cache to continue.
+        length: Number of tokens that it holds.
+        stops: Positions at which a chunk of the prompt has to end, to keep the states there.
+        free_from: Position from which on chunks of the prompt may have any size.
+
+    Attributes:
+        cache: Prompt cache, which holds more and more of the text.
+        length: Number of tokens that it held at first.
+        states: States kept so far, by position.
+    """
+
+    def __init__(
+        self, cache: list[Any], length: int, stops: Collection[int] = (), free_from: int = 0
+    ):
+        self.cache = cache
+        self.length = length
+        self.states: dict[int, Arrays] = {}
+        self._free_from = free_from
+        self._stops = sorted(stop for stop in stops if stop > max(length, free_from))
+
+    def chunk_size(self, done: int, step_size: int, limit: int) -> int:
+        """Return the maximum size of a chunk after ``done`` tokens of the rest of the prompt.
+
+        Args:
+            done: Number of tokens.
+            step_size: Size of a chunk of a prompt that is processed alone.
+            limit: Maximum size at present.
+        """
+        position = self.length + done
+        if position < self._free_from:
+            return step_size
+        following = next((stop for stop in self._stops if stop > position), position + step_size)
+        return min(step_size, limit, following - position)
+
+    def note(self, done: int) -> None:
+        """Keep the states after ``done`` tokens of the rest of the prompt, if they are wanted."""
+        position = self.length + done
+        if position in self._stops:
+            self.states[position] = copy_states_of(self.cache)
 
 
 class Prefixes:
-    """mlx-lm's least-recently-used prompt caches, for one thread.
+    """The kept prompt caches of one model, for one thread.
 
     Args:
-        engine: Engine that wrote the texts.
-        max_texts: Maximum number of caches to keep; 0 keeps none.
-        max_bytes: Maximum size of all of them, in bytes.
+        engine: Engine of the model.
+        store: Arrays in memory and on the disk.
+        options: Options of texts: the cache quantization and the chunks of prompts.
+        model: Identity of the weights, which names on the disk begin with.
     """
 
-    def __init__(self, engine: Engine, max_texts: int, max_bytes: int):
+    def __init__(
+        self,
+        engine: Engine,
+        store: PrefixStore,
+        options: GenerationOptions,
+        model: str = "",
+    ):
         self._engine = engine
-        self._max_texts = max_texts
-        self._kept = LRUPromptCache(max_texts, max_bytes)
+        self._store = store
+        self._quantisation = options.quantisation
+        self._first = _first_quantised(options)
+        self._model = _hash(model, options.quantisation, self._first)[:16]
+        layers, num_layers = engine.new_prompt_cache(), engine.target.num_layers
+        self._has_states = has_states(layers[:num_layers])
+        # A drafter's windows would have states of their own, at other positions than the target's.
+        self._num_kept = num_layers if has_states(layers[num_layers:]) else len(layers)
+        self._tails: list[int] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the kept caches, in bytes."""
-        return self._kept.nbytes
+    def take(self, prompt: list[int], owner: str = "") -> Prefix:
+        """Find the longest kept prefix of a prompt, at most all but its last token.
 
-    def take(self, prompt: list[int]) -> tuple[list[Any], int]:
-        """Return a cache for a text and how many prompt tokens it holds, at most all but one."""
-        cache, rest = self._kept.fetch_nearest_cache(None, prompt)
-        if cache is not None and not rest and can_trim_prompt_cache(cache):
-            trim_prompt_cache(cache, 1)
-            rest = prompt[-1:]
-        if cache is None or not rest:
-            return self._engine.new_prompt_cache(), 0
-        return cache, len(prompt) - len(rest)
+        Args:
+            prompt: Token ids.
+            owner: Identity of the client; no other client's prompts are used.
+        """
+        path = list(self._follow(self._root(owner), prompt))
+        common = min(sum(count for _, count in path), len(prompt) - 1)
+        cache, length = self._restore(path, common)
+        for node, _ in reversed(path):  # the oldest tokens count as used last
+            self._store.touch(node.name)
+        stops = set()
+        if self._has_states:
+            self._learn_tail(path, common)
+            last = len(prompt) - 1
+            stops = {last, *(last - tail for tail in self._tails)}
+            if common - length >= MIN_SAVED:
+                stops.add(common)
+        return Prefix(cache, length, stops, self._first)
 
-    def keep(self, tokens: list[int], cache: list[Any]) -> None:
-        """Keep the cache of a finished text if the cache records how many tokens it holds."""
-        length = num_tokens(cache[: self._engine.target.num_layers])
-        if self._max_texts and length:
-            self._kept.insert_cache(None, tokens[:length], cache)
+    def keep(self, tokens: list[int], num_prompt: int, prefix: Prefix, owner: str = "") -> None:
+        """Keep what a finished text has processed.
+
+        Args:
+            tokens: Token ids of the prompt and the text.
+            num_prompt: Number of tokens of the prompt.
+            prefix: Prefix of the text, whose cache holds most of the tokens now.
+            owner: Identity of the client.
+        """
+        cache = prefix.cache
+        held = num_tokens(cache[: self._engine.target.num_layers]) or 0
+        length = min(held, count_entries(cache))
+        if not self._store.is_on or not length or num_prompt <= self._first:
+            return
+        states = dict(prefix.states)
+        if self._has_states and length == held:
+            states[length] = copy_states_of(cache)
+        path = self._add(tokens[:length], cache, owner)
+        for position, arrays in states.items():
+            self._keep_states(path, position, arrays)
+        for node in reversed(path):
+            self._store.touch(node.name)
+
+    @cached_property
+    def _roots(self) -> dict[str, _Node]:
+        """Nodes without tokens by their name, at which the texts of each owner begin."""
+        return self._find_files()
+
+    def _add(self, tokens: list[int], cache: list[Any], owner: str) -> list[_Node]:
+        """Add the nodes that a text lacks; return all its nodes."""
+        root = self._root(owner)
+        found = list(self._follow(root, tokens))
+        path, start = [node for node, _ in found], sum(count for _, count in found)
+        while start < len(tokens):
+            parent = path[-1] if path else root
+            own = tokens[start : start + NODE_TOKENS]
+            node = _Node(self._name(parent.name, start, own), start, own)
+            entries = copy_entries_of(cache, start, node.end)
+            self._store.put(node.name, entries, _describe(node, parent))
+            parent.children.append(node)
+            path.append(node)
+            start = node.end
+        return path
+
+    def _keep_states(self, path: Sequence[_Node], position: int, arrays: Arrays) -> None:
+        for node in path:
+            if node.start < position <= node.end and position not in node.states:
+                node.states.add(position)
+                metadata = {"node": node.name, "position": str(position)}
+                self._store.put(f"{node.name}-{position}", arrays, metadata)
+
+    def _follow(self, root: _Node, tokens: list[int]) -> Iterator[tuple[_Node, int]]:
+        """Yield the nodes of a text, and how many of the node's tokens the text has."""
+        node, position = root, 0
+        while position < len(tokens):
+            self._prune(node)
+            following = next(
+                (
+                    child
+                    for child in node.children
+                    if child.start == position and child.tokens[0] == tokens[position]
+                ),
+                None,
+            )
+            if following is None:
+                return
+            own = tokens[position : following.end]
+            count = len(own) if own == following.tokens else _count_equal(own, following.tokens)
+            yield following, count
+            node, position = following, position + count
+
+    def _prune(self, node: _Node) -> None:
+        """Forget the children whose entries the store has dropped."""
+        node.children = [child for child in node.children if self._store.has(child.name)]
+
+    def _restore(self, path: _Path, length: int) -> tuple[list[Any], int]:
+        """Make a cache of at most the first ``length`` tokens of a path, as far as all is there."""
+        while True:
+            length, state = self._find_states(path, length)
+            if length <= 0 or length < self._first:
+                return self._new_cache(), 0
+            nodes = [(node, count) for node, count in path if node.start < length]
+            pieces = []
+            for node, count in nodes:
+                entries = self._store.get(node.name)
+                if entries is None:
+                    break
+                pieces.append({name: one[..., :count, :] for name, one in entries.items()})
+            if len(pieces) == len(nodes):
+                break
+            length = nodes[len(pieces)][0].start
+        cache = self._new_cache()
+        try:
+            fill(cache, pieces, state, length, self._quantisation)
+            self._engine.target.stock_cache(cache[: self._engine.target.num_layers])
+        except (RedrafterError, KeyError, ValueError) as error:  # foreign files
+            for node, _ in nodes:
+                self._store.drop(node.name, error)
+            return self._new_cache(), 0
+        return cache, length
+
+    def _find_states(self, path: _Path, length: int) -> tuple[int, Arrays]:
+        """Return the last position up to ``length`` that has states, and these."""
+        if not self._has_states:
+            return length, {}
+        found = [
+            (position, node)
+            for node, count in path
+            for position in node.states
+            if position <= min(length, node.start + count)
+        ]
+        for position, node in sorted(found, key=lambda one: -one[0]):
+            state = self._store.get(f"{node.name}-{position}")
+            if state is not None:
+                self._store.touch(f"{node.name}-{position}")
+                return position, state
+            node.states.discard(position)
+        return 0, {}
+
+    def _learn_tail(self, path: _Path, common: int) -> None:
+        """Remember how far before the end of an earlier prompt this one parts from it."""
+        for node, _ in path[-1:]:
+            for position in node.states:
+                tail = position - common
+                if 0 < tail <= MAX_TAIL and tail not in self._tails:
+                    self._tails = [tail, *self._tails][:MAX_TAILS]
+
+    def _new_cache(self) -> list[Any]:
+        return self._engine.new_prompt_cache()[: self._num_kept]
+
+    def _root(self, owner: str) -> _Node:
+        name = _hash(self._model, owner)
+        return self._roots.setdefault(name, _Node(name, 0, []))
+
+    def _name(self, parent: str, start: int, tokens: list[int]) -> str:
+        raw = array("q", tokens).tobytes()
+        return f"{self._model}-{_hash(parent, start, hashlib.sha256(raw).hexdigest())}"
+
+    def _find_files(self) -> dict[str, _Node]:
+        """Read the nodes of earlier runs; those whose beginnings are gone are dropped."""
+        entries, states = [], []
+        for name, found in self._store.headers(self._model):
+            try:
+                if "node" in found:
+                    states.append((found["node"], int(found["position"]), name))
+                else:
+                    tokens = json.loads(found["tokens"])
+                    start, parent = int(found["start"]), found["parent"]
+                    if self._name(parent, start, tokens) != name:
+                        raise ValueError("its name is that of other tokens")
+                    entries.append((start, name, parent, tokens))
+            except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+                self._store.drop(name, error)
+        roots: dict[str, _Node] = {}
+        nodes: dict[str, _Node] = {}
+        for start, name, parent, tokens in sorted(entries):
+            above = nodes.get(parent)
+            if start == 0:
+                above = roots.setdefault(parent, _Node(parent, 0, []))
+            if above is None or not above.start <= start <= above.end or not tokens:
+                self._store.drop(name)
+                continue
+            nodes[name] = _Node(name, start, tokens)
+            above.children.append(nodes[name])
+        for node, position, name in states:
+            if node in nodes:
+                nodes[node].states.add(position)
+            else:
+                self._store.drop(name)
+        return roots
+
+
+def _describe(node: _Node, parent: _Node) -> dict[str, str]:
+    return {"parent": parent.name, "start": str(node.start), "tokens": json.dumps(node.tokens)}
+
+
+def _first_quantised(options: GenerationOptions) -> int:
+    """Return the end of the chunk of a long prompt with which quantization begins; 0 for none.
+
+    Shorter caches are not used, as the entries after them depend on their full precision.
+    """
+    how, step = options.quantisation, options.prefill_step_size
+    return 0 if how is None else step * max(1, -(-how.start // step))
+
+
+def _count_equal(one: list[int], other: list[int]) -> int:
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Errors of requests, in the form of OpenAI's error object."""
+"""Errors of requests; each protocol formats them as its own error object."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 # Kind of an error by its HTTP status; clients tell errors apart by it. All others are bad requests.
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -22,18 +23,51 @@ class Refusal(Exception):
         param: Field of the request that the error is about.
         status: HTTP status.
         code: Word that identifies the error for programs.
+
+    Attributes:
+        param: Field that the error is about.
+        status: HTTP status.
+        code: Word for programs.
     """
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
     ):
         super().__init__(message)
+        self.param = param
         self.status = status
-        self._param = param
-        self._code = code
+        self.code = code
 
     def to_json(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": self._param, "code": self._code}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+class ContextExceeded(Refusal):
+    """A prompt that is longer than the context.
+
+    Its message begins as OpenAI's does, because client libraries look for those words.
+
+    Args:
+        param: Field of the prompt.
+        length: Length of the prompt, in tokens, or of the part of it that was counted.
+        context: Maximum number of tokens of a prompt and its text.
+        is_counted: Whether all of the prompt was counted.
+
+    Attributes:
+        length: Length of the prompt.
+        context: Length of the context.
+    """
+
+    def __init__(self, param: str, length: int, context: int, is_counted: bool = True):
+        counted = f"{'' if is_counted else 'more than '}{length}"
+        super().__init__(
+            f"This model's maximum context length is {context} tokens, prompt included, but "
+            f"{param} has {counted}; shorten it",
+            param,
+            code="context_length_exceeded",
+        )
+        self.length = length
+        self.context = context

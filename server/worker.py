@@ -11,45 +11,47 @@ import logging
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
-from mlx_redrafter.decoding.scheduler import Scheduler
-from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.errors import RedrafterError, UnsupportedTargetError
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
-from mlx_redrafter.server.prefixes import Prefixes
+from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.refusals import Refusal
 
 logger = logging.getLogger(__name__)
+
+# Maximum number of prompt tokens between two tokens of others: about 0.3 s of a model of 8 billion
+# weights on a laptop.
+SHARED_CHUNK = 256
+# Maximum number of prompt tokens of a chunk without others; the option is smaller.
+MAX_CHUNK = 1 << 30
 
 
 class Worker(threading.Thread):
     """The thread that writes texts until `stop` is called.
 
     Args:
-        engine: Engine of the model.
-        limits: Numbers of requests and caches.
+        limits: Numbers of requests.
 
     Attributes:
         counters: Counters of requests, tokens and steps.
     """
 
-    def __init__(self, engine: Engine, limits: Limits):
+    def __init__(self, limits: Limits):
         super().__init__(name="redrafter-worker", daemon=True)
-        self.engine = engine
         self.counters = Counters()
         self._limits = limits
-        self._prefixes = Prefixes(engine, limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self._is_stopped = False
-        self._shared: Scheduler | None = None
+        # Time at which the newest chunk of a prompt began, in seconds of `time.perf_counter`.
+        self._chunk_start = 0.0
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue; may be called from any thread.
@@ -70,34 +72,46 @@ class Worker(threading.Thread):
             self._waiting.append(job)
             self._changed.notify()
 
-    def stop(self) -> None:
-        """End all texts, then the thread, and wait for its end."""
+    def is_busy(self, model: LoadedModel) -> bool:
+        """Whether requests for a model wait or run; may be called from any thread."""
+        with self._changed:
+            return any(job.model is model for job in (*self._waiting, *self._running))
+
+    def end(self) -> None:
+        """End all texts, with an error for their clients, and then the thread; does not wait."""
         with self._changed:
             self._is_stopped = True
             for job in self._running:
                 job.cancel()
             self._changed.notify()
-        self.join()
+
+    def stop(self) -> None:
+        """Do what `end` does, and wait for the end of the thread."""
+        self.end()
+        if self.ident is not None:
+            self.join()
 
     def gauges(self) -> dict[str, int]:
         """Return current values, which rise and fall, by the name of their metric."""
         return {
             "waiting_requests": len(self._waiting),
             "running_requests": len(self._running),
-            "prompt_cache_bytes": self._prefixes.nbytes,
             "device_bytes": mx.get_active_memory(),
         }
 
     def run(self) -> None:
         """Write texts until the end; runs in the thread."""
-        with suppress(UnsupportedTargetError):  # then the texts are decoded one by one
-            self._shared = self.engine.share()
-        # Wired for all texts together: each text alone would unwire the memory at its end.
-        with wired_limit(self.engine.target.model, [generation_stream]):  # type: ignore[list-item]
-            while self._admit():
+        goes_on = self._admit()
+        with ExitStack() as wired:
+            for job in self._running[:1]:
+                # Wired for all texts together: each text alone would unwire the memory at its end.
+                model = job.model.engine.target.model
+                wired.enter_context(wired_limit(model, [generation_stream]))  # type: ignore[list-item]
+            while goes_on:
                 start = time.perf_counter()
                 self._step_all()
                 self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
+                goes_on = self._admit()
             for job in [*self._running, *self._waiting]:
                 job.close()
                 job.receive(_shutting_down())
@@ -108,13 +122,29 @@ class Worker(threading.Thread):
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
             while self._waiting and len(self._running) < self._limits.max_running:
                 job = self._waiting.popleft()
-                job.open(self.engine, self._prefixes, self.counters, self._go_on, self._shared)
+                job.open(self.counters, self._go_on, self._chunk_limit)
                 self._running.append(job)
         return not self._is_stopped
 
     def _go_on(self, done: int, total: int) -> None:
-        """Step the texts that have begun, between the chunks of another one's prompt."""
-        self._step_all(only_begun=True)
+        """Step the texts that have begun, between the chunks of another one's prompt.
+
+        They get as much time as the chunk has taken, so that a long prompt halves their speed.
+        """
+        start = time.perf_counter()
+        end = start + (start - self._chunk_start if done else 0)
+        while True:
+            self._step_all(only_begun=True)
+            if time.perf_counter() >= end or not self._have_begun():
+                break
+        self._chunk_start = time.perf_counter()
+
+    def _chunk_limit(self) -> int:
+        """Return the maximum size of a chunk: smaller while others wait for their next tokens."""
+        return SHARED_CHUNK if self._have_begun() else MAX_CHUNK
+
+    def _have_begun(self) -> bool:
+        return any(job.has_begun for job in self._running)
 
     def _step_all(self, only_begun: bool = False) -> None:
         """Step every request, or every one whose text has begun."""
@@ -133,7 +163,8 @@ class Worker(threading.Thread):
             message = str(error) if known else "the request failed; see the server's log"
             job.receive(Refusal(message, status=500, code="failed"))
         else:
-            job.receive(None)
+            is_cut = self._is_stopped and job.is_cancelled
+            job.receive(_shutting_down() if is_cut else None)
         self._running.remove(job)
 
 

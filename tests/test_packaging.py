@@ -22,7 +22,11 @@ FOLDERS = {
     "server": "mlx_redrafter/server",
 }
 PAIR = ROOT / "mlx_redrafter" / "pair"
-OTHERS = {"mlx_redrafter/py.typed", "mlx_redrafter/server/page.html"}
+OTHERS = {
+    "mlx_redrafter/py.typed",
+    "mlx_redrafter/server/page.html",
+    "mlx_redrafter/checkpoints/drafters.tsv",
+}
 LARGEST_PAIR = 25 * 10**6
 NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
 COPIED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", *FOLDERS)

@@ -50,7 +50,7 @@ Cost = Callable[[HardMachine, float, int, DraftShape | None, int], float]
 
 def _verify(machine: HardMachine, num_nodes: int) -> float:
     """Cost of the verify of a step; 0 if it verifies nothing."""
-    return machine.costs.step(None, num_nodes, False) if num_nodes > 1 else 0.0
+    return machine.costs.verify[num_nodes] if num_nodes > 1 else 0.0
 
 
 def _nine_times(

@@ -1,60 +1,242 @@
-"""The default beside eight fixed shapes on a real pair: sequences in a row with the same drafter.
+"""The default beside fixed shapes on real pairs: texts in a row with the same drafter.
 
-    python -m mlx_redrafter.bench.lab.real_pairs TARGET DRAFTER PROMPTS [TEMPERATURE [TOKENS]]
+    python -m mlx_redrafter.bench.lab.real_pairs PAIRS.json OUT --texts 8 --minutes 30
+    python -m mlx_redrafter.bench.lab.real_pairs PAIRS.json OUT --first   # beside chains of four
 
-PROMPTS is a file of eight paragraphs. Runs are interleaved: every arm decodes a paragraph before
-the next one. Needs a quiet machine.
+PAIRS.json is a list of pairs, in the order to measure: objects with "name", "target", "drafter"
+(folders beside the file, or "lookup"), "prompts" (a file beside it) and perhaps "change", a key of
+`altered_drafters.CHANGES`. OUT receives one file per pair and temperature; a pair with such a file
+is not measured again. Step times are stored in OUT, too, and not shared with other runs. Then a
+table of all files in OUT is printed.
+
+Runs are interleaved: all methods decode a text before the next one begins, each time in another
+order. After every second text the slower half of the fixed shapes leaves, until two are left. With
+``--first`` every text is the first one of its drafter. Needs a quiet machine.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlx_redrafter import load
+from mlx_redrafter.bench.lab.altered_drafters import CHANGES
+from mlx_redrafter.bench.prompts import read_prompts, select_prompts
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.learned_state import LearnedState
+from mlx_redrafter.errors import RedrafterError
 
-# Beam width, beam length and nodes of the fixed shapes.
-SHAPES = ((1, 3, 3), (1, 4, 4), (1, 6, 6), (1, 8, 8), (2, 4, 6), (2, 6, 16), (3, 6, 16), (4, 5, 16))
-
-
-def main(target: str, drafter: str, prompts: Path, temperature: float, tokens: int) -> None:
-    """Print the median speed of each arm, as a multiple of plain decoding's."""
-    model, tokenizer, network = load(target, drafter=drafter)
-    timed: Any = {}
-    arms: dict[str, tuple[Engine, dict[str, Any]]] = {
-        "plain": (Engine(model, tokenizer, None), {}),
-        "default": (Engine(model, tokenizer, network, LearnedState(timed=timed)), {}),
-    }
-    names = ("beam_width", "beam_length", "tree_nodes")
-    for shape in SHAPES:
-        engine = Engine(model, tokenizer, network, LearnedState(timed=timed))
-        arms["x".join(map(str, shape))] = engine, dict(zip(names, shape, strict=True))
-    texts = prompts.read_text(encoding="utf-8").split("\n\n")
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
-    for text in (texts[0], *texts[:8]):  # the first one warms up
-        for name, (engine, plan) in arms.items():
-            start, count = 0.0, -1
-            for _ in engine.stream(text, max_tokens=tokens, temp=temperature, seed=1, **plan):
-                start, count = start or time.perf_counter(), count + 1
-            speeds[name].append(count / (time.perf_counter() - start))
-    plain = np.array(speeds["plain"][1:])
-    ratios = {name: np.array(values[1:]) / plain for name, values in speeds.items()}
-    best = max(
-        ratios, key=lambda name: 0.0 if name == "default" else float(np.median(ratios[name]))
+# Fixed shapes; a drafter whose beams are shorter drafts as far as it does.
+SHAPES = tuple(
+    DraftPlan.of(*sizes)
+    for sizes in (
+        (1, 3, 3), (1, 4, 4), (1, 6, 6), (1, 8, 8), (2, 4, 6), (2, 6, 16), (3, 6, 16), (4, 5, 16)
     )
-    for name, values in ratios.items():
-        sys.stdout.write(f"{name:<10} {np.median(values):.2f}  {np.round(values, 2).tolist()}\n")
-    share = np.median(ratios["default"] / ratios[best])
-    sys.stdout.write(f"default over {best}: {share:.3f}\n")
+)  # fmt: skip
+# Shapes beside which first texts are decoded: chains of four drafts.
+CHAINS = (DraftPlan.of(1, 5, 5),)
+# Number of texts after which the slower half of the shapes leaves.
+HEAT = 2
+# Tokens of the warm-up of every method.
+WARM_UP = 24
+
+
+@dataclass
+class Result:
+    """Speeds of a pair at a temperature.
+
+    Attributes:
+        name: Name of the pair.
+        temp: The temperature.
+        is_first: Whether every text was the first one of its drafter.
+        load: Load of the machine at the beginning, in processes.
+        seconds: Duration of the measurement.
+        speeds: Tokens per second after the first token, by method, for each text.
+    """
+
+    name: str
+    temp: float
+    is_first: bool
+    load: float
+    seconds: float = 0.0
+    speeds: list[dict[str, float]] = field(default_factory=list)
+
+    def row(self) -> str:
+        """Format the result as a row of the table."""
+        last = self.speeds[-1]
+        means = {
+            name: self._mean(name, "plain") for name in last if name not in ("plain", "default")
+        }
+        best = max(means, key=means.__getitem__)
+        least = min(one["default"] / one["plain"] for one in self.speeds)
+        return (
+            f"{self.name:<24}{self.temp:>5g}{len(self.speeds):>6}{self._mean('default'):>9.2f}"
+            f"{best:>9}{means[best]:>6.2f}{self._mean('default', best):>14.3f}{least:>12.2f}"
+            f"{min(one['default'] / one[best] for one in self.speeds):>12.2f}"
+            f"{last['plain']:>9.1f}{self.load:>6.1f}{self.seconds:>6.0f}"
+        )
+
+    def _mean(self, name: str, reference: str = "plain") -> float:
+        ratios = [one[name] / one[reference] for one in self.speeds if name in one]
+        return float(np.exp(np.mean(np.log(ratios))))
+
+
+HEADING = (
+    "pair                     temp texts  default     best        default/best  least text  "
+    "of the best  plain/s  load     s"
+)
+
+
+class Methods:
+    """All methods of decoding for one pair; each has its own memory.
+
+    Args:
+        pair: An entry of PAIRS.json.
+        folder: Its folder.
+        is_first: Whether every text is a first one.
+    """
+
+    def __init__(self, pair: Mapping[str, Any], folder: Path, is_first: bool):
+        drafter = pair["drafter"]
+        loaded = load(
+            str(folder / pair["target"]),
+            drafter=drafter if drafter == "lookup" else str(folder / drafter),
+        )
+        self.model, self.tokenizer, self.drafter = loaded
+        if "change" in pair:
+            CHANGES[pair["change"]](self.drafter)
+        longest = getattr(self.drafter, "max_length", None)
+        shapes = {plan.within(longest) for plan in (CHAINS if is_first else SHAPES)}
+        self.plans = {
+            f"{plan.shape.width}x{plan.shape.length}/{plan.num_nodes}": plan.options
+            for plan in sorted(shapes, key=lambda plan: (plan.num_nodes, plan.shape.length))
+        }
+        self._is_first = is_first
+        self._timed: Any = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all that was learnt except the step times."""
+        self._engines = {
+            name: self._engine(None if name == "plain" else self.drafter)
+            for name in ("plain", "default", *self.plans)
+        }
+
+    def decode(self, prompt: list[int], max_tokens: int, temp: float, seed: int, shift: int) -> Any:
+        """Return the speed of every method that is left; all must write the same text."""
+        names = [name for name in self._engines if name in ("plain", "default", *self.plans)]
+        shift %= len(names)
+        speeds, texts = {}, {}
+        for name in names[shift:] + names[:shift]:
+            if self._is_first:
+                self._engines[name] = self._engine(None if name == "plain" else self.drafter)
+            times, texts[name] = [], []
+            for response in self._engines[name].stream(
+                prompt, max_tokens=max_tokens, temp=temp, seed=seed, **self.plans.get(name, {})
+            ):
+                times.append(time.perf_counter())
+                texts[name].append(response.token)
+            speeds[name] = (len(times) - 1) / (times[-1] - times[0])
+        for name, text in texts.items():
+            if text != texts["plain"]:
+                raise RedrafterError(f"the text of {name} differs from plain decoding")
+        return speeds
+
+    def _engine(self, drafter: Any) -> Engine:
+        return Engine(self.model, self.tokenizer, drafter, LearnedState(timed=self._timed))
+
+
+def measure(
+    pair: Mapping[str, Any], folder: Path, temp: float, texts: int, tokens: int, is_first: bool
+) -> Result:
+    """Decode texts with all methods."""
+    result = Result(pair["name"], temp, is_first, os.getloadavg()[0])
+    start = time.perf_counter()
+    methods = Methods(pair, folder, is_first)
+    prompts = [
+        methods.tokenizer.encode(prompt.text)
+        for prompt in select_prompts(read_prompts(folder / pair["prompts"]), texts)
+    ]
+    methods.decode(prompts[0], WARM_UP, temp, 0, 0)
+    methods.forget()
+    for number, prompt in enumerate(prompts):
+        result.speeds.append(methods.decode(prompt, tokens, temp, number + 1, number))
+        if (number + 1) % HEAT == 0 and len(methods.plans) > HEAT:
+            total = {
+                name: sum(one[name] / one["plain"] for one in result.speeds)
+                for name in methods.plans
+            }
+            left = sorted(total, key=total.__getitem__)[len(total) // 2 :]
+            methods.plans = {name: methods.plans[name] for name in left}
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def run(
+    pairs: Path, out: Path, temps: list[float], minutes: float, names: list[str], **options: Any
+) -> None:
+    """Measure the pairs that have no file yet, until the time is spent; print the table."""
+    deadline = time.perf_counter() + 60 * minutes
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(out.resolve())
+    for pair in json.loads(pairs.read_text()):
+        for temp in temps if not names or pair["name"] in names else []:
+            kind = " first" * options["is_first"]
+            path = out / f"{pair['name']} {temp:g}{kind}.json".replace(" ", "-")
+            if path.exists() or time.perf_counter() > deadline:
+                continue
+            try:
+                result = measure(pair, pairs.parent, temp, **options)
+            except RedrafterError as error:  # such as a drafter that is not there yet
+                _print(f"{pair['name']}: FAILED: {error}")
+                continue
+            path.write_text(json.dumps(asdict(result)))
+            _print(result.row())
+    _print(f"\n{HEADING}")
+    for path in sorted(out.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        found = Result(**json.loads(path.read_text()))
+        if found.is_first == options["is_first"]:
+            _print(found.row())
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Parse the options and run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pairs", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, help="default: 96, or 48 with --first")
+    parser.add_argument("--temps", default="0,1")
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin no pair afterwards")
+    parser.add_argument("--only", default="", help="names of pairs, with commas")
+    parser.add_argument("--first", action="store_true")
+    given = parser.parse_args()
+    run(
+        given.pairs,
+        given.out,
+        [float(temp) for temp in given.temps.split(",")],
+        given.minutes,
+        [name for name in given.only.split(",") if name],
+        texts=given.texts,
+        tokens=given.tokens or (48 if given.first else 96),
+        is_first=given.first,
+    )
 
 
 if __name__ == "__main__":
-    folder, other, paragraphs, *rest = sys.argv[1:]
-    numbers = [float(value) for value in rest] + [0.0, 96.0][len(rest) :]
-    main(folder, other, Path(paragraphs), numbers[0], int(numbers[1]))
+    main()

@@ -94,12 +94,26 @@ class Scenario:
     def seconds(
         self, position: int, shape: DraftShape | None, num_nodes: int, waits: bool
     ) -> float:
-        """Time of an undisturbed step after a position; see `StepCosts.step`."""
-        seconds = self.costs.step(shape, num_nodes, waits)
+        """Time of an undisturbed step after a position; see `step_seconds`."""
+        seconds = step_seconds(self.costs, shape, num_nodes, waits)
         if self.growth is not None:
             share = float(self.growth[position]) * (1 + (num_nodes - 1) / DEARER)
-            seconds += share * self.costs.step(None, num_nodes, waits=False)
+            seconds += share * step_seconds(self.costs, None, num_nodes, waits=False)
         return seconds if self.slowed is None else seconds * float(self.slowed[position])
+
+
+def step_seconds(costs: StepCosts, shape: DraftShape | None, num_nodes: int, waits: bool) -> float:
+    """Add up the parts of a step's cost.
+
+    Args:
+        costs: The parts.
+        shape: Shape of the search; None without drafts, and for prompt lookup.
+        num_nodes: Nodes verified: 1 for the root alone, else a key of ``costs.verify``.
+        waits: Whether the host reads the drafts before the target verifies them.
+    """
+    verify = costs.plain if num_nodes == 1 else costs.verify[num_nodes]
+    drafting = 0.0 if shape is None else costs.drafting(shape)
+    return verify + drafting + waits * costs.wait
 
 
 def _published(curve: VerifyCurve) -> Callable[[int], float]:

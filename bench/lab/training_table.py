@@ -5,8 +5,8 @@ from __future__ import annotations
 from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_family
 from mlx_redrafter.bench.training_cost import TrainingCost
+from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.training.duration import format_time
-from mlx_redrafter.training.resources import format_bytes
 
 # Tokens of the training runs in the table.
 TABLE_TOKENS = 10**6

@@ -98,7 +98,7 @@ def widen_target(
     tensors = _Widening(old, new, np.random.default_rng(seed)).tensors(read_tensors(folder))
     with publish(destination) as staging:
         write_checkpoint(staging, config, dict(tensors))
-        _copy_tokenizer(folder, staging)
+        copy_tokenizer(folder, staging)
     return new
 
 
@@ -325,7 +325,7 @@ class _Widening:
         return (starts[:, None] + places).reshape(-1)
 
 
-def _copy_tokenizer(source: Path, destination: Path) -> None:
+def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy what belongs to a checkpoint besides weights and config: small files, no READMEs."""
     for path in sorted(source.iterdir()):
         skipped = path.name == CONFIG_FILE or path.suffix in (".safetensors", ".md", ".bin")

@@ -10,20 +10,20 @@ from typing import Any
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind
+from mlx_redrafter.proposers.mtp.families import SIDECAR, has_family
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.model_parts import check_config
 
 # Endings of files with pickled weights.
 PICKLES = (".bin", ".pt")
+# Values of ``speculators_model_type`` whose drafters load.
+KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
-    "dflash": "DFlash drafter, which drafts blocks from states of many layers",
-    "dspark": "DSpark drafter, which drafts blocks",
-    "peagle": "P-EAGLE head, which drafts several tokens in parallel",
-    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
     "mlpspeculator": "MLP speculator",
 }
 
@@ -54,7 +54,8 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if refused is not None:
         raise CheckpointError(
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
-            "head, Medusa heads, an MTP module, a SpecFormer or a smaller model of the same tokens"
+            "head, Medusa heads, an MTP module, a block drafter (DFlash, DSpark), a Gemma 4 "
+            "assistant, a SpecFormer or a smaller model of the same tokens"
         )
     # `load` downloads the weights of a repository after its config has named the kind.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
@@ -92,6 +93,9 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     for sign, kind in REFUSED.items():
         if sign in letters:
             return kind
-    if speculator not in (None, "eagle3", "recurrent_drafting"):
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.endswith(SIDECAR) and not has_family(config):
+        return f"module with multi-token prediction alone (model_type {quote(model_type)})"
+    if speculator not in KNOWN_SPECULATORS:
         return f"drafter of speculators_model_type {speculator!r}"
     return None

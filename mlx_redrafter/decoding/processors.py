@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.grammar_masks import GrammarMasks
+from mlx_redrafter.decoding.grammar_masks import Masks
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
@@ -33,7 +33,7 @@ class ProcessorChain:
         self,
         processors: Sequence[LogitsProcessor],
         prompt: Sequence[int],
-        masks: GrammarMasks | None = None,
+        masks: Masks | None = None,
     ):
         self.processors = list(processors)
         self._history = mx.array(list(prompt), dtype=mx.int32)

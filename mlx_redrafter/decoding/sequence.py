@@ -232,7 +232,7 @@ class SequenceDecoder:
                 self.target.prefill_but_last(
                     mx.array(request.prompt[done:], dtype=mx.int32),
                     self.own_cache,
-                    request.prefill_step_size,
+                    request.chunk_size or request.prefill_step_size,
                     self._on_progress,
                     self.layers,
                     self._read_states,

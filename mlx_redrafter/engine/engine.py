@@ -23,7 +23,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.grammar_masks import GrammarMasks
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks, Masks
+from mlx_redrafter.decoding.late_masks import LateMasks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
@@ -36,14 +37,15 @@ from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
+from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
-from mlx_redrafter.grammar import Grammar
+from mlx_redrafter.grammar import Grammar, read_vocabulary
+from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST
-from mlx_redrafter.policy.profiling import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
@@ -66,8 +68,8 @@ class Engine:
         drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for prompt lookup, None
             for plain decoding.
         memory: Learned state of earlier texts; a new one by default.
-        step_costs: Function with the arguments of `profiling.step_costs` that returns the costs of
-            steps; by default they are measured, once per model and machine.
+        step_costs: Function with the arguments of `stored_costs.step_costs`, which is the default:
+            it returns the costs of steps, measured once per model and machine.
 
     Raises:
         CheckpointError: The drafter was made for another model.
@@ -95,6 +97,7 @@ class Engine:
             self.proposer.check_fit(self.target, self.tokenizer)
         self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
         self._is_closed = False
+        self._token_bytes: TokenBytes | None = None
 
     def stream(
         self,
@@ -104,8 +107,9 @@ class Engine:
         logits_processors: Sequence[LogitsProcessor] | None = None,
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
+        prompt_chunk_size: Callable[[int], int] | None = None,
         history: Sequence[Sequence[int]] = (),
-        grammar: Grammar | None = None,
+        grammar: Grammar | LateGrammar | None = None,
         shared: Scheduler | None = None,
         **options: Any,
     ) -> ResponseStream:
@@ -122,10 +126,12 @@ class Engine:
                 prompt and the tokens yielded once the iterator has ended or was closed. With
                 ``kv_bits`` it is a list whose layers are replaced by quantised ones, as in mlx-lm.
             prompt_progress_callback: Callback for the prompt tokens processed and their number.
+            prompt_chunk_size: Function that returns the maximum size of the next chunk of the
+                prompt for the number of tokens processed, in place of ``prefill_step_size``.
             history: Token ids of earlier texts that prompt lookup searches, too, such as those
                 that ``prompt_cache`` holds.
-            grammar: Grammar of the text; it allows every token, after the logits processors. A
-                text that ``max_tokens`` cuts may be incomplete.
+            grammar: Grammar of the text, or of its end; it allows every token, after the logits
+                processors. A text that ``max_tokens`` cuts may be incomplete.
             shared: Scheduler from `share`: the text shares its forward passes with the others of
                 that scheduler, unless it has a ``sampler``, ``grammar`` or ``kv_bits``.
             **options: Fields of `GenerationOptions`.
@@ -142,7 +148,11 @@ class Engine:
         if sampler is not None and chosen.given_sampling:
             given = ", ".join(chosen.given_sampling)
             raise ConfigError(f"sampler= replaces {given}; give one or the other")
-        _check_callable(sampler=sampler, prompt_progress_callback=prompt_progress_callback)
+        _check_callable(
+            sampler=sampler,
+            prompt_progress_callback=prompt_progress_callback,
+            prompt_chunk_size=prompt_chunk_size,
+        )
         processors = _as_list("logits_processors", logits_processors)
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
@@ -153,6 +163,7 @@ class Engine:
             chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
             leave_as_stock=prompt_cache is not None or sampler is not None,
+            chunk_size=prompt_chunk_size,
         )
         known = [_as_list("history[...]", one) for one in _as_list("history", history)]
         sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
@@ -208,18 +219,28 @@ class Engine:
         """Generate a complete text; the options are those of `stream`."""
         return "".join(response.text for response in self.stream(prompt, **options))
 
-    def masks(self, grammar: Grammar) -> GrammarMasks:
+    def masks(self, grammar: Grammar | LateGrammar) -> Masks:
         """Make the masks of a text from its grammar.
 
         Raises:
             ConfigError: The grammar does not go with the tokenizer.
         """
+        tokenizer, size = self.tokenizer, self.target.vocab_size
+        if isinstance(grammar, LateGrammar):
+            if self._token_bytes is None:
+                self._token_bytes = TokenBytes(read_vocabulary(tokenizer, size))
+            return LateMasks(
+                {name: one.matcher(tokenizer, size) for name, one in grammar.grammars.items()},
+                self._token_bytes,
+                grammar.is_last,
+                grammar.may_end_before,
+            )
         if not isinstance(grammar, Grammar):
             raise ConfigError(
                 "grammar must be a Grammar, such as Grammar.json_schema(...), got "
                 f"{reprlib.repr(grammar)}"
             )
-        return GrammarMasks(lambda: grammar.matcher(self.tokenizer, self.target.vocab_size))
+        return GrammarMasks(lambda: grammar.matcher(tokenizer, size))
 
     def new_prompt_cache(self) -> list[Any]:
         """Make a ``prompt_cache``: layers of the target, then those of the proposer."""
@@ -254,6 +275,7 @@ class Engine:
         options: GenerationOptions,
         on_progress: ProgressCallback = lambda done, total: None,
         leave_as_stock: bool = False,
+        chunk_size: Callable[[int], int] | None = None,
     ) -> Request:
         return Request(
             prompt=encode_prompt(self.tokenizer, prompt),
@@ -262,6 +284,7 @@ class Engine:
             prefill_step_size=options.prefill_step_size,
             on_progress=on_progress,
             leave_as_stock=leave_as_stock,
+            chunk_size=chunk_size,
         )
 
     def _open(
@@ -272,7 +295,7 @@ class Engine:
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         prompt_cache: Any = None,
-        masks: GrammarMasks | None = None,
+        masks: Masks | None = None,
     ) -> SequenceDecoder:
         target, ids, own = self.target, request.prompt, []
         cached, num_own = prompt_cache, 0 if self.proposer is None else self.proposer.num_layers
@@ -309,11 +332,8 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            is_doubted = policy.shows_long_times and doubt_times(
-                self.target, self._network, memory.timed
-            )
-            if is_doubted and memory.experience is not None:
-                memory.experience = memory.experience.without_times()
+            if policy.shows_long_times:
+                doubt_times(self.target, self._network, memory.timed)
 
         return conclude
 

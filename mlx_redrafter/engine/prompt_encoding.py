@@ -15,19 +15,46 @@ from mlx_redrafter.target.target import Target
 
 Message = Mapping[str, Any]
 
+# Characters of a long text that are encoded at a time to count its tokens.
+PIECE = 1 << 16
+
 # Replaces the last message, to find the text that the template puts before it.
 MARKER = "<query>"
 
 
-def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
+class LongPromptError(ConfigError):
+    """A text has more tokens than allowed.
+
+    Attributes:
+        num_tokens: Number of its tokens that were counted.
+    """
+
+    def __init__(self, num_tokens: int, limit: int):
+        super().__init__(
+            f"the prompt has more than {num_tokens} tokens, at most {limit} are allowed; shorten it"
+        )
+        self.num_tokens = num_tokens
+
+
+def encode_prompt(
+    tokenizer: TokenizerWrapper,
+    prompt: str | Sequence[int] | mx.array,
+    limit: int | None = None,
+) -> list[int]:
     """Encode a prompt; text gets the special tokens that it does not start with, as in mlx-lm.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: Text, or token ids.
+        limit: Number of tokens from which on a long text need not be encoded whole.
 
     Raises:
         ConfigError: It is neither text nor whole numbers.
+        LongPromptError: A text clearly has more tokens than the limit.
     """
     if isinstance(prompt, str):
         starts_special = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return _encode(tokenizer, prompt, add_special_tokens=not starts_special)
+        return _encode(tokenizer, prompt, limit, add_special_tokens=not starts_special)
     values: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
     try:
         ids = list(values)
@@ -65,6 +92,7 @@ def encode_chat(
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     follows_cache: bool = False,
+    limit: int | None = None,
 ) -> list[int]:
     """Encode messages in the format of the model's chat template.
 
@@ -75,9 +103,11 @@ def encode_chat(
         add_generation_prompt: Whether to add the beginning of the assistant's reply.
         follows_cache: Whether the last message continues a stored cache, so that the text that the
             template puts before it is left out.
+        limit: As in `encode_prompt`.
 
     Raises:
         ConfigError: The chat template rejects the messages.
+        LongPromptError: The chat clearly has more tokens than the limit.
     """
 
     def render(messages: Sequence[Message]) -> str:
@@ -98,7 +128,7 @@ def encode_chat(
     if follows_cache:
         marked = render([*messages[:-1], {**messages[-1], "content": MARKER}])
         text = text[marked.index(MARKER) :]
-    return _encode(tokenizer, text, add_special_tokens=False)
+    return _encode(tokenizer, text, limit, add_special_tokens=False)
 
 
 def check_not_empty(prompt: Sequence[int]) -> None:
@@ -107,12 +137,28 @@ def check_not_empty(prompt: Sequence[int]) -> None:
         raise ConfigError("the prompt is empty; give at least one token")
 
 
-def _encode(tokenizer: TokenizerWrapper, text: str, **options: Any) -> list[int]:
+def _encode(
+    tokenizer: TokenizerWrapper, text: str, limit: int | None = None, **options: Any
+) -> list[int]:
     try:
         text.encode()  # fails for bytes that Python let pass as lone surrogates
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
+    if limit is not None and len(text) > max(PIECE, limit):
+        _check_length(tokenizer, text, limit)
     return list(tokenizer.encode(text, **options))
+
+
+def _check_length(tokenizer: TokenizerWrapper, text: str, limit: int) -> None:
+    """Encode a long text in pieces until it is clear that it has too many tokens.
+
+    A cut can only change the tokens around it; twice the limit is beyond all doubt.
+    """
+    count = 0
+    for start in range(0, len(text), PIECE):
+        count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
+        if count > 2 * limit:
+            raise LongPromptError(count // 2, limit)
 
 
 def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:

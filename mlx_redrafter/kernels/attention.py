@@ -129,6 +129,6 @@ def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
 
 def _tree(cache: Any, mask: Any) -> TokenTree | None:
     """Return the tree whose mask allows all committed tokens and a node's ancestors, or None."""
-    if type(cache) is not FullCache or cache.step.tree is None or mask is not cache.step.tree_mask:
+    if type(cache) is not FullCache or cache.step.tree is None or cache.step.has_buckets:
         return None
-    return cache.step.tree
+    return cache.step.tree if mask is cache.step.tree_mask else None

@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.kernels.small_t import ROWS
-from mlx_redrafter.measured import Timed, load_or_measure
+from mlx_redrafter.measured import load_or_time
 
 logger = logging.getLogger(__name__)
 
@@ -99,18 +99,18 @@ class KernelTrial(ABC, Generic[Equal]):
         )
 
     def _load_or_time(self, equal: Equal, modules: Collection[nn.Module]) -> dict[int, Times]:
-        def measure_all() -> Timed:
+        def time_round() -> list[dict[str, float]]:
             logger.info("timing the kernel for %s, once on this machine", self.shape)
             seconds: dict[str, float] = {}
             for rows in ROWS:
                 times = self.measure(equal, rows)
                 seconds |= {f"stock {rows}": times.stock, f"kernel {rows}": times.kernel}
-            return Timed(seconds)
+            return [seconds]
 
         # The build of the system stands for its compiler and its driver.
         key = self.shape, self.timing_key(equal), platform.version()
         names = [f"{kernel} {rows}" for rows in ROWS for kernel in ("stock", "kernel")]
-        seconds = load_or_measure(key, modules, names, measure_all)
+        (seconds,) = load_or_time(key, modules, names, lambda rounds: False, time_round)
         return {rows: Times(seconds[f"stock {rows}"], seconds[f"kernel {rows}"]) for rows in ROWS}
 
 

@@ -52,15 +52,3 @@ class StepCosts:
         first = np.interp(shape.width, widths, list(self.first.values()))
         level = np.interp(shape.width, widths, list(self.level.values()))
         return max(0.0, float(first + shape.levels * level))
-
-    def step(self, shape: DraftShape | None, num_nodes: int, waits: bool) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            shape: Shape of the search; None without drafts, and for prompt lookup.
-            num_nodes: Nodes verified: 1 for the root alone, else a key of ``verify``.
-            waits: Whether the host reads the drafts before the target verifies them.
-        """
-        verify = self.plain if num_nodes == 1 else self.verify[num_nodes]
-        drafting = 0.0 if shape is None else self.drafting(shape)
-        return verify + drafting + (self.wait if waits else 0.0)

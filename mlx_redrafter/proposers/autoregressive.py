@@ -16,10 +16,8 @@ from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
-from mlx_redrafter.target.caches.draft_cache import DraftLineage, DraftMask
-from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 
 
@@ -36,23 +34,15 @@ class AutoregressiveNetwork(KvNetwork):
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> AutoregressiveDrafting:
+    ) -> KvDrafting[Any]:
         return AutoregressiveDrafting(self, target, prompt, couple_noise, cached)
 
 
 class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
     """Drafts of one sequence by such a network."""
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         return search(_Levels(self, flight), shape, rank)
-
-    def read_level(
-        self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
-    ) -> mx.array:
-        """Process the newest tokens of the beams, (W,), on entries aside; outputs, shape (W, H)."""
-        self.cache.expect_drafts(mask)
-        with tree_positions(positions):
-            return self.forward(features, tokens)
 
 
 class _Levels:
@@ -67,9 +57,7 @@ class _Levels:
 
     def first(self) -> mx.array:
         self._outputs = self.drafting.read_flight(self.flight)
-        length = self.drafting.length
-        root = length + self.flight.num_accepted
-        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
+        self._lineage = self.drafting.lineage_after(self.flight)
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_redrafter.proposers.scores import Rank
+
 
 class FactorisedLevels:
     """A network that scores the tokens of every depth by themselves; a `LevelScorer`.
@@ -35,3 +37,21 @@ class FactorisedLevels:
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         return mx.broadcast_to(self.log_probs(depth), (tokens.shape[0], self.num_rows))
+
+
+def ranked_slots(
+    log_probs: mx.array, rank: Rank | None, to_token_ids: Callable[[mx.array], mx.array]
+) -> FactorisedLevels:
+    """Make the levels of a network that has scored all depths in one pass.
+
+    Args:
+        log_probs: Natural log-probabilities of the tokens of each depth, float32, shape (D, V).
+        rank: Function that ranks them with the target's noise, or None.
+        to_token_ids: See `FactorisedLevels`.
+    """
+
+    def of_depth(depth: int) -> mx.array:
+        row = log_probs[depth : depth + 1]
+        return row if rank is None else rank(row, depth)
+
+    return FactorisedLevels(of_depth, log_probs.shape[-1], to_token_ids)

@@ -85,6 +85,29 @@ class ObservedSequence(NamedTuple):
     top_log_probs: mx.array
 
 
+class ReadSequence(NamedTuple):
+    """A prompt and n tokens that the target generated after it.
+
+    Attributes:
+        tokens: Token ids of both, integer, shape (m,).
+        num_prompt: Number of tokens of the prompt.
+        states: States of the target that a network reads, at all tokens except the last.
+        top_ids: The target's most probable tokens at each generated token, integer, shape (n, k).
+        top_log_probs: Their natural log-probabilities, shape (n, k).
+    """
+
+    tokens: mx.array
+    num_prompt: int
+    states: mx.array
+    top_ids: mx.array
+    top_log_probs: mx.array
+
+    def observed(self) -> ObservedSequence:
+        """Return the generated tokens, if the states are the last hidden states."""
+        first = self.num_prompt
+        return ObservedSequence(self.tokens[first:], self.states[first - 1 :], *self[3:])
+
+
 class Prediction(NamedTuple):
     """Drafts of one depth, each after drafts that were right.
 
@@ -109,19 +132,35 @@ def fit(drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]) -> C
 
     Parts after `ENOUGH` predictions stay unread.
     """
-    nats, matches, count = [0.0] * len(SCALES), [0] * len(WEIGHTS), 0
+    return fit_depths(drafter, predictions)[0]
+
+
+def fit_depths(
+    drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]
+) -> tuple[Calibration, tuple[float, ...]]:
+    """Fit the scalars as `fit` does, and an inverse temperature for each depth.
+
+    A part has the predictions of the depths in their order.
+    """
+    by_depth: list[list[float]] = []
+    matches, count = [0] * len(WEIGHTS), 0
     for part in predictions:
-        for prediction in part:
-            nats = [a + b for a, b in zip(nats, _nats(drafter, prediction), strict=True)]
+        for depth, prediction in enumerate(part):
+            if depth == len(by_depth):
+                by_depth.append([0.0] * len(SCALES))
+            found = zip(by_depth[depth], _nats(drafter, prediction), strict=True)
+            by_depth[depth] = [a + b for a, b in found]
             noise = mx.random.key(count)
-            found = _matches(drafter, prediction, noise)
-            matches = [a + b for a, b in zip(matches, found, strict=True)]
+            equal = _matches(drafter, prediction, noise)
+            matches = [a + b for a, b in zip(matches, equal, strict=True)]
             count += prediction.logits.shape[0]
         if count >= ENOUGH:
             break
     if count == 0:
-        return Calibration()
-    return Calibration(SCALES[nats.index(min(nats))], WEIGHTS[matches.index(max(matches))])
+        return Calibration(), ()
+    total = [sum(nats) for nats in zip(*by_depth, strict=True)]
+    scale, *scales = (SCALES[nats.index(min(nats))] for nats in (total, *by_depth))
+    return Calibration(scale, WEIGHTS[matches.index(max(matches))]), tuple(scales)
 
 
 def parts(text: ObservedSequence, least: int = 3) -> Iterator[ObservedSequence]:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.target.caches.draft_cache import hook_attention
 from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
@@ -29,6 +30,11 @@ class KvNetwork(DraftNetwork):
     def num_layers(self) -> int:
         """Number of its layers, each with K/V entries."""
 
+    @property
+    def coupling_weight(self) -> float:
+        """Weight of the target's noise when it ranks drafts, 0 to 1."""
+        return COUPLING_WEIGHT
+
     @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
@@ -37,13 +43,17 @@ class KvNetwork(DraftNetwork):
     def fuse(self, states: mx.array) -> mx.array:
         """Compute features from the target's states, shape (n, S) to (n, H)."""
 
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        """Look up the embeddings of tokens, shape (n,) to (n, H): the target's, or its own."""
+        return target.embed(tokens)
+
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process pairs after those in its caches; outputs, shape (n, H).
 
         Args:
             features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
-            embeddings: Rows of the target's input embedding, shape (n, H).
+            embeddings: Rows of `embed`, shape (n, H).
             caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
         """
 

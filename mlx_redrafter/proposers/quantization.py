@@ -13,19 +13,28 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
 # Numbers that may share a scale in MLX.
 QUANTIZED_GROUP_SIZES = (32, 64, 128)
+# Ends of the names of layers that are too small, or too sensitive, to be quantised.
+NEVER_QUANTISED = ("gate", "kernel_projection", "hidden_projection", "confidence_head.proj")
+# Name of MLX's own codes, with a scale and a bias per group.
+AFFINE = "affine"
+# Group size and bits of MLX's floating-point codes, which have scales alone, by mode.
+FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 
 
-def quantization_of(network: nn.Module) -> dict[str, int] | None:
-    """Return ``group_size`` and ``bits`` of quantised weights; None if there are none."""
+def quantization_of(network: nn.Module) -> dict[str, Any] | None:
+    """Return the object ``quantization`` of a config for a network; None if it has none."""
     layer: Any = next((module for module in network.modules() if "scales" in module), None)
-    return None if layer is None else {"group_size": layer.group_size, "bits": layer.bits}
+    if layer is None:
+        return None
+    sizes = {"group_size": layer.group_size, "bits": layer.bits}
+    return sizes if layer.mode == AFFINE else {**sizes, "mode": layer.mode}
 
 
 def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
     """Quantise the drafter's linear layers in place, except those of a width that does not divide.
 
-    Routers of experts stay as they are, too: they are small, and rounding would change which
-    experts they choose.
+    Some small layers stay as they are, too: routers of experts, whose rounding would change which
+    experts they choose, and convolutions, selectors and estimates of block drafters.
     """
     check_quantization(bits, group_size)
     fitting = [
@@ -33,7 +42,7 @@ def quantize_drafter(drafter: nn.Module, bits: int, group_size: int) -> None:
         for name, module in drafter.named_modules()
         if hasattr(module, "to_quantized")
         and module.weight.shape[-1] % group_size == 0
-        and not name.endswith("gate")
+        and not name.endswith(NEVER_QUANTISED)
     ]
     if not fitting:
         raise ConfigError(
@@ -49,17 +58,37 @@ def quantize_as_stored(drafter: nn.Module, quantization: Any, stored: Collection
         raise CheckpointError(
             f'expected "quantization" to be an object in config.json, got {quantization!r}'
         )
+    mode: Any = quantization.get("mode", AFFINE)
     bits: Any = quantization.get("bits")
     group_size: Any = quantization.get("group_size")
     try:
-        check_quantization(bits, group_size)
+        if mode == AFFINE:
+            check_quantization(bits, group_size)
+        else:
+            _check_mode(mode, bits, group_size)
         nn.quantize(
-            drafter, group_size, bits, class_predicate=lambda name, _: f"{name}.scales" in stored
+            drafter,
+            group_size,
+            bits,
+            mode=mode,
+            class_predicate=lambda name, _: f"{name}.scales" in stored,
         )
     except ValueError as error:  # ConfigError is one
         raise CheckpointError(
             f"the drafter's config.json asks for a quantisation that does not fit: {error}"
         ) from error
+
+
+def _check_mode(mode: Any, bits: Any, group_size: Any) -> None:
+    if not isinstance(mode, str) or mode not in FLOAT_MODES:
+        raise ConfigError(
+            f"quantisation mode must be one of {(AFFINE, *FLOAT_MODES)}, got {mode!r}"
+        )
+    if (group_size, bits) != FLOAT_MODES[mode]:
+        raise ConfigError(
+            f"quantisation mode {mode} needs group_size and bits {FLOAT_MODES[mode]}, got "
+            f"{(group_size, bits)}"
+        )
 
 
 def check_quantization(bits: Any, group_size: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -23,9 +24,19 @@ COUPLING_WEIGHT = 1.0
 Rank = Callable[[mx.array, int | mx.array], mx.array]
 
 
+class NoiseRank(Protocol):
+    """A `Rank` by the target's noise."""
+
+    def __call__(
+        self, log_probs: mx.array, depth: int | mx.array, /, *, token_ids: mx.array | None = ...
+    ) -> mx.array:
+        """Rank tokens; ``token_ids`` are those of the columns if not of all rows of the head."""
+        ...
+
+
 def ranking(
     noise: GumbelNoise | None, row_ids: mx.array | None, weight: float = COUPLING_WEIGHT
-) -> Rank | None:
+) -> NoiseRank | None:
     """Return the function that ranks drafts with the target's noise; None without noise.
 
     Args:

@@ -1,7 +1,8 @@
-"""Loading of models with mlx-lm, for targets and draft models."""
+"""Models of mlx-lm for targets and draft models: loaded, or made from a config alone."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, MODEL_REMAPPING
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_shapes
 from mlx_redrafter.errors import CheckpointError, first_line
+from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
 
 
 def load_model(
@@ -38,3 +40,23 @@ def load_model(
             f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"
         ) from error
     return model, tokenizer
+
+
+def make_model(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """Make the model of a ``config.json``; MLX creates random weights when they are first read.
+
+    Raises:
+        CheckpointError: mlx-lm cannot make the model.
+        UnsupportedTargetError: The model cannot be decoded exactly.
+    """
+    check_config(config)
+    kind = config["model_type"]
+    module = importlib.import_module(MLX_LM_MODELS + MODEL_REMAPPING.get(kind, kind))
+    try:
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+        find_parts(model)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"mlx-lm cannot make {name} from its config.json ({error}); is it damaged?"
+        ) from error
+    return model

@@ -8,6 +8,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
+from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
@@ -23,6 +25,11 @@ from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.few_shapes import (
+    additive_masks,
+    attend_with_additive_mask,
+    pays_on_device,
+)
 from mlx_redrafter.target.hooks import (
     HookPoint,
     TreePositions,
@@ -30,6 +37,7 @@ from mlx_redrafter.target.hooks import (
     captured_inputs,
     captured_output,
     install,
+    install_in_attention,
     replaced_output,
     tree_positions,
 )
@@ -38,7 +46,17 @@ from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 ProgressCallback = Callable[[int, int], None]
+ChunkSize = Callable[[int], int]
 StatesCallback = Callable[[mx.array], None]
+
+# Terms under the root of a norm of embeddings that models may have; None for no norm.
+ENTRY_TERMS = (None, 1e-6, 1e-5)
+# Largest relative error of inputs of the first layer that are computed so, by bfloat16's rounding.
+ENTRY_TOLERANCE = 0.01
+# Number of tokens to compare for it.
+ENTRY_TOKENS = 8
+# Minimum correlation of two heads' logits that differ by a scale or a limit only.
+MIN_CORRELATION = 0.9
 
 # In a list of layers to capture, the last layer's output after the final norm.
 FINAL = -1
@@ -86,6 +104,7 @@ class Target:
         vocab_size: Number of rows of the input embedding, V.
         context_length: Number of positions for which the model was made; None if its config does
             not say, or if no layer counts tokens.
+        has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
 
     Raises:
         UnsupportedTargetError: The architecture is not supported.
@@ -103,6 +122,9 @@ class Target:
         self.context_length = parts.context_length
         for point in parts.hooks:
             install(point)
+        self.has_buckets = pays_on_device(self.dtype)
+        if self.has_buckets:
+            install_in_attention(model, attend_with_additive_mask)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -126,10 +148,12 @@ class Target:
         stock = self.stock_cache(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]
         length = num_tokens(stock) or 0
+        has_codes = any(isinstance(part, QuantizedKVCache) for part in parts_of(stock))
+        has_buckets = self.has_buckets and not has_codes
         if quantisation is None:
-            return TreeCache(layers, length)
+            return TreeCache(layers, length, has_buckets)
         check_quantisation(self.model, quantisation, stock)
-        return QuantisingCache(layers, length, quantisation, given)
+        return QuantisingCache(layers, length, quantisation, given, has_buckets)
 
     def stock_cache(self, prompt_cache: Sequence[Any] | None = None) -> list[Any]:
         """Check the caller's caches as `new_cache` does, or make new ones as mlx-lm does."""
@@ -149,7 +173,7 @@ class Target:
                 f"expected a model whose layers attend to all tokens, found one with caches "
                 f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
             )
-        return BatchCache(self.num_layers)
+        return BatchCache(self.num_layers, self.has_buckets)
 
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """Create a cache for timing, with K/V entries of zeros in place of ``length`` tokens.
@@ -168,6 +192,7 @@ class Target:
             length,
         )
         cache.settle(length)
+        mx.eval([part.state for part in cache.stock])
         return cache
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -183,6 +208,57 @@ class Target:
         with replaced_output(states):
             logits: mx.array = self.model(tokens)
         return logits[0]
+
+    def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
+
+        Args:
+            layer: A layer with entries of its own.
+            inputs: Its inputs at consecutive tokens, shape (n, H).
+            offset: Position of the first of them.
+
+        Returns:
+            Keys and values, shape (1, key heads, n, head size).
+        """
+        recorder = _Recorder(offset)
+        self.blocks[layer](inputs.astype(self.dtype)[None], None, recorder)
+        assert recorder.entries is not None
+        return recorder.entries
+
+    def project(self, hidden_states: mx.array) -> mx.array:
+        """Apply the matrix of the LM head alone, from shape (n, H) to (n, V).
+
+        `logits` also applies the model's own scale and limit of logits, if it has them. The first
+        call blocks until MLX has computed the logits of one state.
+        """
+        projected: mx.array = self._head_matrix(hidden_states.astype(self.dtype))
+        return projected
+
+    def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
+        """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
+
+        ``normed=False`` leaves out a norm of embeddings, but no scale.
+
+        The first call blocks until MLX has computed those of some tokens.
+        """
+        term, factor = self._entry
+        rows = self.embed(tokens)
+        if term is not None and not normed:
+            return rows
+        return _normed(rows, term) * factor
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        """Whether embeddings are normalised before the first layer; see `embedding_scale`."""
+        return self._entry[0] is not None
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings before the first layer.
+
+        The first use blocks until MLX has computed some tokens.
+        """
+        return self._entry[1]
 
     def normalise(self, states: mx.array) -> mx.array:
         """Apply the final norm to the last layer's output, shape (n, H).
@@ -213,7 +289,7 @@ class Target:
         self,
         prompt: mx.array,
         cache: TreeCache,
-        step_size: int,
+        step_size: int | ChunkSize,
         on_progress: ProgressCallback,
         layers: Sequence[int] = (),
         on_states: StatesCallback = lambda states: None,
@@ -225,7 +301,8 @@ class Target:
         Args:
             prompt: Token ids, shape (n,), n at least 1.
             cache: Cache that gets the K/V entries.
-            step_size: Maximum number of tokens per chunk.
+            step_size: Maximum number of tokens per chunk, or a function that returns it for the
+                number of processed tokens.
             on_progress: Called with the number of processed tokens and n.
             layers: Layers to capture, as in `verify`.
             on_states: Called with the states of every chunk before MLX computes them, if there are
@@ -234,7 +311,8 @@ class Target:
         total, done = prompt.shape[0], 0
         on_progress(0, total)
         while total - done > 1:
-            size = min(step_size, total - done - 1)
+            limit = step_size if isinstance(step_size, int) else step_size(done)
+            size = min(limit, total - done - 1)
             cache.expect(None)
             chunk = prompt[done : done + size]
             if layers:
@@ -301,16 +379,16 @@ class Target:
         Args:
             tree: N nodes. Node n has the position ``cache.length + depths[n]``.
             cache: Cache that gets the nodes' K/V entries; `TreeCache.commit` keeps some of them.
-            layers: Layers whose inputs to capture. `watch` must have hooked them. `FINAL` is the
-                output of the last one.
+            layers: Layers whose inputs to capture. `watch` must have hooked them. The number of
+                layers stands for the last one's output, `FINAL` for that output after the norm.
         """
         cache.expect(tree)
         tokens = tree.tokens
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
-        with tree_positions(TreePositions(nodes, cache.length, tree.max_depth + 1)):
-            return self._process(tokens[None], cache.layers, layers).alone
+        positions = TreePositions(nodes, cache.length, tree.max_depth + 1)
+        return self._process_trees(tokens[None], positions, cache.layers, layers).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
@@ -320,8 +398,7 @@ class Target:
         Returns the outputs of every node, with an axis of slots before the others.
         """
         step = cache.expect(trees)
-        with tree_positions(step.positions):
-            return self._process(step.tokens, cache.layers, layers)
+        return self._process_trees(step.tokens, step.positions, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
         """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
@@ -330,22 +407,43 @@ class Target:
         return states
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Hook layers, so that forward passes can capture their inputs; computes nothing."""
+        """Hook layers, so that forward passes can capture their inputs.
+
+        Blocks as `normalise` does if the last layer's output is among them.
+        """
         for layer in layers:
             if layer == FINAL:
                 continue
-            if not 0 <= layer < len(self.blocks):
+            if not 0 <= layer <= len(self.blocks):
                 raise UnsupportedTargetError(
-                    f"expected layers 0 to {len(self.blocks) - 1} of the target to draft from, "
-                    f"found {layer}; use a drafter trained for this model"
+                    f"expected inputs of layers 0 to {len(self.blocks) - 1} of the target to draft "
+                    f"from, or {len(self.blocks)} for the last output, found {layer}; use a "
+                    "drafter trained for this model"
                 )
-            install(HookPoint(self.blocks[layer], "__call__", capture_input))
-        states = self._process(mx.array([[0]]), None, layers).alone.states
-        if states is None or states.shape != (1, self.hidden_size * len(layers)):
+            install(HookPoint(self._reader_of(layer), "__call__", capture_input))
+        with captured_output() as outputs, captured_inputs() as inputs:
+            self.model(mx.array([[0]]))
+        watched = [
+            outputs[-1] if layer == FINAL else inputs.get(id(self._reader_of(layer)))
+            for layer in layers
+        ]
+        if any(one is None or one.shape != (1, 1, self.hidden_size) for one in watched):
             raise UnsupportedTargetError(
                 f"expected inputs of {self.hidden_size} numbers per token in layers {list(layers)} "
                 "of the target, found others; use a recurrent drafter for this model"
             )
+
+    def _process_trees(
+        self,
+        tokens: mx.array,
+        positions: TreePositions,
+        caches: list[Any],
+        layers: Sequence[int],
+    ) -> TargetOutputs:
+        """Compute outputs as `_process`, for nodes of trees at these positions."""
+        masks = additive_masks() if self.has_buckets else nullcontext()
+        with tree_positions(positions), masks:
+            return self._process(tokens, caches, layers)
 
     def _process(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
@@ -355,9 +453,58 @@ class Target:
             logits = self.model(tokens, cache=caches)
         final, states = outputs[-1], None
         if layers:
-            parts = [final if i == FINAL else inputs[id(self.blocks[i])] for i in layers]
+            parts = [final if i == FINAL else inputs[id(self._reader_of(i))] for i in layers]
             states = mx.concatenate(parts, axis=-1)
         return TargetOutputs(logits, final, states)
+
+    def _reader_of(self, layer: int) -> nn.Module:
+        """Return the module whose input is a captured state: a layer, or the norm after the last.
+
+        mlx-lm's models pass the residual stream from one to the next.
+        """
+        is_layer = layer < len(self.blocks)
+        reader: nn.Module = self.blocks[layer] if is_layer else self._final_norm
+        return reader
+
+    @cached_property
+    def _entry(self) -> tuple[float | None, float]:
+        """Term of the norm of embeddings before the first layer, or None, and their factor."""
+        tokens = mx.arange(min(ENTRY_TOKENS, self.vocab_size))
+        self.watch([0])
+        inputs, rows = (
+            array.astype(mx.float32)
+            for array in (self.layer_inputs(tokens, [0]), self.embed(tokens))
+        )
+        errors, factors = [], []
+        for term in ENTRY_TERMS:
+            given = _normed(rows, term)
+            factors.append(mx.sum(inputs * given) / mx.sum(given * given))
+            error = mx.max(mx.abs(inputs - given * factors[-1]))
+            errors.append(error / mx.max(mx.abs(inputs)))
+        found = to_floats(mx.stack(errors))
+        best = found.index(min(found))
+        if found[best] > ENTRY_TOLERANCE:
+            raise UnsupportedTargetError(
+                "expected a model that at most normalises and scales its embeddings, found "
+                "another; use another kind of drafter for it"
+            )
+        return ENTRY_TERMS[best], to_floats(mx.stack(factors))[best]
+
+    @cached_property
+    def _head_matrix(self) -> Callable[[mx.array], mx.array]:
+        """The LM head without the model's scale and limit of logits."""
+        state = mx.random.normal((1, self.hidden_size), key=mx.random.key(0)).astype(self.dtype)
+        expected = self.logits(state).astype(mx.float32)
+        for module in self.model.modules():
+            if not _is_matrix(module, (expected.shape[-1], self.hidden_size)):
+                continue
+            head: Callable[[mx.array], mx.array] = getattr(module, "as_linear", module)
+            if _correlation(head(state), expected) > MIN_CORRELATION:
+                return head
+        raise UnsupportedTargetError(
+            "expected a model whose logits come from one matrix, found another; use a drafter with "
+            "a head of its own"
+        )
 
     @cached_property
     def _final_norm(self) -> Any:
@@ -378,6 +525,39 @@ class Target:
         )
 
 
+class _Recorder:
+    """A cache that records the entries of one pass."""
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.entries: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.entries = keys, values
+        return self.entries
+
+
 def _is_norm(module: Any, hidden_size: int) -> bool:
     weight = module.get("weight") if isinstance(module, nn.Module) else None
     return weight is not None and weight.shape == (hidden_size,)
+
+
+def _normed(rows: mx.array, term: float | None) -> mx.array:
+    """Apply an RMS norm without weights, unless ``term`` is None."""
+    return rows if term is None else mx.fast.rms_norm(rows, None, term)
+
+
+def _is_matrix(module: Any, shape: tuple[int, int]) -> bool:
+    """Whether a module is a matrix of this shape, quantised or not."""
+    weight = module.get("weight")
+    if weight is None or weight.ndim != 2:
+        return False
+    rows, columns = weight.shape
+    return (rows, columns * 32 // module.bits if "scales" in module else columns) == shape
+
+
+def _correlation(a: mx.array, b: mx.array) -> float:
+    """Return the correlation of two arrays of numbers."""
+    a, b = (array.astype(mx.float32) - mx.mean(array.astype(mx.float32)) for array in (a, b))
+    correlation = mx.sum(a * b) / mx.sqrt(mx.sum(a * a) * mx.sum(b * b))
+    return to_floats(correlation[None])[0]

@@ -89,7 +89,10 @@ def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> 
                 f"expected a text or .jsonl file, found {path}; convert or unpack it first"
             )
         elif lines_are_prompts:
-            items += [_as_prompt(line, origin) for line, origin in _read_filled_lines(path)]
+            items += [
+                Chat([{"role": "user", "content": line}], origin)
+                for line, origin in _read_filled_lines(path)
+            ]
         else:
             items += _read_documents(path)
         if len(items) == num_before:
@@ -134,10 +137,6 @@ def _read_documents(path: Path) -> Iterator[Document]:
         else:
             origin = origin if lines else line_origin
             lines.append(line)
-
-
-def _as_prompt(text: str, origin: str) -> Chat:
-    return Chat([{"role": "user", "content": text}], origin)
 
 
 def _parse_row(line: str, origin: str) -> Item:
@@ -238,7 +237,8 @@ class Encoder:
             if prompt[: len(tokens)] != tokens:
                 yield from self._finish_chat(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
-            start = count_common_prefix(prompt, full)
+            pairs = enumerate(zip(prompt, full, strict=False))
+            start = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(full)))
             end = self._end_of_reply(full, start)
             is_trained = [*is_trained, *[False] * (start - len(tokens)), *[True] * (end - start)]
             is_trained += [False] * (len(full) - end)
@@ -248,11 +248,9 @@ class Encoder:
     def _finish_chat(
         self, tokens: list[int], is_trained: list[bool], origin: str
     ) -> Iterator[TokenSequence]:
-        if any(is_trained[: self.sequence_length]):
-            sequence = self._sequence(tokens, 0, origin)
-            yield TokenSequence(
-                sequence.tokens, np.array(is_trained[: self.sequence_length], dtype=np.bool_)
-            )
+        kept = np.array(is_trained[: self.sequence_length], dtype=np.bool_)
+        if kept.any():
+            yield TokenSequence(self._sequence(tokens, 0, origin).tokens, kept)
 
     def _end_of_reply(self, tokens: Sequence[int], start: int) -> int:
         """Find the index after the reply's stop token; a template may add a line break there."""
@@ -292,11 +290,3 @@ def split_text(text: str, max_chars: int) -> Iterator[str]:
         start = end
     if text[start:].strip():
         yield text[start:]
-
-
-def count_common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the leading tokens that both sequences share."""
-    for count, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return count
-    return min(len(first), len(second))

@@ -47,6 +47,14 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def find_difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """Describe the first value in which the identities of two runs differ; None if they agree."""
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            return f"{name}: expected {expected.get(name)!r}, found {found.get(name)!r}"
+    return None
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete the incomplete files of killed runs, in subfolders too."""
     for path in folder.rglob(".*"):

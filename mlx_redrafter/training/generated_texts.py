@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.decoding.sampling import gumbel_noise
-from mlx_redrafter.proposers.fit import ObservedSequence
+from mlx_redrafter.proposers.fit import ObservedSequence, ReadSequence
 from mlx_redrafter.training.loss import LEAST_TAIL
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.trees.tree import NO_TOKEN
@@ -44,6 +44,20 @@ def iterate_generated_texts(shard: Shard) -> Iterator[ObservedSequence]:
             shard.hidden[states],
             shard.top_ids[states],
             shard.top_log_probs[states],
+        )
+
+
+def iterate_read_texts(shard: Shard) -> Iterator[ReadSequence]:
+    """Iterate over the texts with a generated part, with the target's outputs and states."""
+    states = shard.hidden if shard.states is None else shard.states
+    for start, generated in find_generated(shard):
+        first, end = start + int(generated[0]), start + int(generated[-1]) + 1
+        yield ReadSequence(
+            shard.tokens[start:end],
+            first - start,
+            states[start : end - 1],
+            shard.top_ids[first - 1 : end - 1],
+            shard.top_log_probs[first - 1 : end - 1],
         )
 
 

@@ -27,6 +27,8 @@ LEAST_TAIL = 1e-7
 LEAST_RATIO_LOG_PROB = -30.0
 # Probability added to the agreement before the logarithm; bounds the gradient of wrong drafts.
 LEAST_AGREEMENT = 1e-4
+# Share of the cross-entropy on the text in the objective of DSpark, as published.
+TEXT_SHARE = 0.1
 
 
 class Distribution(NamedTuple):
@@ -99,7 +101,11 @@ class TrainingBatch(NamedTuple):
 
 
 def draft_loss(
-    logits: mx.array, batch: TrainingBatch, counts: mx.array, options: LossOptions
+    logits: mx.array,
+    batch: TrainingBatch,
+    counts: mx.array,
+    options: LossOptions,
+    confidences: mx.array | None = None,
 ) -> mx.array:
     """Compute the loss of a batch, or of a part of a batch, in nats.
 
@@ -108,8 +114,9 @@ def draft_loss(
     "soft": l is the Kullback-Leibler divergence of the drafter from the target, w_i =
     position_decay^i, and rho_{t,i} the chance that the drafts before step i are accepted (as in
     D-PACE), through which no gradient flows. "coupled": l is the negative logarithm of `agreement`,
-    w and rho as before. "apple" and "rollouts": l is the cross-entropy on the next token of
-    ``batch.tokens``, w and rho are 1.
+    w and rho as before. "overlap": l is `TEXT_SHARE` of the cross-entropy on the text, and for the
+    rest the sum of |p - q|, w as before, rho 1 (DeepSpec's trainer of DSpark). "apple" and
+    "rollouts": l is the cross-entropy on the next token of ``batch.tokens``, w and rho are 1.
 
     Args:
         logits: The drafter's logits after the root and each draft but the last, float32, shape
@@ -118,21 +125,31 @@ def draft_loss(
         counts: Number of positions of the whole batch whose step i counts, so that the losses of
             its parts add up, float32, shape (S,).
         options: Recipe and weights of the loss.
+        confidences: Natural log-probabilities that the drafts are accepted, as the drafter
+            estimates them, float32, shape (B, S), or None. Their cross-entropy with `overlap` is
+            part of l, as in DSpark.
     """
     drafter = Distribution.of(logits)
+    teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
     if options.recipe in DISTILLING:
-        teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
+        floor = options.confidence_floor
         if options.recipe == "soft":
             losses = divergence(drafter, *teacher)
-        else:
+        elif options.recipe == "coupled":
             losses = -mx.log(agreement(drafter, *teacher) + LEAST_AGREEMENT)
+        else:
+            floor, has_row = 1.0, batch.labels >= 0
+            losses = TEXT_SHARE * has_row * cross_entropy(drafter, batch.labels)
+            losses = losses + (1 - TEXT_SHARE) * 2 * (1 - overlap(drafter, *teacher))
         decay = options.position_decay ** mx.arange(losses.shape[1])
-        weights = (
-            batch.weights * decay * confidence(drafter, batch.labels, options.confidence_floor)
-        )
+        weights = batch.weights * decay * confidence(drafter, batch.labels, floor)
     else:
         losses = cross_entropy(drafter, batch.labels)
         weights = batch.weights * (batch.labels >= 0)  # tokens without a row cannot be drafted
+    if confidences is not None:
+        accepted = mx.stop_gradient(overlap(drafter, *teacher))
+        rejected = mx.log(-mx.expm1(mx.minimum(confidences, -LEAST_TAIL)))
+        losses = losses - accepted * confidences - (1 - accepted) * rejected
     return mx.sum(mx.sum(weights * losses, axis=0) / mx.maximum(counts, 1.0))
 
 
@@ -158,6 +175,18 @@ def divergence(
     log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     kept = mx.sum(mx.exp(top_log_probs) * (top_log_probs - log_q), axis=-1)
     return kept + tail * (mx.log(mx.maximum(tail, LEAST_TAIL)) - log_q_tail)
+
+
+def overlap(
+    drafter: Distribution, top_ids: mx.array, top_log_probs: mx.array, tail: mx.array
+) -> mx.array:
+    """Compute the sum of min(p, q) over the events of `divergence`, shape (...).
+
+    It is the probability that rejection sampling accepts a draft, 1 minus the total variation.
+    """
+    log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
+    kept = mx.sum(mx.exp(mx.minimum(top_log_probs, log_q)), axis=-1)
+    return kept + mx.minimum(tail, mx.exp(log_q_tail))
 
 
 def agreement(

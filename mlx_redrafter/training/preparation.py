@@ -15,7 +15,6 @@ from mlx_redrafter.training.duration import Timetable, Workload
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import compute_head_matrix, select_frequent_tokens
 from mlx_redrafter.training.rehearsal import rehearse
-from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.resources import (
     StudentSize,
     TargetSize,
@@ -26,17 +25,17 @@ from mlx_redrafter.training.resources import (
 )
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
-from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.students.student_kinds import new_student
+from mlx_redrafter.training.students.student_kinds import load_student, new_student
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
-from mlx_redrafter.training.training_request import TrainingRequest
+from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
 
 class Preparation:
     """A run that may begin: checked, with its target in memory.
 
     Attributes:
+        request: The request, fitted to the target's context and the length of an earlier drafter.
         student: The drafter; a new one has no weights until `run`.
         cache: The teacher cache.
         target_fingerprint: Fingerprint of the target's weights.
@@ -53,7 +52,7 @@ class Preparation:
             trust_remote_code=request.trust_remote_code,
         )
         self._target = target = Target(model)
-        self._request = request = _fit_to_context(request, target, reporter)
+        self.request = request = _fit_to_context(request, target, reporter)
         options = request.data_options
         self._sources = divide(data, prompts, options)
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
@@ -61,9 +60,12 @@ class Preparation:
         if request.start_from is None:
             self.student = new_student(target, request.network)
         else:
-            self.student = RecurrentStudent.load(
-                request.start_from, target, self._tokenizer.vocab_size
+            self.student = load_student(
+                request.start_from, request.network.head, target, self._tokenizer
             )
+            if (length := self.student.network.max_length) is not None:
+                network = replace(request.network, beam_length=length)
+                self.request = replace(request, network=network)
             self.start_fingerprint = fingerprint_weights(self.student.network)
         self.target_fingerprint = fingerprint_weights(model)
         identity = {
@@ -81,7 +83,7 @@ class Preparation:
 
         Return the time, or None for a run whose training has begun, which knows its steps.
         """
-        request = self._request
+        request = self.request
         work = count_work(self._sources, self._encoder, request)
         size = StudentSize.of(self.student)
         needed = estimate(work, request, TargetSize.of(self._target), size)
@@ -90,7 +92,7 @@ class Preparation:
         return None if has_state(request.state_folder) else self._plan_time(work)
 
     def _plan_time(self, work: Workload) -> Timetable:
-        request, sources, target = self._request, self._sources, self._target
+        request, sources, target = self.request, self._sources, self._target
         items = [*sources.prompts, *sources.held_out][:ROUND_SIZE]
         prompts = [as_prompt_source(i, self._encoder, request.data_options).tokens for i in items]
         pace = rehearse(
@@ -116,7 +118,7 @@ class Preparation:
     def run(self) -> Corpus:
         """Do all work that needs the target: build the corpus, fill the cache, initialise."""
         self.cache.begin()
-        options, reporter = self._request.data_options, self._reporter
+        options, reporter = self.request.data_options, self._reporter
         stop_tokens = self._tokenizer.eos_token_ids
         generator = TextGenerator(self._target.model, stop_tokens, options.seed)
         corpus = build_corpus(
@@ -136,7 +138,7 @@ class Preparation:
 
     def _fill_cache(self, split: Split, corpus: Corpus) -> None:
         """Compute the target's outputs on the texts of a split, unless the cache has them."""
-        is_train, request = split == "train", self._request
+        is_train, request = split == "train", self.request
         sequences = corpus.train if is_train else corpus.held_out
         total = sum(map(len, sequences))
         cache, target, layers = self.cache, self._target, self.student.layers
@@ -158,7 +160,7 @@ class Preparation:
             token_ids = select_frequent_tokens(
                 corpus.train, self._tokenizer.eos_token_ids, student.head_rows, target.vocab_size
             )
-        student.initialise(compute_head_matrix(target), self._request.training.seed, token_ids)
+        student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)
 
 
 def _fit_to_context(

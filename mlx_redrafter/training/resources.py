@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ResourceError
+from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
@@ -121,7 +120,8 @@ def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> 
     share = options.self_generated_share if sources.given else 1.0
     rate = _measure_chars_per_token(sources, encoder)
     given = sum(_guess_tokens(item, rate) for item in sources.given)
-    prompt = _guess_prompt_tokens(sources.prompts, rate)
+    chats = [_guess_tokens(item, rate) for item in sources.prompts if isinstance(item, Chat)]
+    prompt = sum(chats) // len(chats) if chats else PROMPT_TOKENS
     if options.max_tokens is not None:
         given = min(given, round((1 - share) * options.max_tokens))
         generated = round(share * options.max_tokens)
@@ -184,14 +184,6 @@ def check_resources(needed: ResourceEstimate, folder: Path) -> None:
         )
 
 
-def read_total_memory() -> int | None:
-    """Read the machine's memory in bytes, None if the system does not report it."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-
-
 def check_minutes(timetable: Timetable, minutes: float) -> None:
     """Raise `ResourceError` unless the minutes for a whole run leave enough for training."""
     if timetable.stages["training"] < LEAST_SHARE * 60 * minutes:
@@ -215,13 +207,3 @@ def _guess_tokens(item: Item, chars_per_token: float) -> int:
     if isinstance(item, Document):
         return round(len(item.text) / chars_per_token) + 1
     return sum(round(len(str(m["content"])) / chars_per_token) + 8 for m in item.messages)
-
-
-def _guess_prompt_tokens(items: Sequence[Item], chars_per_token: float) -> int:
-    chats = [_guess_tokens(i, chars_per_token) for i in items if isinstance(i, Chat)]
-    return sum(chats) // len(chats) if chats else PROMPT_TOKENS
-
-
-def format_bytes(size: float) -> str:
-    """Render a size in gigabytes, or megabytes if there are few."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.training.files import Arrays, load_arrays, save_arrays
+from mlx_redrafter.training.files import Arrays, find_difference, load_arrays, save_arrays
 
 STATE_FILE = "state.safetensors"
 # Version of the state's arrays, progress and options; a state of another version is an error.
@@ -90,29 +90,17 @@ def load_state(folder: Path, identity: str) -> tuple[Arrays, TrainingProgress]:
             "finish the run with the version of mlx-redrafter that began it, or choose another "
             "--out"
         )
-    found = metadata.get("identity", "")
-    if found != identity:
-        raise CheckpointError(
-            f"the run in {folder} was begun with other options or texts "
-            f"({_describe_difference(found, identity)}); resume it with the same ones, or choose "
-            "another --out"
-        )
     try:
+        difference = find_difference(json.loads(metadata["identity"]), json.loads(identity))
+        if difference is not None:
+            raise CheckpointError(
+                f"the run in {folder} was begun with other options or texts ({difference}); "
+                "resume it with the same ones, or choose another --out"
+            )
         values: dict[str, Any] = json.loads(metadata["progress"])
         values["curve"] = [CurvePoint(**point) for point in values["curve"]]
         return arrays, TrainingProgress(**values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a valid training state ({error}); delete it to begin again"
         ) from error
-
-
-def _describe_difference(found: str, expected: str) -> str:
-    try:
-        before, now = json.loads(found), json.loads(expected)
-    except ValueError:
-        return "its record is damaged"
-    for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            return f"{name}: expected {now.get(name)!r}, found {before.get(name)!r}"
-    return "in its record"

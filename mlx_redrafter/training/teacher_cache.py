@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.training.files import Arrays, load_arrays, save_arrays, save_json
+from mlx_redrafter.training.files import (
+    Arrays,
+    find_difference,
+    load_arrays,
+    save_arrays,
+    save_json,
+)
 
 # Version of the files and of the names in the manifest; a cache of another version is an error.
 FORMAT = 2
@@ -77,8 +83,13 @@ class TeacherCache:
     def __init__(self, folder: Path, identity: Mapping[str, object]):
         self.folder = folder
         self.identity = {"format": FORMAT, **identity}
-        if self._manifest.exists():
-            _check_identity(read_json(self._manifest), self.identity, folder)
+        if not self._manifest.exists():
+            return
+        if (difference := find_difference(read_json(self._manifest), self.identity)) is not None:
+            raise CheckpointError(
+                f"the cache in {folder} was made with another {difference}; give the same files "
+                "and options again, or choose another folder"
+            )
 
     @property
     def _manifest(self) -> Path:
@@ -137,18 +148,6 @@ def extras_of(layers: Sequence[int], rollout_length: int | None = None) -> list[
 def _field(extra: str) -> str:
     """Name the field of `Shard` that holds an extra array."""
     return extra.partition("-")[0]
-
-
-def _check_identity(
-    found: Mapping[str, object], expected: Mapping[str, object], folder: Path
-) -> None:
-    for name in sorted({*found, *expected}):
-        if found.get(name) != expected.get(name):
-            raise CheckpointError(
-                f"the cache in {folder} was made with another {name}: expected "
-                f"{expected.get(name)!r}, found {found.get(name)!r}; give the same files and "
-                "options again, or choose another folder"
-            )
 
 
 def find_draftable_steps(

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.files import Arrays
-from mlx_redrafter.training.loss import TrainingBatch, draft_loss
+from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import (
     CurvePoint,
@@ -123,8 +123,7 @@ class Optimiser:
         return function(TrainingBatch(*fields), counts)
 
     def _loss(self, batch: TrainingBatch, counts: mx.array) -> mx.array:
-        logits = self.student.logits(self.network, batch)
-        return draft_loss(logits, batch, counts, self.loss_options)
+        return self.student.loss(self.network, batch, counts, self.loss_options)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
         gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)

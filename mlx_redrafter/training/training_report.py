@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ from mlx_redrafter.version import __version__
 OBJECTIVES = {
     "soft": "KL divergence from the target's distributions (most probable tokens and the rest)",
     "coupled": "probability of sampling the target's token with the same Gumbel noise",
+    "overlap": "total variation from the target's distributions, and cross-entropy on the text "
+    "(DSpark)",
     "apple": "cross-entropy on the text, as in Apple's released code",
     "rollouts": "cross-entropy on greedy continuations by the target at every position "
     "(arXiv 2403.09919, Eq. 2)",
 }
 # Length of the n-grams whose repetition the card reports, in tokens.
 NGRAM = 4
-# Columns of the table of the curve.
-COLUMNS = ("step", "seconds", "loss", "tokens_per_step")
 
 
 def write_training_card(
@@ -62,7 +61,11 @@ def write_training_card(
         target=target,
         kind=student.name[0].upper() + student.name[1:],
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        acceptance="\n".join(_render_acceptance(n, s) for n, s in measured.items()),
+        acceptance="\n".join(
+            f"| {name} | {stats.tokens_per_step or 1.0:.2f} | "
+            f"{' '.join(f'{rate:.0%}' for rate in stats.acceptance_rate_by_depth)} |"
+            for name, stats in measured.items()
+        ),
         num_texts=len(corpus.held_out),
         repeated=measure_repetition(corpus.held_out),
         curve="\n".join(
@@ -90,25 +93,15 @@ def _count_trained(sequences: Sequence[TokenSequence]) -> int:
     return sum(int(sequence.is_trained.sum()) for sequence in sequences)
 
 
-def _render_acceptance(name: str, stats: DecodingStats) -> str:
-    rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance_rate_by_depth)
-    return f"| {name} | {stats.tokens_per_step or 1.0:.2f} | {rates} |"
-
-
 def write_csv(folder: Path, curve: Sequence[CurvePoint]) -> None:
     """Write the curve to ``curves.csv``, a measurement a line."""
-
-    def write(path: Path) -> None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(COLUMNS)
-            for point in curve:
-                loss = "" if point.step == 0 else f"{point.loss:.5f}"
-                rate = f"{point.tokens_per_step:.4f}"
-                rows.writerow([point.step, f"{point.seconds:.1f}", loss, rate])
-
+    rows = [
+        f"{p.step},{p.seconds:.1f},{'' if p.step == 0 else f'{p.loss:.5f}'},{p.tokens_per_step:.4f}"
+        for p in curve
+    ]
+    text = "\n".join(["step,seconds,loss,tokens_per_step", *rows, ""])
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "curves.csv", write)
+    write_atomically(folder / "curves.csv", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:

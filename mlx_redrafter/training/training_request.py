@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
@@ -14,11 +14,13 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.training.state import has_state
 
-Recipe = Literal["soft", "coupled", "apple", "rollouts"]
-RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "apple", "rollouts")
+Recipe = Literal["soft", "coupled", "overlap", "apple", "rollouts"]
+RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "overlap", "apple", "rollouts")
 # Recipes that train on the target's distributions; the others train on tokens.
-DISTILLING: tuple[Recipe, ...] = ("soft", "coupled")
-Head = Literal["redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer"]
+DISTILLING: tuple[Recipe, ...] = ("soft", "coupled", "overlap")
+Head = Literal[
+    "redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer", "dflash", "dflash2", "dspark"
+]
 # Kinds of heads, with the options that each kind has as well as the beam length.
 HEADS: Mapping[Head, tuple[str, ...]] = {
     "redrafter": ("exit_dim", "layers", "draft_vocab"),
@@ -27,9 +29,22 @@ HEADS: Mapping[Head, tuple[str, ...]] = {
     "eagle1": (),
     "mtp": (),
     "specformer": (),
+    "dflash": ("layers",),
+    "dflash2": ("layers",),
+    "dspark": ("layers",),
 }
 # Heads that attend to the context. Rollouts are not part of it, so they cannot train these heads.
-READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer")
+READING_CONTEXT: tuple[Head, ...] = (
+    "eagle",
+    "eagle1",
+    "mtp",
+    "specformer",
+    "dflash",
+    "dflash2",
+    "dspark",
+)
+# Heads that training can continue from an earlier drafter.
+CONTINUED: tuple[Head, ...] = ("redrafter", "dflash", "dflash2", "dspark")
 # Folder of the training state, inside the drafter's folder.
 STATE_FOLDER = "state"
 # Folder of the teacher cache, inside the drafter's folder unless the request names another.
@@ -75,9 +90,10 @@ class NetworkOptions:
 
     Attributes:
         head: Kind of the drafter: a recurrent one, Medusa heads, EAGLE-3, EAGLE-1, an MTP module in
-            MiMo's format, or a SpecFormer.
+            MiMo's format, a SpecFormer, or a block drafter.
         exit_dim: Width of the head; by default 1024, or twice the hidden size if that is less.
-        num_layers: Number of residual blocks before the head; by default 2, of Medusa heads 1.
+        num_layers: Number of residual blocks before the head; by default 2, of Medusa heads 1. Of
+            a block drafter the number of decoder layers.
         beam_length: L, root included; training unrolls the drafter ``L - 1`` steps.
         draft_vocab: Number of tokens that the drafter can propose, the most frequent ones of the
             texts; None for all. With large vocabularies the head is most of the cost of a draft.
@@ -116,8 +132,9 @@ class LossOptions:
     Attributes:
         recipe: Training objective. "soft": KL divergence from the target's distributions, from one
             pass over the text. "coupled": probability of sampling the target's token with the same
-            Gumbel noise, from the same pass. "apple": cross-entropy on the text, as in Apple's
-            released code. "rollouts": cross-entropy on the target's greedy continuations of every
+            Gumbel noise, from the same pass. "overlap": DSpark's, a total variation and some
+            cross-entropy. "apple": cross-entropy on the text, as in Apple's released code.
+            "rollouts": cross-entropy on the target's greedy continuations of every
             position, the paper's Eq. 2.
         position_decay: Weight of each unroll step relative to the one before; `DISTILLING` only.
         confidence_floor: Smoothing a of the weight of a draft, which is the probability that the
@@ -200,8 +217,8 @@ class TrainingRequest:
             files and data options may share a cache.
         adapter_path: LoRA adapter of the target.
         trust_remote_code: Whether to run code from the target's checkpoint.
-        start_from: Folder or hub repository of a recurrent drafter to continue training, made for
-            this or a similar target; the new drafter has its shape. None for a new drafter.
+        start_from: Folder or hub repository of a recurrent or block drafter to continue training,
+            made for this or a similar target; the new drafter has its shape. None for a new one.
         top_k: Number of next tokens whose probabilities are cached. The cache of held-out texts,
             which calibrate the drafter, keeps at least `TOP_TOKENS`.
         resume: Whether to continue a run that was begun in ``out``.
@@ -243,12 +260,12 @@ class TrainingRequest:
             )
         if self.start_from is None:
             return
-        if head != "redrafter":
+        if head not in CONTINUED:
             raise ConfigError(
-                f"training can start from a recurrent drafter only, got the head {head}; leave "
-                "--start-from out"
+                f"training can start from a recurrent or block drafter only, got the head {head}; "
+                "leave --start-from out"
             )
-        if self.network != NetworkOptions(beam_length=self.network.beam_length):
+        if self.network != NetworkOptions(head, beam_length=self.network.beam_length):
             raise ConfigError(
                 f"the drafter {self.start_from} keeps its shape; leave --exit-dim and "
                 "--draft-vocab out"
@@ -266,6 +283,18 @@ class TrainingRequest:
     def held_out_top_k(self) -> int:
         """Number of next tokens cached for held-out texts."""
         return max(self.top_k, TOP_TOKENS)
+
+
+class Reporter(Protocol):
+    """Receiver of progress and messages; a KeyboardInterrupt from `progress` stops the run."""
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        """Report that ``done`` of ``total`` tokens or steps of a stage are done."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Report a message of one line."""
+        ...
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:

@@ -164,7 +164,7 @@ def test_lists():
 
 
 def test_predict_says_what_it_is():
-    text = run("predict", "--chip", "m1 max")
+    text = run_lab("predict", "--chip", "m1 max")
     assert "PREDICTION, not a measurement" in text
     assert "w1 l5" in text
     assert "default" in text

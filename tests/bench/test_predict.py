@@ -8,6 +8,11 @@ import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
 from mlx_redrafter.bench.cost_model import FITTED, Parameters, PredictedStep, step_time
+from mlx_redrafter.bench.lab.chip_prediction import (
+    conclude,
+    default_drafter_parameters,
+    predict_default,
+)
 from mlx_redrafter.bench.lab.cost_fit import THEORY, fit
 from mlx_redrafter.bench.lab.kernel_model import ASSUMPTION, REALITY, verify_ratio
 from mlx_redrafter.bench.lab.validation import (
@@ -21,10 +26,7 @@ from mlx_redrafter.bench.predict import (
     Question,
     ShapeAcceptance,
     assumptions,
-    conclude,
-    default_drafter_parameters,
     predict,
-    predict_default,
 )
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.helpers.models import ABSENT, SHARED

@@ -174,7 +174,7 @@ BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], st
         mimo.module_tensors(),
         {"rnn_activation": "silu"},
         ConfigError,
-        "are not for EAGLE heads and MTP modules",
+        "are not for EAGLE heads, block drafters and MTP modules",
     ),
     "tree": (mimo.module_tensors(), {"tree": "dynamic"}, ConfigError, "--tree is for Medusa heads"),
 }

@@ -211,8 +211,8 @@ FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "ambiguous": (handmade.medusa(1), {}, "either a ReDrafter head or a Medusa head"),
     "speculators": (
         handmade.tensors(),
-        {"speculators_model_type": "dflash"},
-        "a DFlash drafter",
+        {"speculators_model_type": "mlp"},
+        "a drafter of speculators_model_type 'mlp'",
     ),
     "a model": (
         {"model.embed_tokens.weight": np.zeros((2, 2), np.float32)},

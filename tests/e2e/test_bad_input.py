@@ -87,7 +87,7 @@ def test_options_of_check_are_checked_first_too(
     ("arguments", "parts"),
     [
         (["generate", "--model", NOWHERE, "--drafter", "none"], ["--prompt"]),
-        (["bench", "predict"], ["--chip"]),
+        (["bench", "compare"], ["--prompts"]),
         (["train", "--out", NOWHERE], ["--model"]),
         (["no-such-command"], ["no-such-command"]),
     ],

@@ -13,13 +13,16 @@ import pytest
 
 from mlx_redrafter import Engine, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.helpers import mimo, toy
+from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
@@ -85,6 +88,9 @@ KINDS: dict[str, Callable[[Path], Path | str]] = {
     "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),
     "MTP": lambda folder: "mtp",
     "SpecFormer": write_specformer,
+    "DFlash 2": lambda folder: write_heads(
+        folder, random_block(block_config(VOCAB_SIZE, 32, **LINKS["DFlash 2"]))
+    ),
     "toy": write_toy,
     "draft model": lambda folder: write_model(folder, {**CONFIG, "num_hidden_layers": 1}),
     "lookup": lambda folder: "lookup",
@@ -174,7 +180,10 @@ def test_check_and_compare(
     monkeypatch.setattr("mlx_redrafter.bench.compare.time_shapes", lambda *_: None)
     pair = ("--model", target, "--drafter", drafter, "--temp", 0.8, "-m", 6)
     result = run(capsys, "check", *pair, "-p", PROMPTS[0], "-p", PROMPTS[1])
-    assert (result.code, result.err, result.out.count("equal: 6 tokens")) == (0, "", 2)
+    is_block = find_kind(drafter) is block
+    assert (result.code, result.out.count("equal: 6 tokens")) == (0, 2)
+    assert ("decoding 4 texts" in result.err) == (result.err != "") == is_block
+    assert ("first drafts accepted by reading of the config" in result.out) == is_block
     (tmp_path / "prompts.txt").write_text("abc abc\n")
     out = tmp_path / "compare.json"
     options = ("--prompts", tmp_path / "prompts.txt", "--repeats", 1, "-o", out)

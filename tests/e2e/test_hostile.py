@@ -34,7 +34,7 @@ from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.measured import Timed, load_or_measure
+from mlx_redrafter.measured import load_or_time
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -54,7 +54,6 @@ COMMANDS: dict[str, list[str]] = {
     "convert inspect": ["drafter"],
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench predict": ["--chip", "M1"],
     "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
 }
 
@@ -136,7 +135,7 @@ def failure(capsys: Capture, *arguments: object, codes: tuple[int, ...]) -> str:
 def test_every_command_would_do_its_work(capsys: Capture, yard: Path) -> None:
     """So that what is refused below is refused for what is wrong with it."""
     assert set(COMMANDS) == {name or "convert" for name in OPTIONS}
-    for name in ("generate", "check", "convert", "convert inspect", "bench predict"):
+    for name in ("generate", "check", "convert", "convert inspect"):
         shutil.rmtree("new", ignore_errors=True)
         result = run(capsys, *name.split(), *COMMANDS[name])
         assert result.code == 0, (name, result.err)
@@ -342,7 +341,7 @@ WORDS: dict[str, list[str]] = {
         "model/model.safetensors",
     ],
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
-    "a size of words": ["bench", "predict", "--chip", "M1", "--parameters", "large"],
+    "a size of words": ["advise", "model", "--tokens", "large"],
     "widths without end": [*SWEEP, "--widths", "1-99999999"],
     "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
     "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
@@ -501,12 +500,18 @@ def test_no_network(
         "3",
         "{",
         DEEP,
-        '{"a": 1, "runs left": [1]}',
-        '{"a": 1, "runs left": 9}',
-        '{"a": [1]}',
-        '{"a": "x"}',
-        '{"a": -1}',
-        f'{{"a": 1{"0" * 400}}}',
+        '{"rounds": [{"a": 1}], "runs": [1], "doubted": false}',
+        '{"rounds": [{"a": 1}], "runs": 9, "doubted": false}',
+        '{"rounds": [{"a": 1}], "runs": 1}',
+        '{"rounds": 3, "runs": 1, "doubted": false}',
+        '{"rounds": [], "runs": 1, "doubted": false}',
+        '{"rounds": [{"a": [1]}], "runs": 1, "doubted": false}',
+        '{"rounds": [{"a": "x"}], "runs": 1, "doubted": false}',
+        *(
+            f'{{"rounds": [{{"a": {bad}}}], "runs": 1, "doubted": false}}'
+            for bad in ("-1", "0", "NaN", "Infinity", "3600")
+        ),
+        f'{{"rounds": [{{"a": 1{"0" * 400}}}], "runs": 1, "doubted": false}}',
         "",
     ],
     ids=lambda content: content[:12],
@@ -515,11 +520,15 @@ def test_damaged_timings_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load_or_measure("what", [], ["a"], lambda: Timed({"a": 0.5})) == {"a": 0.5}
+
+    def rounds(*timed: dict[str, float]) -> list[Any]:
+        return list(load_or_time("what", [], ["a"], lambda _: False, lambda: timed))
+
+    assert rounds({"a": 0.5}) == [{"a": 0.5}]
     (path,) = (tmp_path / "mlx-redrafter").iterdir()
     path.write_text(content)
-    assert load_or_measure("what", [], ["a"], lambda: Timed({"a": 0.75})) == {"a": 0.75}
-    assert load_or_measure("what", [], ["a"], lambda: Timed({})) == {"a": 0.75}
+    assert rounds({"a": 0.75}) == [{"a": 0.75}]
+    assert rounds() == [{"a": 0.75}]
 
 
 CALLS: dict[str, Callable[[], Any]] = {

@@ -40,6 +40,13 @@ def family_config(model_type: str) -> dict[str, Any]:
         rope = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
         rope |= {"rope_theta": 100.0, "partial_rotary_factor": 0.5}
         values["rope_parameters"] = rope
+    elif model_type == "nemotron_h":
+        values |= {"hybrid_override_pattern": ["M", "E", "*"], "num_key_value_heads": 2}
+        values |= {"mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1}
+        values |= {"intermediate_size": 48, "moe_intermediate_size": 32, "n_routed_experts": 4}
+        values |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        values |= {"moe_shared_expert_intermediate_size": 40, "norm_topk_prob": True}
+        values |= {"attention_bias": False, "mlp_bias": False, "layer_norm_epsilon": 1e-5}
     elif model_type != "glm4_moe" and not model_type.startswith("qwen"):
         values |= {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-6}
     return values
@@ -128,27 +135,54 @@ def _qwen_shapes(config: Mapping[str, Any]) -> Shapes:
     }
 
 
+def _nemotron_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, num = config["hidden_size"], config["n_routed_experts"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config["head_dim"]
+    shapes: Shapes = {
+        "layers.0.enorm.weight": (hidden,),
+        "layers.0.hnorm.weight": (hidden,),
+        "layers.0.eh_proj.weight": (hidden, 2 * hidden),
+        "layers.0.norm.weight": (hidden,),
+        "layers.0.mixer.q_proj.weight": (heads * size, hidden),
+        "layers.0.mixer.k_proj.weight": (keys * size, hidden),
+        "layers.0.mixer.v_proj.weight": (keys * size, hidden),
+        "layers.0.mixer.o_proj.weight": (hidden, heads * size),
+        "layers.1.norm.weight": (hidden,),
+        "layers.1.final_layernorm.weight": (hidden,),
+        "layers.1.mixer.gate.weight": (num, hidden),
+        "layers.1.mixer.gate.e_score_correction_bias": (num,),
+    }
+    widths = {f"experts.{e}": config["moe_intermediate_size"] for e in range(num)}
+    widths["shared_experts"] = config["moe_shared_expert_intermediate_size"]
+    for name, width in widths.items():
+        shapes[f"layers.1.mixer.{name}.up_proj.weight"] = (width, hidden)
+        shapes[f"layers.1.mixer.{name}.down_proj.weight"] = (hidden, width)
+    return shapes
+
+
 def prefix_of(config: Mapping[str, Any]) -> str:
     """What the published names begin with."""
     model_type = config["model_type"]
     if model_type == "mimo":
         return mimo.PREFIX
-    is_qwen = model_type.startswith("qwen")
-    return "mtp." if is_qwen else f"model.layers.{config['num_hidden_layers']}."
+    has_own = model_type.startswith(("qwen", "nemotron"))
+    return "mtp." if has_own else f"model.layers.{config['num_hidden_layers']}."
 
 
 def module_tensors(config: Mapping[str, Any]) -> dict[str, mx.array]:
     """Random float32 weights of an MTP module under their published names."""
     if config["model_type"] == "mimo":
         return mimo.module_tensors(config)
-    if config["model_type"].startswith("qwen"):
-        shapes, offset = _qwen_shapes(config), 0.0
+    is_qwen = config["model_type"].startswith("qwen")
+    offset = 0.0 if is_qwen else 1.0
+    if config["model_type"] == "nemotron_h":
+        shapes = _nemotron_shapes(config)
     else:
-        shapes, offset = _deepseek_shapes(config), 1.0
-    layer = {"input_layernorm.weight": (config["hidden_size"],)}
-    layer["post_attention_layernorm.weight"] = layer["input_layernorm.weight"]
-    inner = "layers.0." if offset == 0.0 else ""
-    shapes |= {inner + name: shape for name, shape in layer.items()}
+        shapes = _qwen_shapes(config) if is_qwen else _deepseek_shapes(config)
+        inner = "layers.0." if is_qwen else ""
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{inner}{name}.weight"] = (config["hidden_size"],)
     keys = mx.random.split(mx.random.key(8), len(shapes))
     return {
         prefix_of(config) + name: mx.random.normal(shape, scale=shape[-1] ** -0.5, key=key)

@@ -39,6 +39,7 @@ class Layout:
         prefix: Prefix of the first layer.
         num_layers: Decoder layers.
         has_qk_norm: Whether queries and keys are normalised.
+        num_states: States of the target that version 3 reads; ``fc`` joins several.
     """
 
     version: int = 3
@@ -47,6 +48,11 @@ class Layout:
     prefix: str = "midlayer"
     num_layers: int = 1
     has_qk_norm: bool = False
+    num_states: int = 3
+
+    def says(self, key: str) -> bool:
+        """Whether the config, or NVIDIA's object in it, has a flag that is true."""
+        return bool({**self.config, **self.config.get("eagle_config", {})}.get(key))
 
 
 LAYOUTS = {
@@ -82,6 +88,27 @@ LAYOUTS = {
         {"model_type": "qwen3", "rope_theta": 1000.0},
         "layers.0",
         has_qk_norm=True,
+    ),
+    "NVIDIA": Layout(
+        3,
+        {
+            "model_type": "llama",
+            "draft_vocab_size": DRAFT_VOCAB,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [0, 2, 3],
+                "norm_before_fc": True,
+                "use_aux_hidden_state": True,
+            },
+        },
+    ),
+    "NVIDIA without fc": Layout(
+        3,
+        {
+            "model_type": "llama",
+            "draft_vocab_size": DRAFT_VOCAB,
+            "eagle_config": {"use_aux_hidden_state": False, "use_last_layernorm": True},
+        },
+        num_states=1,
     ),
 }
 
@@ -121,6 +148,8 @@ def random_tensors(layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
 
     is_third = layout.version == 3
     tensors = {"fc.weight": matrix(HIDDEN, (3 if is_third else 2) * HIDDEN)}
+    if layout.num_states == 1:
+        del tensors["fc.weight"]
     if not is_third and layout.config.get("bias", True):
         tensors["fc.bias"] = torch.randn(HIDDEN, generator=generator)
     for i in range(layout.num_layers):
@@ -146,7 +175,7 @@ def random_tensors(layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
         used = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
         tensors["d2t"] = used - torch.arange(DRAFT_VOCAB)
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, used, True)
-    if layout.config.get("norm_before_fc"):
+    if layout.says("norm_before_fc"):
         tensors["input_norm.weight"] = norm(3 * HIDDEN)
     if layout.config.get("fc_norm"):
         tensors.update({f"fc_norm.{i}.weight": norm(HIDDEN) for i in range(3)})
@@ -205,7 +234,7 @@ class PublishedHead:
         return rows + self.tensors["d2t"][rows] if "d2t" in self.tensors else rows
 
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:
-        if self.layout.version == 1:
+        if self.layout.version == 1 or self.layout.num_states == 1:
             return states
         if "input_norm.weight" in self.tensors:
             states = self._norm(states, "input_norm")

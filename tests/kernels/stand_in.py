@@ -107,7 +107,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(mx, "addmm", addmm)
     for module in (layers, selection):
         monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     run_emulated(monkeypatch, kernels)
 
 
@@ -158,5 +158,5 @@ def stand_in_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernel
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention)
     monkeypatch.setattr(attention, "is_available", lambda: True)
-    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     run_emulated_attention(monkeypatch, kernels)

@@ -28,7 +28,7 @@ def test_sources_are_those_on_record() -> None:
 def test_equal_on_an_apple_gpu(
     monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
 ) -> None:
-    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
     if kind == "mxfp4":
@@ -48,5 +48,5 @@ def test_equal_on_an_apple_gpu(
 def test_attention_is_equal_on_an_apple_gpu(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: str
 ) -> None:
-    monkeypatch.setattr(trial, "load_or_measure", lambda *args: args[-1]().seconds)
+    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     assert AttentionTrial(AttentionShape(8, 2, size, dtype), 1).failure is None

@@ -126,6 +126,7 @@ def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.
 
 
 @pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
+@pytest.mark.usefixtures("few_shapes_or_not")
 def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
     model = build(tiny_config(model_type, rope))
     stock_cache = make_prompt_cache(model)

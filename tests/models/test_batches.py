@@ -40,6 +40,7 @@ def stock_text(model: nn.Module, prompt: list[int], num: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.usefixtures("few_shapes_or_not")
 def test_texts_that_come_and_go(model_type: str) -> None:
     model = build(tiny_config(model_type, main_rope(model_type)))
     target = Target(model)

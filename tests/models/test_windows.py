@@ -130,6 +130,7 @@ def test_a_mask_off_by_one_is_noticed(
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
 @pytest.mark.parametrize("model_type", WITH_WINDOWS)
+@pytest.mark.usefixtures("few_shapes_or_not")
 def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
     """Trees of all sizes with plain steps between, over several wraps, and the cache after them."""
     monkeypatch.setattr(ChunkedKVCache, "step", 32)  # so that buffers are copied, too

@@ -31,19 +31,38 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def _head(model: nn.Module, version: int) -> Eagle:
+KINDS: dict[str, dict[str, Any]] = {
+    "EAGLE-1": {"version": 1},
+    "EAGLE-3": {"version": 3, "draft_vocab_size": 70, "captured_layers": (0, 1, 1)},
+    "windows": {
+        "version": 3,
+        "captured_layers": (0, 1, 2),  # 2 is the last output of these models
+        "num_hidden_layers": 2,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 4,
+    },
+    "P-EAGLE": {
+        "version": 3,
+        "captured_layers": (0, 1, 1),
+        "mask_token_id": 3,
+        "max_length": 6,
+        "own_embedding": True,
+    },
+    "without fc": {"version": 3, "reads_hidden_state": True},
+}
+
+
+def _head(model: nn.Module, kind: str) -> Eagle:
     embedding: Any = model
     hidden_size = embedding.model.embed_tokens.weight.shape[1]
-    mx.random.seed(version)
+    mx.random.seed(list(KINDS).index(kind))
     config = EagleConfig(
-        version=version,
         hidden_size=hidden_size,
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB_SIZE,
-        draft_vocab_size=70 if version == 3 else None,
-        captured_layers=(0, 1, 1),
+        **KINDS[kind],
     )
     head = Eagle(config)
     mx.eval(head.parameters())
@@ -56,27 +75,30 @@ def _tokens(model: nn.Module, head: Eagle | None, **options: Any) -> list[int]:
     return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=head, **options)]
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_texts_are_those_of_plain_decoding(name: str, version: int) -> None:
+def test_texts_are_those_of_plain_decoding(name: str, kind: str) -> None:
     model = MODELS[name]
-    head = _head(model, version)
+    head = _head(model, kind)
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
     sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
     sampled = _tokens(model, None, **sampling)
     # How much is drafted depends on the first one, which times its steps.
-    for shape in SHAPES if name == "llama" else SHAPES[1:]:
+    for shape in SHAPES if (name, kind) == ("llama", "EAGLE-3") else SHAPES[1:]:
         found = _tokens(model, head, max_tokens=NUM_TOKENS, prefill_step_size=4, **shape)
         assert_same_tokens(expected, found, shape)
         assert _tokens(model, head, **sampling, **shape) == sampled
     assert _tokens(model, head, couple=False, **sampling, **SHAPES[2]) == sampled
 
 
-@pytest.mark.parametrize(("name", "version"), [("llama", 1), ("qwen3", 3), ("gemma2", 3)])
-def test_turns_on_one_prompt_cache(name: str, version: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "EAGLE-1"), ("qwen3", "EAGLE-3"), ("gemma2", "windows"), ("llama", "P-EAGLE")],
+)
+def test_turns_on_one_prompt_cache(name: str, kind: str) -> None:
     """With the target's layers alone, and with those of the head after them."""
     model = MODELS[name]
-    head = _head(model, version)
+    head = _head(model, kind)
     turns = [PROMPT, [60], [7, 8, 9]]
     for shape in SHAPES[1:]:
         for own in ([], make_prompt_cache(head)):
@@ -94,7 +116,7 @@ def test_turns_on_one_prompt_cache(name: str, version: int) -> None:
 
 def test_threads_share_a_head() -> None:
     model = MODELS["llama"]
-    head = _head(model, 3)
+    head = _head(model, "EAGLE-3")
     expected = ids(stock_tokens(model, PROMPT, 16))
     with ThreadPoolExecutor(2) as pool:
         found = list(

@@ -6,9 +6,10 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ class Served:
 
     port: int
     worker: Worker
+    engine: Engine
+    models: list[Any]
 
     @property
     def url(self) -> str:
@@ -89,18 +92,30 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: Engine, limits: Limits | None = None, defaults: GenerationOptions = DEFAULTS
+    engine: Engine,
+    limits: Limits | None = None,
+    defaults: GenerationOptions = DEFAULTS,
+    others: Sequence[Any] = (),
+    is_strict: bool = False,
+    grace: float = 5,
+    folder: Path | None = None,
 ) -> Iterator[Served]:
     """A server for this block; skips the test where the extra is not installed."""
     pytest.importorskip("starlette", reason=ABSENT)
     pytest.importorskip("uvicorn", reason=ABSENT)
     from mlx_redrafter.server.application import Endpoints
+    from mlx_redrafter.server.callers import Callers
     from mlx_redrafter.server.listening import listen, make_server
+    from mlx_redrafter.server.models import Model, Models
 
     limits = Limits() if limits is None else limits
-    worker = Worker(engine, limits)
-    endpoints = Endpoints(worker, "tiny", defaults, limits, KEY)
-    server = make_server(endpoints.application(), limits.client_timeout, grace=5)
+    worker = Worker(limits)
+    served = [Model("tiny", lambda: engine), *others]
+    models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
+    callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
+    endpoints = Endpoints(models, worker, defaults, limits, callers)
+    application = endpoints.application()
+    server = make_server(application, limits.client_timeout, grace, worker.end)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -108,7 +123,7 @@ def serving(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(listener.getsockname()[1], worker)
+        yield Served(listener.getsockname()[1], worker, engine, served)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -14,8 +14,9 @@ import pytest
 
 from mlx_redrafter.server.fields import parse_json
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.protocols.openai_chat import read as read_chat
+from mlx_redrafter.server.protocols.openai_completions import read as read_completion
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.requests import parse_chat, parse_completion
 from tests.server.serving import DEFAULTS, KEY, Served, make_engine, serving
 
 CHAT = {"messages": [{"role": "user", "content": "A"}]}
@@ -72,7 +73,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
 )
 def test_bad_fields_of_a_chat(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(Refusal) as caught:
-        parse_chat({**CHAT, **fields}, DEFAULTS)
+        read_chat({**CHAT, **fields}, DEFAULTS)
     error = caught.value.to_json()["error"]
     assert (error["param"], caught.value.status) == (param, 400)
     assert error["type"] == "invalid_request_error"
@@ -82,7 +83,7 @@ def test_bad_fields_of_a_chat(param: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("prompt", [None, 5, [True], ["A", 5], [[]], [1.5], ["A"] * 17], ids=repr)
 def test_bad_prompts(prompt: object) -> None:
     with pytest.raises(Refusal, match="prompt must be"):
-        parse_completion({"prompt": prompt}, DEFAULTS)
+        read_completion({"prompt": prompt}, DEFAULTS)
 
 
 @pytest.mark.parametrize("body", [b"{", DEEP, b'{"temperature": NaN}', b"1e999", b"\xff"])
@@ -137,7 +138,7 @@ BAD_REQUESTS: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def strict() -> Any:
     limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000, client_timeout=0.5)
-    with serving(make_engine(), limits) as one:
+    with serving(make_engine(), limits, is_strict=True) as one:
         yield one
 
 
@@ -232,14 +233,14 @@ def test_a_request_that_fails_in_the_worker(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
-    stream = served.worker.engine.stream
+    stream = served.engine.stream
 
     def fail(prompt: list[int], **options: Any) -> Any:
         if options["seed"] == 13:
             raise RuntimeError("no memory at /secret")
         return stream(prompt, **options)
 
-    monkeypatch.setattr(served.worker.engine, "stream", fail)
+    monkeypatch.setattr(served.engine, "stream", fail)
     with closing(_begin(served, max_tokens=200)) as other:
         status, reply = served.send(PATH, {**TEXT, "seed": 13})
         assert (status, reply["error"]["type"]) == (500, "server_error")

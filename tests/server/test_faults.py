@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.server.limits import Limits
-from tests.server.serving import ABSENT, KEY, Served, make_engine, serving
+from tests.server.processes import process
+from tests.server.serving import KEY, Served, make_engine, serving
 
 PATH = "/v1/completions"
 OTHER = {"prompt": "THE OTHER CLIENT", "max_tokens": 30, "seed": 3, "temperature": 1.0}
@@ -44,7 +45,7 @@ def _request(body: dict[str, Any]) -> bytes:
     path = PATH if "prompt" in body else "/v1/chat/completions"
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
@@ -123,22 +124,6 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             assert served.send(PATH, OTHER)[0] == 200
 
 
-@contextmanager
-def _process(
-    folder: Path, *options: str, **how: Any
-) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The command with the bundled pair, and its port."""
-    pytest.importorskip("uvicorn", reason=ABSENT)
-    command = [sys.executable, "-m", "mlx_redrafter", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, **how) as server:
-        assert server.stderr is not None
-        try:
-            ports = (re.search(r"http://127.0.0.1:(\d+)", line) for line in server.stderr)
-            yield server, next(int(found[1]) for found in ports if found)
-        finally:
-            server.kill()
-
-
 def _ask(port: int, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
         connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
@@ -152,7 +137,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     def fill() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    with _process(tmp_path, preexec_fn=fill) as (server, port):
+    with process(tmp_path, preexec_fn=fill) as (server, port):
         status, reply = _ask(port, {"prompt": "Once upon a time", "max_tokens": 20})
         assert (status, reply["usage"]["completion_tokens"]) == (200, 20)
         server.send_signal(signal.SIGTERM)
@@ -163,7 +148,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Texts that were begun are written to their end; nobody is left without an answer."""
-    with _process(tmp_path, "--drafter", "none", "--max-running", "2") as (server, port):
+    with process(tmp_path, "--drafter", "none", "--max-running", "2") as (server, port):
         body = {"prompt": "Once upon a time", "max_tokens": 60}
         expected = _ask(port, body)[1]["choices"][0]["text"]
         answers: list[tuple[int, dict[str, Any]]] = []

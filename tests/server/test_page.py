@@ -49,14 +49,19 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
 def _send(page: Any, text: str, num_answers: int) -> str:
     page.fill("#text", text)
     page.press("#text", "Enter")
-    answer = page.locator(".message.answer").nth(num_answers - 1)
+    answer = page.locator(".message.answer .text").nth(num_answers - 1)
     answer.wait_for()
     page.locator("#send", has_text="Send").wait_for()
     return str(answer.text_content())
 
 
+def _fill(page: Any, name: str, value: str) -> None:
+    page.evaluate("document.querySelector('.settings').open = true")
+    page.fill(f"#{name}", value)
+
+
 def _expected(served: Served, messages: list[dict[str, str]]) -> str:
-    engine = served.worker.engine
+    engine = served.engine
     prompt = encode_chat(engine.tokenizer, messages)
     model, tokenizer = engine.target.model, engine.tokenizer
     return "".join(
@@ -65,8 +70,8 @@ def _expected(served: Served, messages: list[dict[str, str]]) -> str:
 
 
 def test_a_chat(page: Any, served: Served) -> None:
-    page.fill("#key", KEY)
-    page.fill("#most", "40")
+    _fill(page, "key", KEY)
+    _fill(page, "most", "40")
     first = _send(page, "HOW ARE YOU", 1)
     messages = [{"role": "user", "content": "HOW ARE YOU"}]
     assert first == _expected(served, messages)
@@ -78,17 +83,18 @@ def test_a_chat(page: Any, served: Served) -> None:
         {"role": "user", "content": "AND <b>YOU</b>"},
     ]
     assert second == _expected(served, messages)
-    assert page.locator(".message.user").nth(1).text_content() == "AND <b>YOU</b>"
+    assert page.locator(".message.user .text").nth(1).text_content() == "AND <b>YOU</b>"
     assert page.locator("b").count() == 0
     drafts, colour = page.locator("span.draft"), "element => getComputedStyle(element).color"
     assert 0 < drafts.count() < page.locator(".answer span").count() == 80
     assert drafts.first.evaluate(colour) != page.locator(".answer").first.evaluate(colour)
+    assert page.locator(".note").count() == 2  # both are cut
     page.click("#reset")
     assert page.locator(".message").count() == 0
 
 
 def test_a_wrong_key_is_said(page: Any) -> None:
-    page.fill("#key", "wrong")
+    _fill(page, "key", "wrong")
     page.fill("#text", "HOW")
     page.click("#send")
     error = page.locator(".message.error")
@@ -96,16 +102,130 @@ def test_a_wrong_key_is_said(page: Any) -> None:
     assert "the key is missing or wrong" in error.text_content()
 
 
-def test_a_text_may_be_stopped(page: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the server write slowly enough to act meanwhile."""
     step = served.worker._step
 
     def slowly(job: Job) -> None:
-        time.sleep(0.05)  # else the text ends first
+        time.sleep(0.03)
         step(job)
 
     monkeypatch.setattr(served.worker, "_step", slowly)
-    page.fill("#key", KEY)
-    page.fill("#most", "480")
+
+
+def _begin(page: Any, text: str, most: str = "480", num_before: int = 0) -> None:
+    _fill(page, "key", KEY)
+    _fill(page, "most", most)
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+    page.locator(".answer").nth(num_before).locator(".text span").nth(3).wait_for()
+
+
+def test_a_new_chat_while_it_writes(page: Any, served: Served, slow: None) -> None:
+    _begin(page, "MY SECRET IS 42")
+    page.click("#reset")
+    assert page.locator(".message").count() == 0
+    _fill(page, "most", "20")
+    with page.expect_request("**/chat/completions") as asked:
+        answer = _send(page, "HELLO", 1)
+    messages = [{"role": "user", "content": "HELLO"}]
+    assert asked.value.post_data_json["messages"] == messages
+    assert answer == _expected(served, messages)[:20]
+    served.wait_until_idle()
+    assert page.locator(".message").count() == 2
+
+
+def test_composing_sends_nothing(page: Any) -> None:
+    page.fill("#text", "HALF")
+    for options in ("isComposing: true", "keyCode: 229"):
+        page.evaluate(
+            "document.getElementById('text').dispatchEvent(new KeyboardEvent('keydown', "
+            f"{{key: 'Enter', bubbles: true, cancelable: true, {options}}}))"
+        )
+    assert page.locator(".message").count() == 0
+    assert page.input_value("#text") == "HALF"
+
+
+@pytest.mark.parametrize("size", [(1280, 600), (390, 844)])
+def test_the_box_stays_in_view_and_scrolling_stays(
+    page: Any, slow: None, size: tuple[int, int]
+) -> None:
+    width, height = size
+    page.set_viewport_size({"width": width, "height": height})
+    for turn in range(2):
+        _begin(page, "A\nB\n" * 20, "100", turn)
+        box = page.locator("#text").bounding_box()
+        assert box["y"] + box["height"] <= height
+        page.click("#send")
+        page.locator("#send", has_text="Send").wait_for()
+    assert page.locator("#reset").bounding_box()["height"] >= 44
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.fill("#text", "GO ON")
+    page.press("#text", "Enter")
+    page.locator(".answer").nth(2).locator("span").nth(3).wait_for()
+    page.evaluate("document.getElementById('chat').scrollTop = 0")
+    page.locator(".answer").nth(2).locator("span").nth(12).wait_for()
+    assert page.evaluate("document.getElementById('chat').scrollTop") == 0
+
+
+def test_a_refused_message_and_a_reload(page: Any, served: Served) -> None:
+    _fill(page, "key", "wrong")
+    page.fill("#text", "KEEP ME")
+    page.click("#send")
+    page.locator(".message.error").wait_for()
+    assert page.input_value("#text") == "KEEP ME"
+    assert page.locator(".message.user").count() == 0
+    _fill(page, "key", KEY)
+    _fill(page, "most", "40")
+    answer = _send(page, "KEEP ME", 1)
+    page.reload()
+    assert page.locator(".answer .text").text_content() == answer
+    assert page.input_value("#key") == KEY
+    page.locator("#model", has_text="tiny").wait_for()
+    messages = [
+        {"role": "user", "content": "KEEP ME"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "MORE"},
+    ]
+    assert _send(page, "MORE", 2) == _expected(served, messages)
+
+
+def test_edit_again_and_a_system_prompt(page: Any, served: Served) -> None:
+    _fill(page, "key", KEY)
+    _fill(page, "most", "40")
+    first = _send(page, "ONE", 1)
+    page.locator(".answer button", has_text="Again").click()
+    page.locator("#send", has_text="Send").wait_for()
+    assert page.locator(".answer .text").text_content() == first
+    page.locator(".user button", has_text="Edit").click()
+    assert page.input_value("#text") == "ONE"
+    assert page.locator(".message").count() == 0
+    _fill(page, "system", "BE KIND")
+    messages = [{"role": "system", "content": "BE KIND"}, {"role": "user", "content": "ONE"}]
+    assert _send(page, "ONE", 1) == _expected(served, messages)
+
+
+def test_markdown(page: Any) -> None:
+    """Marks are drawn, HTML is not; every token keeps its colour."""
+    text = "A **b** `c`\n```py\nx = '<b>'\n```\n# Head\n```\nopen"
+    page.evaluate(
+        "text => { const body = document.createElement('div'); body.id = 'body'; "
+        "document.body.append(body); "
+        "render(body, [[text.slice(0, 4), ''], [text.slice(4), 'draft']]) }",
+        text,
+    )
+    found = page.locator("#body")
+    assert found.locator("pre").all_text_contents() == ["x = '<b>'\n", "open"]
+    assert found.locator("code").text_content() == "c"
+    assert found.locator("strong").all_text_contents() == ["b", "Head"]
+    assert found.locator("b").count() == 0
+    assert found.locator("pre span.draft").count() == 2
+
+
+def test_a_text_may_be_stopped(page: Any, served: Served, slow: None) -> None:
+    _fill(page, "key", KEY)
+    _fill(page, "most", "480")
     page.fill("#text", "HOW")
     page.click("#send")
     page.locator(".answer span").nth(3).wait_for()
@@ -114,5 +234,5 @@ def test_a_text_may_be_stopped(page: Any, served: Served, monkeypatch: pytest.Mo
     served.wait_until_idle()
     assert served.worker.counters.texts["cancelled"] > 0
     assert page.locator(".error").count() == 0
-    page.fill("#most", "40")
+    _fill(page, "most", "40")
     assert len(_send(page, "GO ON", 2)) == 40

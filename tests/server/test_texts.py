@@ -22,7 +22,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
 
 def _responses(served: Served, prompt: Any, **options: Any) -> list[GenerationResponse]:
-    engine = served.worker.engine
+    engine = served.engine
     options = {"drafter": None, "max_tokens": 30, **options}
     return list(stream_generate(engine.target.model, engine.tokenizer, prompt, **options))
 
@@ -32,7 +32,7 @@ def _text(served: Served, prompt: Any, **options: Any) -> str:
 
 
 def _chat_prompt(served: Served, messages: list[Any] = MESSAGES) -> list[int]:
-    return encode_chat(served.worker.engine.tokenizer, messages)
+    return encode_chat(served.engine.tokenizer, messages)
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_requests_beside_others_with_several_choices_do_not_fail(served: Served)
 def _go_away(served: Served, seconds: float) -> None:
     body = b'{"prompt": "' + b"AB CD " * 60 + b'", "max_tokens": 100, "stream": true}'
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", served.port)) as connection:

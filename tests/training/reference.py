@@ -66,6 +66,13 @@ def agreement(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
     )
 
 
+def distance(log_q: Floats, ids: Any, log_p: Any, tail: float) -> float:
+    """Sum the distances of probabilities over the kept tokens and one event for all others."""
+    rest = sum(math.exp(q) for i, q in enumerate(log_q) if i not in set(ids))
+    kept = sum(abs(math.exp(p) - math.exp(log_q[i])) for i, p in zip(ids, log_p, strict=True))
+    return kept + abs(tail - rest)
+
+
 def confidences(log_qs: list[Floats], labels: Any, floor: float) -> list[float]:
     """Compute the smoothed chance that the drafts before each step are accepted."""
     chances = [1.0]
@@ -100,7 +107,7 @@ def loss(
                     [table[token] for token in tokens[: step + 1]],
                 )[step]
             )
-            if recipe in ("soft", "coupled"):
+            if recipe in ("soft", "coupled", "overlap"):
                 teacher = (
                     batch["top_ids"][row][step],
                     batch["top_log_probs"][row][step],
@@ -108,6 +115,10 @@ def loss(
                 )
                 if recipe == "soft":
                     value = divergence(log_q, *teacher)
+                elif recipe == "overlap":
+                    total += 0.1 * -float(log_q[tokens[step + 1]]) * decay**step / count
+                    total += 0.9 * distance(log_q, *teacher) * decay**step / count
+                    continue
                 else:
                     value = -math.log(agreement(log_q, *teacher) + 1e-4)
                 value *= decay**step * rho[row][step]

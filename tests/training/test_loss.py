@@ -123,6 +123,7 @@ CASES = [
     ("soft", 3),
     ("coupled", 2 * H),
     ("coupled", 3),
+    ("overlap", 2 * H),
     ("apple", 2 * H),
     ("rollouts", 3),
 ]
@@ -224,3 +225,24 @@ def _arrays(*values: Any) -> list[mx.array]:
         mx.array(value.astype(np.int32 if value.dtype == np.int64 else np.float32))
         for value in values
     ]
+
+
+def test_an_estimate_of_the_confidence_is_best_at_the_overlap() -> None:
+    """Its part of the loss is a cross-entropy, which no other estimate makes less."""
+    case = Case("soft", 2 * H)
+    student = RecurrentStudent(case.drafter, lambda t: case.table[t])
+    logits = student.logits(case.drafter, case.batch)
+    teacher = (case.batch.top_ids, case.batch.top_log_probs, case.batch.tail)
+    shared = loss.overlap(Distribution.of(logits), *teacher)
+    rows = [np.array(one).reshape(B * S, -1) for one in (logits, *teacher, shared)]
+    for q, ids, p, tail, found in zip(*rows, strict=True):
+        log_q = reference.log_softmax(q.astype(np.float64))
+        far = reference.distance(log_q, ids.tolist(), p.tolist(), float(tail[0]))
+        assert found[0] == pytest.approx(1 - far / 2, abs=1e-5)
+
+    def total(estimate: mx.array) -> float:
+        options = (case.counts, case.options, mx.log(mx.clip(estimate, 1e-3, 1 - 1e-3)))
+        value: float = draft_loss(logits, case.batch, *options).item()
+        return value
+
+    assert total(shared) < min(total(shared + 0.05), total(shared - 0.05))

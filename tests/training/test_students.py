@@ -260,7 +260,7 @@ def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
             network=NetworkOptions("eagle"),
             loss=LossOptions("rollouts"),
         )
-    with pytest.raises(ConfigError, match="from a recurrent drafter only, got the head medusa"):
+    with pytest.raises(ConfigError, match="recurrent or block drafter only, got the head medusa"):
         TrainingRequest(
             "m", tmp_path, data=[tmp_path], network=NetworkOptions("medusa"), start_from="x"
         )

@@ -53,7 +53,7 @@ class TrainingSetup:
         fill_cache(self.cache, "train", self.target, texts[:8], 8, lambda n: None)
         fill_cache(self.cache, "held-out", self.target, texts[8:], 8, lambda n: None)
         fill_rollouts(self.cache, "train", self.target, 4, lambda n: None)
-        for head in ("eagle", "specformer"):
+        for head in ("eagle", "specformer", "dspark"):
             layers = self.new_student(head).layers
             for split in ("train", "held-out"):
                 fill_states(self.cache, split, self.target, layers, lambda n: None)
@@ -119,6 +119,7 @@ def _same(first: Student, second: Student) -> bool:
         ("rollouts", "medusa"),
         ("soft", "eagle"),
         ("soft", "specformer"),
+        ("soft", "dspark"),
         ("apple", "eagle1"),
     ],
 )

@@ -6,18 +6,15 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 
 from mlx_redrafter.bench.chips import find_chip
-from mlx_redrafter.bench.lab.kernel_model import ASSUMPTION, INPUT, verify_ratio
-from mlx_redrafter.bench.predict import (
-    APPLE_ACCEPTANCE,
-    Question,
-    assumptions,
+from mlx_redrafter.bench.lab.chip_prediction import (
     conclude,
     default_drafter_parameters,
-    predict,
     predict_default,
+    prediction_table,
 )
+from mlx_redrafter.bench.lab.kernel_model import ASSUMPTION, INPUT, verify_ratio
+from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, Question, assumptions, predict
 from mlx_redrafter.cli.bench_output import parse_count, show
-from mlx_redrafter.cli.bench_predict import prediction_table
 
 
 def add_options(parser: ArgumentParser) -> None:

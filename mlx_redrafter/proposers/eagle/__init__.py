@@ -24,7 +24,7 @@ recognise = is_eagle
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Eagle:
     """Load a head as published in safetensors, or as `convert` writes it."""
     stored = Checkpoint(path_or_repo)
-    names = own_names(stored.shapes)
+    names = own_names(stored.config, stored.shapes)
     config = eagle_config(stored.config, {own: stored.shapes[name] for own, name in names.items()})
     target.check(config)
     return stored.fill(build(Eagle, config), names, partial(resolve_offsets, names=names))

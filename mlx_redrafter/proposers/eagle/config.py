@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
+from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
 
 MODEL_TYPE = "redrafter_eagle"
 # Largest number of decoder layers that a config file may claim, far above any head.
 MAX_LAYERS = 16
 # Decoder layers of mlx-lm that heads have.
 LAYER_TYPES = ("llama", "qwen3")
+# Kinds of attention that layers have, by their names in configs.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,16 @@ class EagleConfig(LayerSizes):
         attention_bias: Whether the projections of the attention have biases.
         mlp_bias: Whether the projections of the MLP have biases.
         fc_bias: Whether the layer ``fc``, which joins the inputs, has a bias.
-        captured_layers: EAGLE-3: layers of the target whose inputs it reads; None for layers 2,
-            L // 2 and L - 3 of its L.
+        captured_layers: EAGLE-3: layers of the target whose inputs it reads, L for the last output
+            before the final norm; None for layers 2, L // 2 and L - 3 of its L.
+        reads_hidden_state: EAGLE-3: whether it reads the target's state after the final norm
+            instead, as NVIDIA's heads without ``fc`` do.
+        own_embedding: EAGLE-3: whether it has an embedding of its own for tokens, not the target's.
+        mask_token_id: P-EAGLE: token that stands for the drafts before, which all depths are
+            drafted without; None for a head that drafts one token after another.
+        max_length: P-EAGLE: maximum length of its beams, root included.
+        sliding_window: Number of tokens that sliding layers attend to; None if there are none.
+        layer_types: "full_attention" or "sliding_attention" for each layer; None for all full.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
         norm_before_fc: EAGLE-3: whether the head normalises the states as one row before ``fc``.
         fc_norm: EAGLE-3: whether it normalises the states of every layer.
@@ -48,6 +61,12 @@ class EagleConfig(LayerSizes):
     mlp_bias: bool = False
     fc_bias: bool = False
     captured_layers: tuple[int, ...] | None = None
+    reads_hidden_state: bool = False
+    own_embedding: bool = False
+    mask_token_id: int | None = None
+    max_length: int | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -71,9 +90,39 @@ class EagleConfig(LayerSizes):
         if self.captured_layers is not None:
             layers = check_captured_layers(self.captured_layers)
             object.__setattr__(self, "captured_layers", layers)
+        if self.reads_hidden_state and self.captured_layers is not None:
+            raise ConfigError("reads_hidden_state and captured_layers exclude each other, got both")
+        if self.layer_types is not None:
+            self._check_layer_types()
+        if self.mask_token_id is not None:
+            check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
+            check_int("max_length", self.max_length, 2, MAX_BEAM_LENGTH)
+
+    def _check_layer_types(self) -> None:
+        kinds = self.layer_types
+        if (
+            not isinstance(kinds, (list, tuple))
+            or len(kinds) != self.num_hidden_layers
+            or not all(kind in ATTENTION_TYPES for kind in kinds)
+        ):
+            raise ConfigError(
+                f"layer_types must be one of {ATTENTION_TYPES} for each of "
+                f"{self.num_hidden_layers} layers, got {reprlib.repr(kinds)}"
+            )
+        object.__setattr__(self, "layer_types", tuple(kinds))
+        if "sliding_attention" in kinds:
+            check_int("sliding_window", self.sliding_window, 1, MAX_DIMENSION)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Number of tokens that each layer attends to; None for all of them."""
+        kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
     @property
     def name(self) -> str:
+        if self.mask_token_id is not None:
+            return "P-EAGLE"
         return "EAGLE-3" if self.version == 3 else "EAGLE-1/2"
 
     @property
@@ -85,7 +134,7 @@ class EagleConfig(LayerSizes):
 
     @property
     def num_captured(self) -> int:
-        """Number of the target's states that enter ``fc``."""
-        if self.version == 1:
+        """Number of the target's states that it reads."""
+        if self.version == 1 or self.reads_hidden_state:
             return 1
         return 3 if self.captured_layers is None else len(self.captured_layers)

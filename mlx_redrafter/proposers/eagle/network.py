@@ -16,10 +16,19 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.proposers.factorised import ranked_slots
+from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
+from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.trees.tree import TokenTree
 
 
 class FirstLayer(nn.Module):
@@ -70,7 +79,8 @@ class Eagle(AutoregressiveNetwork):
         self.config = config
         hidden, eps = config.hidden_size, config.rms_norm_eps
         joined = config.num_captured if config.version == 3 else 2
-        self.fc = nn.Linear(joined * hidden, hidden, bias=config.fc_bias)
+        if not config.reads_hidden_state:
+            self.fc = nn.Linear(joined * hidden, hidden, bias=config.fc_bias)
         rest = [_decoder_layer(config) for _ in range(1, config.num_hidden_layers)]
         self.layers = [FirstLayer(config), *rest]
         if config.version == 3:
@@ -80,6 +90,10 @@ class Eagle(AutoregressiveNetwork):
             self.input_norm = nn.RMSNorm(joined * hidden, eps=eps)
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(hidden, eps=eps) for _ in range(joined)]
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if config.mask_token_id is not None:
+            self.mask_hidden = mx.zeros((1, 1, joined * hidden))
         if config.draft_vocab_size is not None:
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
@@ -88,11 +102,25 @@ class Eagle(AutoregressiveNetwork):
         return self.config.num_hidden_layers
 
     @property
+    def max_length(self) -> int | None:
+        return self.config.max_length
+
+    @property
     def dtype(self) -> mx.Dtype:
         return self.layers[0].post_attention_layernorm.weight.dtype
 
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> KvDrafting[Any]:
+        if self.config.mask_token_id is not None:
+            return ParallelDrafting(self, target, prompt, couple_noise, cached)
+        return super().open(target, prompt, couple_noise, cached)
+
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        return self.embed_tokens(tokens) if self.config.own_embedding else target.embed(tokens)
+
     def captured_layers(self, target: Target) -> Sequence[int]:
-        if self.config.version == 1:
+        if self.config.version == 1 or self.config.reads_hidden_state:
             return (FINAL,)
         if self.config.captured_layers is not None:
             return self.config.captured_layers
@@ -100,7 +128,7 @@ class Eagle(AutoregressiveNetwork):
         return 2, num_blocks // 2, num_blocks - 3
 
     def fuse(self, states: mx.array) -> mx.array:
-        """Join the captured states; EAGLE-1 uses the target's state as it is."""
+        """Join the captured states; the target's hidden state alone stays as it is."""
         if self.config.version == 1:
             return states
         states = states.astype(self.dtype)
@@ -110,16 +138,19 @@ class Eagle(AutoregressiveNetwork):
             parts = mx.split(states, len(self.fc_norm), axis=-1)
             normalised = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             states = mx.concatenate(normalised, axis=-1)
-        return self.fc(states)
+        return self.fc(states) if "fc" in self else states
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         h, embeddings = (rows[None].astype(self.dtype) for rows in (features, embeddings))
         if self.config.version == 1:
             h = self.fc(mx.concatenate([embeddings, h], axis=-1))
-        mask = create_attention_mask(h, caches[0])
-        h = self.layers[0](h, embeddings, mask, caches[0])
-        for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
-            h = layer(h, mask, cache)
+        for layer, cache, window in zip(self.layers, caches, self.config.windows, strict=True):
+            # Asked for just before the layer, so that its cache recognises the mask as its own.
+            mask = create_attention_mask(h, cache, window_size=window)
+            if layer is self.layers[0]:
+                h = layer(h, embeddings, mask, cache)
+            else:
+                h = layer(h, mask, cache)
         return h[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
@@ -131,6 +162,32 @@ class Eagle(AutoregressiveNetwork):
         return self.lm_head(self.norm(outputs))
 
 
+class ParallelDrafting(KvDrafting[Eagle]):
+    """Drafts of one sequence by a P-EAGLE head, all depths in one pass.
+
+    Source: speculators' ``models/peagle/core.py``. The entry of a depth after the first is that of
+    the mask token and of ``mask_hidden``, in place of a draft and of its feature. So the drafts of
+    a depth do not depend on those above.
+    """
+
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        scores = self.scores(flight, shape.levels)
+        return search(ranked_slots(scores, rank, self.network.to_token_ids), shape)
+
+    def scores(self, flight: PendingPass, count: int) -> mx.array:
+        """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""
+        network, outputs = self.network, [self.read_flight(flight)]
+        if (masked := count - 1) > 0:
+            tokens = mx.full((masked,), network.config.mask_token_id, dtype=mx.int32)
+            hidden = network.mask_hidden[0]
+            features = network.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
+            chain = TokenTree.chain(tokens, masked)
+            level = self.lineage_after(flight).start_at_nodes(chain)
+            outputs.append(self.read_level(features, tokens, *level))
+        logits = network.logits(mx.concatenate(outputs), self.target)
+        return log_probs(logits, network.num_rows)
+
+
 def _decoder_layer(config: EagleConfig) -> nn.Module:
     values = {
         **layer_arguments(config),
@@ -139,6 +196,10 @@ def _decoder_layer(config: EagleConfig) -> nn.Module:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
+    layer: Any
     if config.layer_type == "qwen3":
-        return qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(values))
-    return llama.TransformerBlock(llama.ModelArgs.from_dict(values))
+        layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(values))
+    else:
+        layer = llama.TransformerBlock(llama.ModelArgs.from_dict(values))
+    complete_yarn(layer.self_attn.rope, config)
+    return layer

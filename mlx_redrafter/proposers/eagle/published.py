@@ -3,8 +3,13 @@
     SafeAILab EAGLE-1     fc, layers.0.*, embed_tokens
     SafeAILab EAGLE-3     fc, midlayer.*, norm, lm_head, d2t, t2d
     speculators EAGLE-3   fc, layers.{i}.*, norm, lm_head, d2t, t2d, embed_tokens, verifier_*
+    NVIDIA EAGLE-3        as SafeAILab's; input_norm, or no fc, by the object eagle_config
 
 Their config.json often has no other keys than a language model's, so names of tensors decide.
+
+Layer ids are inputs of layers (HF's ``hidden_states[i]``), except those of SpecForge, which are in
+``eagle_config`` and begin with 1: the outputs of these layers. SGLang decides so, too (its pull
+request 25454). The self-test of `convert` measures both.
 """
 
 from __future__ import annotations
@@ -16,15 +21,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
+# The embedding, which is the target's unless the config says that the head has one of its own.
+EMBEDDING = "embed_tokens.weight"
 # Tensors that are not read: the target's own, and a mask that only training needs.
 LEFT_OUT = (
-    "embed_tokens.weight",
     "t2d",
     "verifier_norm.weight",
     "verifier_lm_head.weight",
@@ -33,6 +40,8 @@ LEFT_OUT = (
 OFFSETS = "d2t"
 # Projections of which the first layer of a head has one: full attention, and latent attention.
 FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
+# Tensors of which an MLP of experts has one: gpt-oss's and Qwen's.
+EXPERTS = ("router.weight", "gate.weight")
 # Keys that the config here has under the same name.
 SAME_KEYS = (
     *(field.name for field in fields(LayerSizes)),
@@ -42,13 +51,20 @@ SAME_KEYS = (
 )
 # Keys of variants of the network, likewise.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Types of speculators' configs.
+SPECULATORS = ("eagle3", "peagle")
+# Depths of a P-EAGLE head whose config does not say: those it is trained on by default.
+DEPTHS = 8
 # Key of the captured layers.
 CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
     """Return whether a config and tensors are those of an EAGLE head."""
-    if config.get("model_type") == MODEL_TYPE or config.get("speculators_model_type") == "eagle3":
+    if (
+        config.get("model_type") == MODEL_TYPE
+        or config.get("speculators_model_type") in SPECULATORS
+    ):
         return True
     if shapes:
         own = set(map(_own_name, shapes))
@@ -61,9 +77,17 @@ def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
     )
 
 
-def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of `Eagle` to the published ones, without those that are not read."""
-    return collect_sources(names, _own_name)[0]
+def own_names(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Map names of `Eagle` to the published ones, without those that are not read.
+
+    Args:
+        values: The config.
+        names: Published names.
+    """
+    sources = collect_sources(names, _own_name)[0]
+    if not _has_embedding(values):
+        sources.pop(EMBEDDING, None)
+    return sources
 
 
 def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
@@ -74,6 +98,7 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     layer = nested if isinstance(nested, Mapping) else values
     _check_variant(values, layer, shapes)
     is_third = "layers.0.hidden_norm.weight" in shapes
+    has_fc = not is_third or "fc.weight" in shapes
     config = {key: layer[key] for key in SAME_KEYS if layer.get(key) is not None}
     heads = layer.get("num_attention_heads")
     given = layer.get("num_key_value_heads")
@@ -87,8 +112,13 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
             "draft_vocab_size": rows[0] if rows else None,
             "layer_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in shapes else "llama",
             "fc_bias": False if is_third else values.get("bias", True),
-            "captured_layers": _captured(values) if is_third else None,
-            **{key: values[key] for key in VARIANTS if key in values},
+            "captured_layers": _captured(values) if is_third and has_fc else None,
+            "reads_hidden_state": not has_fc,
+            "own_embedding": _has_embedding(values),
+            **_mask(values),
+            **_windows(layer),
+            **_variants(_nested(values)),
+            **_variants(values),
         }
     )
 
@@ -133,26 +163,79 @@ def _own_name(name: str) -> str | None:
     return "token_ids" if own == OFFSETS else own
 
 
-def _captured(values: Mapping[str, Any]) -> Any:
+def _nested(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object of NVIDIA's and SpecForge's configs that describes the head."""
     nested = values.get("eagle_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def _captured(values: Mapping[str, Any]) -> Any:
+    """Return the layers whose inputs the head reads, as the file has them if they are damaged."""
     given = values.get(CAPTURED)
-    return nested.get(CAPTURED) if given is None and isinstance(nested, Mapping) else given
+    if given is not None:
+        return given
+    given = _nested(values).get(CAPTURED)
+    if isinstance(given, list) and given[:1] == [1] and all(type(one) is int for one in given):
+        return [one + 1 for one in given]
+    return given
+
+
+def _variants(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: values[key] for key in VARIANTS if key in values}
+
+
+def _has_embedding(values: Mapping[str, Any]) -> bool:
+    return values.get("embed_requires_grad", values.get("own_embedding")) is True
+
+
+def _mask(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of a P-EAGLE head; none for others."""
+    if values.get("speculators_model_type") != "peagle":
+        return {}
+    found: Any = values.get("speculators_config")
+    for key in ("proposal_methods", 0, "speculative_tokens"):
+        is_there = isinstance(found, (Mapping, list)) and found
+        found = (found.get(key) if isinstance(found, Mapping) else found[0]) if is_there else None
+    depths = found if type(found) is int and found > 0 else DEPTHS
+    return {
+        "mask_token_id": _required(values, "mask_token_id"),
+        "max_length": min(1 + depths, MAX_BEAM_LENGTH),
+    }
+
+
+def _required(values: Mapping[str, Any], key: str) -> Any:
+    if values.get(key) is None:
+        raise CheckpointError(
+            f"expected {key} in the config.json of this P-EAGLE head, found none; download it again"
+        )
+    return values[key]
+
+
+def _windows(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Read which layers attend to a window; a window that no layer uses is left out."""
+    kinds = layer.get("layer_types")
+    if "sliding_attention" not in str(kinds):
+        return {}
+    return {"layer_types": kinds, "sliding_window": layer.get("sliding_window")}
 
 
 def _check_variant(
     values: Mapping[str, Any], layer: Mapping[str, Any], names: Container[str]
 ) -> None:
     found = None
-    if "layers.0.hidden_norm.weight" in names and "fc.weight" not in names:
-        found = "states of one layer only, without the tensor fc.weight that joins several"
+    use_aux = _nested(values).get("use_aux_hidden_state", True)
+    if "layers.0.hidden_norm.weight" in names and ("fc.weight" in names) is not bool(use_aux):
+        found = f"use_aux_hidden_state {use_aux!r}, " + (
+            "but the tensor fc.weight" if "fc.weight" in names else "but no tensor fc.weight"
+        )
+    elif "mask_hidden" in names and values.get("speculators_model_type") != "peagle":
+        found = "the tensor mask_hidden of P-EAGLE, but a config that is not speculators' 'peagle'"
     elif "layers.0.self_attn.kv_a_proj_with_mqa.weight" in names:
         found = "layers with latent attention (kv_a_proj_with_mqa)"
+    elif any(f"layers.0.mlp.{name}" in names for name in EXPERTS):
+        found = "a mixture of experts in its layer"
     elif layer.get("hidden_act", "silu") != "silu":
         found = f"hidden_act {layer['hidden_act']!r}, not 'silu'"
-    elif values.get("embed_requires_grad"):
-        found = "embed_requires_grad, an embedding that is not the target's"
-    elif "sliding_attention" in str(layer.get("layer_types")):
-        found = "layer_types with 'sliding_attention', not layers that attend to all tokens"
     elif values.get("target_hidden_size") not in (None, layer.get("hidden_size")):
         found = f"target_hidden_size {values['target_hidden_size']!r}, not its own hidden_size"
     if found is not None:

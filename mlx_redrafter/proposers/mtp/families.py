@@ -3,19 +3,24 @@
     DeepSeek-V3, GLM-4.5, GLM-4.7-Flash  model.layers.{num_hidden_layers}.*, experts one by one
     Qwen3-Next, Qwen3.5                  mtp.*, or no prefix in mlx-vlm's files; norms minus one
     MiMo                                 model.mtp_layers.0.*
+    Nemotron-H                           mtp.layers.{i}.*, attention and experts as layers
 
-Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py`` and ``mimo_mtp.py``,
-and mlx-vlm's ``qwen3_5_mtp``. ERNIE-4.5 is missing, as its sources contradict one another. In
-PaddlePaddle's training code a module reads the state before the model's last norm, and applies
-that norm to its output; FastDeploy's ``ernie4_5_mtp.py`` reads the state after that norm; vLLM's
-``ernie_mtp.py`` and SGLang's ``ernie4_eagle.py`` do so, too, and apply no norm to the output.
+Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py``, ``mimo_mtp.py`` and
+``nemotron_h_mtp.py``. mlx-vlm's ``qwen3_5_mtp``, ``glm4_moe_lite_mtp`` and ``nemotron_h_mtp`` have
+the splitters that write folders with a module alone.
+
+ERNIE-4.5 is missing, as its sources contradict one another. In PaddlePaddle's training code a
+module reads the state before the model's last norm, and applies that norm to its output. In
+FastDeploy's ``ernie4_5_mtp.py`` it reads the state after that norm. In vLLM's ``ernie_mtp.py`` and
+SGLang's ``ernie4_eagle.py`` it does so, too, and no norm applies to the output.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +43,14 @@ class Family:
     Attributes:
         prefix: Beginning of the names of the first module's tensors, with ``{layer}`` for the
             number of the model's layers.
-        names: Beginnings of the names after that, with the names of `Mtp` that replace them; other
-            tensors belong to the decoder layer.
+        names: Beginnings of the names after that, with the names of `Mtp` that replace them, and
+            ``{last}`` for the module's last layer; other tensors belong to the decoder layer.
+        sidecar: Beginnings of names in folders with a module alone, if they are others there, with
+            those of a model's files.
+        base: Beginning of the names of these layers in a model of mlx-lm.
         left_out: Beginnings of the names of tensors that are the target's own.
-        layer: Keys of the config that make the decoder layer of a model of one layer that of the
-            module.
+        layers: Function from a model's config to the keys that give a model of mlx-lm the
+            module's layers alone.
         hidden_first: Whether the joined row begins with the state, and not with the embedding.
         feeds_norm: Whether the output after the last norm replaces the target's state.
         norm_offset: Number to add to the published weights of norms.
@@ -51,7 +59,9 @@ class Family:
     prefix: str
     names: Mapping[str, str]
     left_out: tuple[str, ...] = ()
-    layer: Mapping[str, Any] = field(default_factory=dict)
+    sidecar: Mapping[str, str] = field(default_factory=dict)
+    base: str = "model.layers.0."
+    layers: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
     hidden_first: bool = False
     feeds_norm: bool = True
     norm_offset: float = 0.0
@@ -66,7 +76,13 @@ DEEPSEEK = Family(
         "shared_head.norm.": "norm.",
     },
     left_out=("embed_tokens.", "shared_head.head."),
-    layer={"first_k_dense_replace": 0},
+    sidecar={
+        "model.mtp_block.": "",
+        "model.shared_head_norm.": "shared_head.norm.",
+        "lm_head.": "shared_head.head.",
+        "model.": "",
+    },
+    layers=lambda values: {"first_k_dense_replace": 0},
     feeds_norm=False,
 )
 QWEN = Family(
@@ -78,7 +94,7 @@ QWEN = Family(
         "norm.": "norm.",
         "layers.0.": "block.",
     },
-    layer={"full_attention_interval": 1},
+    layers=lambda values: {"full_attention_interval": 1},
     norm_offset=1.0,
 )
 MIMO = Family(
@@ -91,11 +107,44 @@ MIMO = Family(
     },
     hidden_first=True,
 )
+# Layers that Nemotron-H's modules have, by their codes in configs: attention, experts, an MLP.
+NEMOTRON_LAYERS = {"attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+
+
+def _nemotron_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layers of a module of Nemotron-H."""
+    pattern: Any = values.get("mtp_hybrid_override_pattern")
+    if pattern is None:
+        names: Any = values.get("mtp_layers_block_type")
+        is_list = isinstance(names, list)
+        pattern = [NEMOTRON_LAYERS.get(str(one), "?") for one in names] if is_list else "?"
+    if not isinstance(pattern, (str, list)) or "*" not in pattern or not set(pattern) <= set("*E-"):
+        raise ConfigError(
+            "expected mtp_hybrid_override_pattern of attention (*), experts (E) and MLPs (-), "
+            f"found {reprlib.repr(values.get('mtp_hybrid_override_pattern'))}"
+        )
+    codes = list(pattern)
+    return {"hybrid_override_pattern": codes, "layers_block_type": None, "layer_types": None}
+
+
+NEMOTRON = Family(
+    prefix="mtp.",
+    names={
+        "layers.0.enorm.": "embedding_norm.",
+        "layers.0.hnorm.": "hidden_norm.",
+        "layers.0.eh_proj.": "join.",
+        "layers.{last}.final_layernorm.": "norm.",
+        "layers.": "block.layers.",
+    },
+    base="backbone.",
+    layers=_nemotron_layers,
+)
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
     "mimo": MIMO,
+    "nemotron_h": NEMOTRON,
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
     "qwen3_next": QWEN,
@@ -146,19 +195,25 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else values
 
 
-def one_layer_model(values: Mapping[str, Any]) -> nn.Module:
-    """Make a model of mlx-lm with the one layer of a module; MLX computes no random weights."""
-    model_type = model_type_of(values)
+def model_of_layers(values: Mapping[str, Any]) -> nn.Module:
+    """Make a model of mlx-lm with a module's layers alone; MLX computes no random weights."""
+    model_type, text = model_type_of(values), text_values(values)
     module = importlib.import_module(MLX_LM_MODELS + model_type)
-    changed = {"model_type": model_type, "num_hidden_layers": 1, **FAMILIES[model_type].layer}
-    arguments = {**copy.deepcopy(dict(text_values(values))), **changed}
+    changed = {"model_type": model_type, "num_hidden_layers": 1}
+    changed |= FAMILIES[model_type].layers(text)
+    arguments = {**copy.deepcopy(dict(text)), **changed}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
     return model
 
 
-def published_name(own: str, family: Family, prefix: str) -> str:
+def names_of(family: Family, num_layers: int) -> dict[str, str]:
+    """Return the names of a family whose modules have ``num_layers`` layers."""
+    return {old.format(last=num_layers - 1): name for old, name in family.names.items()}
+
+
+def published_name(own: str, names: Mapping[str, str], prefix: str) -> str:
     """Return the name that a tensor of `Mtp` has in a checkpoint."""
-    for published, name in family.names.items():
+    for published, name in names.items():
         if own.startswith(name):
             return prefix + published + own.removeprefix(name)
     return prefix + own.removeprefix("block.")

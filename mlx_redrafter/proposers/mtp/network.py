@@ -17,8 +17,9 @@ from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
     SIDECAR,
+    model_of_layers,
     model_type_of,
-    one_layer_model,
+    names_of,
     published_name,
     text_values,
 )
@@ -52,6 +53,21 @@ class MtpConfig:
         return self.vocab_size
 
 
+class Blocks(nn.Module):
+    """The layers of a module of Nemotron-H, of which only attention has K/V entries."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__()
+        self.layers = list(layers)
+
+    def __call__(self, x: mx.array, mask: Any, caches: Sequence[Any]) -> mx.array:
+        """Process rows, shape (1, n, H)."""
+        left = iter(caches)
+        for layer in self.layers:
+            x = layer(x, mask, next(left) if layer.block_type == "*" else None)
+        return x
+
+
 class Mtp(AutoregressiveNetwork):
     """An MTP module, with ``h`` the target's last hidden state and ``e`` the token after it:
 
@@ -66,12 +82,15 @@ class Mtp(AutoregressiveNetwork):
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__()
-        self.block = one_layer_model(values).layers[0]
-        norm = self.block.input_layernorm
+        layers = model_of_layers(values).layers
+        has_blocks = hasattr(layers[0], "block_type")
+        self.block = Blocks(layers) if has_blocks else layers[0]
+        norm = layers[0].norm if has_blocks else layers[0].input_layernorm
         hidden = norm.weight.shape[0]
         model_type, vocab_size = model_type_of(values), text_values(values)["vocab_size"]
         self.config = MtpConfig(model_type, hidden, vocab_size, values)
         self.family = FAMILIES[model_type]
+        self.names = names_of(self.family, len(layers))
         self.embedding_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.join = nn.Linear(2 * hidden, hidden, bias=False)
@@ -79,6 +98,8 @@ class Mtp(AutoregressiveNetwork):
 
     @property
     def num_layers(self) -> int:
+        if isinstance(self.block, Blocks):
+            return sum(layer.block_type == "*" for layer in self.block.layers)
         return 1
 
     def captured_layers(self, target: Target) -> Sequence[int]:
@@ -96,9 +117,10 @@ class Mtp(AutoregressiveNetwork):
             pairs.reverse()
         x = self.join(mx.concatenate(pairs, axis=-1))
         # Latent attention accepts no mask except an array.
-        is_latent = "kv_a_proj_with_mqa" in self.block.self_attn
+        is_latent = "kv_a_proj_with_mqa" in self.block.get("self_attn", {})
         mask = create_attention_mask(x, caches[0], return_array=is_latent)
-        y: mx.array = self.block(x, mask, caches[0])
+        own = caches if isinstance(self.block, Blocks) else caches[0]
+        y: mx.array = self.block(x, mask, own)
         return y[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
@@ -113,4 +135,4 @@ class Mtp(AutoregressiveNetwork):
         return {**values, "model_type": self.config.model_type + SIDECAR}
 
     def stored_name(self, own: str) -> str:
-        return published_name(own, self.family, "")
+        return published_name(own, self.names, "")

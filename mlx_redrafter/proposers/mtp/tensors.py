@@ -24,8 +24,10 @@ from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS, check_shapes
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
+    is_sidecar,
+    model_of_layers,
     model_type_of,
-    one_layer_model,
+    names_of,
     prefix_of,
     published_name,
 )
@@ -35,8 +37,8 @@ from mlx_redrafter.target.model_parts import check_config
 
 # Index of the shards of a model.
 INDEX = "model.safetensors.index.json"
-# Beginning of the names of the tensors in a model of one layer.
-LAYER = "model.layers.0."
+# Endings of the names of scales for quantised K/V entries, which are not read.
+KV_SCALES = (".k_scale", ".v_scale")
 # Names of experts' tensors, one by one.
 EXPERT = re.compile(r"(.*)experts\.\d+\.(.*)")
 
@@ -74,7 +76,7 @@ def open_module(
         quantize_as_stored(module, values["quantization"], shapes)
     prefix = prefix_of(values)
     names = {
-        own: published_name(own, module.family, prefix)
+        own: published_name(own, module.names, prefix)
         for own in named_parameters(module).keys() | shapes.keys()
     }
     check_shapes(module, shapes, folder, names)
@@ -120,7 +122,11 @@ def _read_module(
         offset = family.norm_offset if is_published else 0.0
         for name, tensor in stored.items():
             bare = name.removeprefix(prefix)
-            if name.startswith(prefix) and not bare.startswith(family.left_out):
+            if is_sidecar(values):
+                old = next(filter(bare.startswith, family.sidecar), "")
+                bare = family.sidecar.get(old, "") + bare.removeprefix(old)
+            is_read = not bare.startswith(family.left_out) and not bare.endswith(KV_SCALES)
+            if name.startswith(prefix) and is_read:
                 is_norm = "norm" in bare.rpartition(".")[0].rpartition(".")[2]
                 tensors[bare] = tensor + offset if offset and is_norm else tensor
     if not tensors:
@@ -151,20 +157,21 @@ def _rename(
 
     mlx-lm's own preparation of a layer stacks experts, and unpacks FP8 and latent attention.
     """
-    family = FAMILIES[model_type_of(values)]
-    laid = {LAYER + name: tensor for name, tensor in tensors.items()}
+    family, model = FAMILIES[model_type_of(values)], model_of_layers(values)
+    names = names_of(family, len(model.layers))
+    laid = {family.base + name: tensor for name, tensor in tensors.items()}
     try:
-        laid = stack_experts(laid) if family.norm_offset else one_layer_model(values).sanitize(laid)
+        laid = stack_experts(laid) if family.norm_offset else model.sanitize(laid)
     except KeyError as error:
-        name = str(error.args[0]).replace(LAYER, prefix_of(values), 1)
+        name = str(error.args[0]).replace(family.base, prefix_of(values), 1)
         raise misfit(folder, f"{name} is missing") from error
     except Exception as error:  # mlx-lm checks no shape before
         raise misfit(folder, first_line(error)) from error
     renamed = {}
     for name, tensor in laid.items():
-        bare = name.removeprefix(LAYER)
-        old = next(filter(bare.startswith, family.names), "")
-        renamed[family.names.get(old, "block.") + bare.removeprefix(old)] = tensor
+        bare = name.removeprefix(family.base)
+        old = next(filter(bare.startswith, names), "")
+        renamed[names.get(old, "block.") + bare.removeprefix(old)] = tensor
     return renamed
 
 

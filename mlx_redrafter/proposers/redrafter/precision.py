@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
 
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.measured import load_or_compare
+from mlx_redrafter.measured import load_or_time
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
@@ -35,6 +36,10 @@ GROUP_SIZE = 64
 MIN_BYTES = 2**23
 # Minimum speedup of a search. A smaller one is within the spread of paired timings.
 GAIN = 1.1
+# Share of pairs with that speedup from which the quantised drafter is used.
+CLEAR = 0.75
+# Share of the first run's pairs above which a later run times more.
+DOUBTFUL = 0.25
 # Number of timed pairs, after a warm-up of both drafters.
 PAIRS = 9
 # Number of pairs that are timed however long they last.
@@ -42,31 +47,33 @@ MIN_PAIRS = 3
 # Seconds of timing after which no pair follows.
 ENOUGH = 2.0
 
-TimePairs = Callable[[Drafter, Drafter, Target], list[float]]
+# Seconds of a search by drafter, "given" or "quantised".
+Pair = Mapping[str, float]
+TimePairs = Callable[[Drafter, Drafter, Target], Sequence[Pair]]
 
 
-def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> list[float]:
-    """Time pairs of searches in alternating order; waits for the device.
-
-    Return the given drafter's seconds over the quantised one's, for each pair.
-    """
+def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> Sequence[Pair]:
+    """Time pairs of searches in alternating order; waits for the device."""
     root = mx.zeros((1,), dtype=mx.int32)
-    inputs = {id(drafter): input_lookup(drafter, target) for drafter in (given, quantised)}
+    drafters = {"given": given, "quantised": quantised}
+    inputs = {name: input_lookup(drafter, target) for name, drafter in drafters.items()}
 
-    def seconds(drafter: Drafter) -> float:
+    def seconds(name: str) -> float:
+        drafter = drafters[name]
         hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
         start = time.perf_counter()
-        mx.eval(expand(drafter, inputs[id(drafter)], hidden, root, SHAPE))
+        mx.eval(expand(drafter, inputs[name], hidden, root, SHAPE))
         return time.perf_counter() - start
 
-    seconds(given), seconds(quantised)
-    ratios: list[float] = []
+    order = list(drafters)
+    for name in order:
+        seconds(name)
+    pairs: list[Pair] = []
     deadline = time.perf_counter() + ENOUGH
-    while len(ratios) < MIN_PAIRS or (len(ratios) < PAIRS and time.perf_counter() < deadline):
-        order = (given, quantised) if len(ratios) % 2 else (quantised, given)
-        found = {id(drafter): seconds(drafter) for drafter in order}
-        ratios.append(found[id(given)] / found[id(quantised)])
-    return ratios
+    while len(pairs) < MIN_PAIRS or (len(pairs) < PAIRS and time.perf_counter() < deadline):
+        order.reverse()
+        pairs.append({name: seconds(name) for name in order})
+    return pairs
 
 
 def choose_precision(
@@ -85,13 +92,23 @@ def choose_precision(
         quantised = quantised_copy(drafter)
     except ConfigError:
         return drafter
-    if not load_or_compare(
-        ("drafts", SHAPE, BITS), [drafter], lambda: time_pairs(drafter, quantised, target), GAIN
-    ):
+    pairs = load_or_time(
+        ("drafts", SHAPE, BITS),
+        [drafter],
+        ("given", "quantised"),
+        lambda pairs: _share_faster(pairs) > DOUBTFUL,
+        lambda: time_pairs(drafter, quantised, target),
+    )
+    if _share_faster(pairs) < CLEAR:
         return drafter
     logger.info("the drafter is used in %d bits, with which it drafts faster here", BITS)
     mx.eval(quantised.parameters())
     return quantised
+
+
+def _share_faster(pairs: Sequence[Pair]) -> float:
+    """Return the share of pairs in which the quantised drafter is faster by GAIN."""
+    return mean(pair["given"] > GAIN * pair["quantised"] for pair in pairs)
 
 
 def bits_of(drafter: Drafter) -> int | None:

@@ -19,11 +19,11 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import FactorisedLevels
+from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
-from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.target.target import Target
@@ -130,13 +130,8 @@ class SpecFormer(KvNetwork):
 class SpecFormerDrafting(KvDrafting[SpecFormer]):
     """Drafts of one sequence by such a network."""
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         network = self.network
         slots = network.slots(self.read_flight(flight), shape.levels)[0]
         found = log_probs(network.logits(slots, self.target), network.num_rows)
-
-        def of_depth(depth: int) -> mx.array:
-            row = found[depth : depth + 1]
-            return row if rank is None else rank(row, depth)
-
-        return search(FactorisedLevels(of_depth, network.num_rows, network.to_token_ids), shape)
+        return search(ranked_slots(found, rank, network.to_token_ids), shape)

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -54,12 +55,12 @@ class BatchPass:
         num_rows: S.
     """
 
-    def __init__(self, trees: TreeBatch, lengths: Sequence[int], places: Places):
+    def __init__(self, trees: TreeBatch, lengths: Sequence[int], places: Places, num_rows: int):
         self.trees = trees
         self.lengths = list(lengths)
         self.places = places
         self.num_nodes = trees.size
-        self.num_rows = max(lengths) + self.num_nodes
+        self.num_rows = num_rows
 
     @cached_property
     def tokens(self) -> mx.array:
@@ -215,7 +216,8 @@ class BatchCache:
         capacity: Number of entries for which a slot has room.
     """
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, has_buckets: bool = False):
+        self._has_buckets = has_buckets
         self.layers = [BatchLayer(self) for _ in range(num_layers)]
         self.lengths: list[int] = []
         self.capacity = 0
@@ -234,8 +236,11 @@ class BatchCache:
     def expect(self, trees: TreeBatch) -> BatchPass:
         """Make the next forward pass one over these trees, one per slot."""
         self._num_nodes = trees.size
-        self._reserve(max(self.lengths) + self._num_nodes)
-        self.step = BatchPass(trees, self.lengths, self._places(self._num_nodes))
+        num_rows = max(self.lengths) + self._num_nodes
+        if self._has_buckets:
+            num_rows = bucket(num_rows)
+        self._reserve(num_rows)
+        self.step = BatchPass(trees, self.lengths, self._places(self._num_nodes), num_rows)
         self._moves = [((), 0)] * self.num_slots
         return self.step
 

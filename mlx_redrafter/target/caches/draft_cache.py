@@ -38,6 +38,17 @@ class DraftMask(NamedTuple):
     committed: mx.array
     aside: mx.array
 
+    def within(self, window: int | None) -> DraftMask:
+        """Mask all committed entries except the last ``window``, the root's included.
+
+        Entries of drafts stay, as in the training of EAGLE heads (speculators' ``eagle3``).
+        """
+        if window is None:
+            return self
+        num_rows = self.committed.shape[0]
+        is_near = mx.arange(num_rows) >= mx.sum(self.committed) - window
+        return self._replace(committed=self.committed & is_near)
+
     @property
     def joined(self) -> mx.array:
         """Both parts side by side, bool, shape (W, S + F)."""
@@ -106,11 +117,13 @@ class NextPass:
     Attributes:
         mask: Entries that the beams of a level attend to; None for a pass over committed tokens.
         given: Mask that the model got last.
+        window: Number of tokens in the window of that mask; None without one.
     """
 
     def __init__(self) -> None:
         self.mask: DraftMask | None = None
         self.given: mx.array | str | None = None
+        self.window: int | None = None
 
 
 class DraftLayer:
@@ -142,11 +155,11 @@ class DraftLayer:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        mask = self.step.mask
+        mask, self.step.window = self.step.mask, window_size
         if mask is None:
             given = create_attention_mask(num_tokens, self.offset, return_array, window_size)
         else:
-            given = mask.joined
+            given = mask.within(window_size).joined
         self.step.given = given
         return given
 
@@ -186,9 +199,8 @@ class DraftLayer:
             self.is_plain = no_options and arrays[1] is self._given and mask is self.step.given
         elif self.is_plain:
             assert self._aside is not None
-            return attend_in_two_parts(
-                arrays[0], self._committed(), self._aside, self.step.mask, scale
-            )
+            seen = self.step.mask.within(self.step.window)
+            return attend_in_two_parts(arrays[0], self._committed(), self._aside, seen, scale)
         return call(*arrays, self, scale, mask, **options)
 
     def _committed(self) -> tuple[mx.array, mx.array]:

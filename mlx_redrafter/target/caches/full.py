@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.few_shapes import bucket
 
 
 class FullCache:
@@ -85,6 +86,7 @@ class FullCache:
             new_values = mx.concatenate([*values_aside, values], axis=2)
         everything = self.stock.update_and_fetch(new_keys, new_values)
         if self.step.tree is not None:
+            everything = self._attended()
             self.stock.offset -= keys.shape[2]
             self._fresh = (keys, values)
         return everything
@@ -95,9 +97,22 @@ class FullCache:
         if self.step.tree is not None and self._fresh is not None:
             num_nodes = self._fresh[0].shape[2]
         self.stock.offset += num_nodes
-        entries = self.stock.keys_and_values()
+        entries = self._attended()
         self.stock.offset -= num_nodes
         return entries
+
+    def _attended(self) -> tuple[mx.array, mx.array]:
+        """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
+        stock = self.stock
+        if self.step.tree is None or not self.step.has_buckets:
+            return stock.keys_and_values()
+        assert stock.keys is not None
+        assert stock.values is not None
+        count = bucket(stock.offset - getattr(stock, "start_position", 0))
+        size = bucket(max(count, stock.keys.shape[2]))
+        if size > stock.keys.shape[2]:  # a graph knows strides, too, so the buffer grows by buckets
+            reserve_rows([stock], size)
+        return stock.keys[..., :count, :], stock.values[..., :count, :]
 
     def _entries_aside(self) -> tuple[list[mx.array], list[mx.array]]:
         """Return the committed entries that the buffer lacks, and count those that it holds."""
@@ -110,7 +125,7 @@ class FullCache:
 
 
 def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], rows: int) -> None:
-    """Give used caches buffers of at least ``rows`` entries; blocks until MLX has made them."""
+    """Give used caches buffers of at least ``rows`` entries."""
 
     def lengthen(part: mx.array) -> mx.array:
         return mx.pad(part, [(0, 0), (0, 0), (0, max(0, rows - part.shape[2])), (0, 0)])
@@ -119,7 +134,6 @@ def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], 
         assert cache.keys is not None
         assert cache.values is not None
         cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
-        mx.eval(cache.keys, cache.values)
 
 
 def copy_entries(layer: KVCache, own: KVCache, row: int, length: int) -> None:

@@ -116,9 +116,14 @@ def _check_rows(number: int, layer: Any, example: Any) -> None:
                 f"prompt_cache has {name} of {heads} heads of size {size} in layer {number}, the "
                 f"model's are {expected[1]} of size {expected[3]}; {ADVICE}"
             )
-        # A ring holds the last tokens only.
-        if not isinstance(layer.offset, int) or not (
-            0 <= min(layer.offset, getattr(layer, "max_size", layer.offset)) <= num_rows
+        # A ring and a chunk hold the last tokens only.
+        first = getattr(layer, "start_position", 0)
+        if (
+            not isinstance(layer.offset, int)
+            or not isinstance(first, int)
+            or not (
+                0 <= min(layer.offset - first, getattr(layer, "max_size", layer.offset)) <= num_rows
+            )
         ):
             raise ConfigError(
                 f"prompt_cache says that layer {number} holds {layer.offset!r} tokens, but has "

@@ -45,8 +45,9 @@ class QuantisingCache(TreeCache):
         length: int,
         quantisation: Quantisation,
         given: list[Any] | None,
+        has_buckets: bool = False,
     ):
-        super().__init__(layers, length)
+        super().__init__(layers, length, has_buckets)
         self._quantisation = quantisation
         self._given = [] if given is None else given
         self._is_due = any(hasattr(layer.stock, "to_quantized") for layer in layers)
@@ -78,6 +79,8 @@ class QuantisingCache(TreeCache):
                 self.layers[number] = QuantisedCache(quantised)
                 layer.stock.state = None, None, 0  # free memory even if the caller holds the cache
         self._is_due = False
+        # mlx-lm's attention to codes consists of products, which have no graphs per shape.
+        self.has_buckets = False
 
 
 def check_quantisation(model: nn.Module, quantisation: Quantisation, layers: Sequence[Any]) -> None:

@@ -41,6 +41,7 @@ class SlidingCache:
             self._ordered = _OrderedCache(_in_order(self.stock))
             self.stock.keys = self.stock.values = None
         if self._ordered is not None:
+            self._ordered.make_room(step.length + (1 if step.tree is None else step.tree.size))
             self._ordered.expect(step)
 
     def commit(self, path: Sequence[int]) -> None:
@@ -77,38 +78,40 @@ class SlidingCache:
             return self.stock.keys_and_values()
         keys, values = self._ordered.keys_and_values()
         first = self._first - self._ordered.stock.start_position
-        return keys[..., first:, :], values[..., first:, :]
+        return (keys, values) if first == 0 else (keys[..., first:, :], values[..., first:, :])
 
     @property
     def _first(self) -> int:
-        """Position of the first token in the window of the next one."""
+        """Position of the first token that the pass attends to.
+
+        With buckets the whole buffer, so that its part has the same shape in every step. Otherwise
+        the window of the next token.
+        """
+        if self.step.tree is not None and self.step.has_buckets and self._ordered is not None:
+            return self._ordered.stock.start_position
         return max(0, self.step.length + 1 - self.stock.max_size)
 
 
-class _OrderedRows(ChunkedKVCache):
-    """Entries of the last tokens, in order.
-
-    A full buffer keeps ``chunk_size`` entries, so that MLX copies it only now and then.
-    """
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append entries; return all entries."""
-        num_rows = self.offset - self.start_position + keys.shape[2]
-        if self.keys is not None and num_rows > self.keys.shape[2]:
-            self.maybe_trim_front()
-        return super().update_and_fetch(keys, values)
-
-
 class _OrderedCache(FullCache):
-    """The `LayerCache` of entries in order."""
+    """The `LayerCache` of the last tokens' entries, in order."""
 
-    stock: _OrderedRows
+    stock: ChunkedKVCache
+
+    def make_room(self, end: int) -> None:
+        """Drop the entries that no window reaches if the buffer ends before position ``end``.
+
+        ``chunk_size`` entries stay, so MLX copies the buffer only now and then.
+        """
+        stock = self.stock
+        if stock.keys is not None and end - stock.start_position > stock.keys.shape[2]:
+            self.write_aside()
+            stock.maybe_trim_front()
 
 
-def _in_order(ring: RotatingKVCache) -> _OrderedRows:
+def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:
     """Copy the entries of a ring in the order of tokens."""
     # A sequence may end anywhere in the path accepted before the newest tree.
-    rows = _OrderedRows(ring.max_size + MAX_BEAM_LENGTH)
+    rows = ChunkedKVCache(ring.max_size + MAX_BEAM_LENGTH)
     rows.offset = rows.start_position = ring.offset
     if ring.keys is not None:
         rows.keys = ring._temporal_order(ring.keys)
@@ -117,7 +120,7 @@ def _in_order(ring: RotatingKVCache) -> _OrderedRows:
     return rows
 
 
-def _fill(ring: RotatingKVCache, rows: _OrderedRows, length: int) -> None:
+def _fill(ring: RotatingKVCache, rows: ChunkedKVCache, length: int) -> None:
     """Leave a ring holding the first ``length`` tokens; an unused ring stays empty."""
     if rows.keys is None or rows.values is None:
         return

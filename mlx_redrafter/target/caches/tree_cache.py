@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -18,21 +19,32 @@ class ForwardPass:
     Attributes:
         length: Number of committed tokens before the pass.
         tree: The tree that the target verifies; None for a pass over committed tokens.
+        has_buckets: Whether a tree attends to whole buckets of K/V entries, as in `few_shapes`.
     """
 
-    def __init__(self, length: int, tree: TokenTree | None = None):
+    def __init__(self, length: int, tree: TokenTree | None = None, has_buckets: bool = False):
         self.length = length
         self.tree = tree
+        self.has_buckets = has_buckets
         self._chunk_masks: dict[tuple[int, int], mx.array] = {}
         self._window_rows: dict[int, mx.array] = {}
 
     @cached_property
     def tree_mask(self) -> mx.array:
-        """Mask of all committed tokens and a node's ancestors, bool, shape (N, length + N)."""
+        """Mask of all committed tokens and a node's ancestors, bool.
+
+        Shape (N, length + N), and with buckets further columns of False.
+        """
         assert self.tree is not None
         ancestors = self.tree.ancestors
-        committed = mx.ones((ancestors.shape[0], self.length), dtype=mx.bool_)
-        return mx.concatenate([committed, ancestors], axis=1)
+        return self._joined(mx.ones((ancestors.shape[0], self.length), mx.bool_), ancestors)
+
+    def _joined(self, committed: mx.array, ancestors: mx.array) -> mx.array:
+        """Join a mask of committed tokens and one of nodes, and fill the bucket with False."""
+        parts, count = [committed, ancestors], committed.shape[1] + ancestors.shape[1]
+        if self.has_buckets and bucket(count) > count:
+            parts.append(mx.zeros((ancestors.shape[0], bucket(count) - count), mx.bool_))
+        return mx.concatenate(parts, axis=1)
 
     @cached_property
     def parents(self) -> list[int]:
@@ -60,13 +72,13 @@ class ForwardPass:
             first: Position of the first token that has a column.
 
         Returns:
-            Bool, shape (N, length - first + N).
+            Bool, shape (N, length - first + N), and with buckets further columns of False.
         """
         assert self.tree is not None
         depths = self.tree.depths
         is_near = mx.arange(first - self.length, 0) > depths[:, None] - window
         ancestors = self.tree.ancestors & (depths[:, None] - depths < window)
-        return mx.concatenate([is_near, ancestors], axis=1)
+        return self._joined(is_near, ancestors)
 
     def chunk_mask(self, chunk: int, first: int) -> mx.array:
         """Mask all but the tokens of each node's own path since the last multiple of ``chunk``.
@@ -78,7 +90,7 @@ class ForwardPass:
             own = (self.length + self.tree.depths) // chunk
             is_near = mx.arange(first, self.length) // chunk == own[:, None]
             ancestors = self.tree.ancestors & (own == own[:, None])
-            self._chunk_masks[chunk, first] = mx.concatenate([is_near, ancestors], axis=1)
+            self._chunk_masks[chunk, first] = self._joined(is_near, ancestors)
         return self._chunk_masks[chunk, first]
 
     def window_rows(self, size: int) -> mx.array:
@@ -128,11 +140,13 @@ class TreeCache:
     Attributes:
         layers: The model's ``cache=`` argument.
         length: Number of committed tokens.
+        has_buckets: Whether trees attend to whole buckets of K/V entries.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], length: int):
+    def __init__(self, layers: Sequence[LayerCache], length: int, has_buckets: bool = False):
         self.layers = list(layers)
         self.length = length
+        self.has_buckets = has_buckets
 
     @property
     def stock(self) -> list[Any]:
@@ -141,7 +155,7 @@ class TreeCache:
 
     def expect(self, tree: TokenTree | None) -> None:
         """Make the next forward pass one over a tree, or over committed tokens."""
-        step = ForwardPass(self.length, tree)
+        step = ForwardPass(self.length, tree, self.has_buckets)
         for layer in self.layers:
             layer.expect(step)
 

@@ -21,17 +21,13 @@ from numpy.typing import NDArray
 from mlx_redrafter.decoding.accept import count_matches
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.expansion import best_nodes
-from mlx_redrafter.proposers.quantization import quantization_of
-from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.recurrence import Embed
-from mlx_redrafter.proposers.target_facts import check_sizes
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.target import FINAL
 from mlx_redrafter.training.generated_texts import (
     draw_noise,
     iterate_generated_texts,
@@ -57,23 +53,6 @@ class RecurrentStudent(Student):
         super().__init__(network)
         self.embed = embed
         self.layers = network.config.captured_layers or ()
-
-    @classmethod
-    def load(cls, path_or_repo: str, target: Target, vocab_size: int) -> RecurrentStudent:
-        """Load a drafter to continue training for a target, in float32."""
-        drafter = load_drafter(path_or_repo)
-        if quantization_of(drafter) is not None:
-            raise ConfigError(
-                f"expected floating-point weights to train, found the drafter {path_or_repo}, "
-                "which is quantised; start from the drafter it was made from"
-            )
-        check_sizes(drafter.config, target.hidden_size, target.vocab_size, vocab_size)
-        drafter.set_dtype(mx.float32)
-        mx.eval(drafter.parameters())
-        student = cls(drafter, target.embed)
-        if student.layers:
-            target.watch(student.layers)
-        return student
 
     @property
     def learning_rate(self) -> float:

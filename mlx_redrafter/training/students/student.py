@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.training.batches import HeadRows
-from mlx_redrafter.training.loss import TrainingBatch
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.training_request import LossOptions
 
 
 class Student(ABC):
@@ -114,6 +115,12 @@ class Student(ABC):
 
         Float32, shape (B, S, V); arbitrary where the weight is 0.
         """
+
+    def loss(
+        self, network: Any, batch: TrainingBatch, counts: mx.array, options: LossOptions
+    ) -> mx.array:
+        """Compute the loss of a network; the other arguments are those of `draft_loss`."""
+        return draft_loss(self.logits(network, batch), batch, counts, options)
 
     def leave_target(self) -> None:  # noqa: B027
         """Drop the references to the target that training does not need."""

@@ -1,20 +1,29 @@
-"""New students of every kind, in sizes that suit the target."""
+"""Students of every kind: new ones, in sizes that suit the target, and earlier drafters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import mlx.core as mx
+
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.quantization import quantization_of
+from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.training.students.block_student import BlockStudent
 from mlx_redrafter.training.students.kv_students import (
     EagleStudent,
     MtpStudent,
@@ -43,11 +52,52 @@ MLP_RATIO = 8 / 3
 MLP_MULTIPLE = 64
 # Minimum number of layers of a target whose third, middle and third last layer EAGLE-3 reads.
 DEEP = 8
+# Number of layers of a block drafter for a target of at least `DEEP` layers, as published.
+BLOCK_LAYERS = 5
+# Maximum rank of a block drafter's link, as published for 2560 wide states.
+LINK_RANK = 256
+# The rank of a link is a multiple of this number, so that it can be quantised.
+LINK_MULTIPLE = 64
+# Number of candidates of DFlash 2's selector, as published.
+NUM_CANDIDATES = 16
+# Heads by their links; those with other links are DSpark's.
+LINKED: Mapping[str, Head] = {"none": "dflash", "selector": "dflash2"}
+# Length of DFlash 2's convolutions, in entries.
+CONV_TAPS = 4
 
 
 def new_student(target: Target, options: NetworkOptions) -> Student:
     """Create a student whose random weights are not computed."""
-    student = KINDS[options.head](target, options)
+    return _watching(KINDS[options.head](target, options), target)
+
+
+def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) -> Student:
+    """Load a drafter to continue training for a target, in float32.
+
+    Its own embedding and head stay as they are: they are copies of the target's.
+    """
+    network: Any = load_drafter(path_or_repo) if head == "redrafter" else load_block(path_or_repo)
+    if quantization_of(network) is not None:
+        raise ConfigError(
+            f"expected floating-point weights to train, found the drafter {path_or_repo}, which is "
+            "quantised; start from the drafter it was made from"
+        )
+    network.check_fit(target, tokenizer)
+    network.set_dtype(mx.float32)
+    mx.eval(network.parameters())
+    if isinstance(network, Drafter):
+        return _watching(RecurrentStudent(network, target.embed), target)
+    found = LINKED.get(network.config.link, "dspark")
+    if found != head:
+        raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")
+    for part in (network.get("embed_tokens"), network.get("lm_head")):
+        if part is not None:
+            part.freeze()
+    return _watching(BlockStudent(network, target), target)
+
+
+def _watching(student: Student, target: Target) -> Student:
+    """Let the target capture the layers that a student reads."""
     if student.layers:
         target.watch(student.layers)
     return student
@@ -122,6 +172,45 @@ def _new_specformer(target: Target, options: NetworkOptions) -> Student:
     return SpecFormerStudent(SpecFormer(config), target)
 
 
+def _new_block(target: Target, options: NetworkOptions) -> Student:
+    """Create a block drafter, whose first draft's place in the block is the published one."""
+    is_dspark, hidden = options.head == "dspark", target.hidden_size
+    num_layers = options.num_layers or (BLOCK_LAYERS if len(target.blocks) >= DEEP else 2)
+    sizes: dict[str, Any] = {}
+    if options.head != "dflash":
+        rank = min(LINK_RANK, max(LINK_MULTIPLE, hidden // 2 // LINK_MULTIPLE * LINK_MULTIPLE))
+        sizes = {"link": "vanilla" if is_dspark else "selector", "rank": rank}
+    if is_dspark:
+        sizes |= {"has_confidence": True, "confidence_reads_token": True}
+    elif sizes:
+        sizes |= {"conv_taps": CONV_TAPS, "conv_groups": sizes["rank"] // LINK_MULTIPLE}
+        if target.vocab_size > NUM_CANDIDATES:
+            sizes["num_candidates"] = NUM_CANDIDATES
+    config = BlockConfig(
+        num_hidden_layers=num_layers,
+        captured_layers=_spread_layers(len(target.blocks), num_layers),
+        num_target_layers=len(target.blocks),
+        block_size=options.beam_length - is_dspark,
+        first_slot=int(not is_dspark),
+        # The last token is a rare one, or only pads the vocabulary.
+        mask_token_id=target.vocab_size - 1,
+        **sizes,
+        **_layer_sizes(target),
+    )
+    return BlockStudent(BlockNetwork(config), target)
+
+
+def _spread_layers(count: int, number: int) -> tuple[int, ...]:
+    """Choose layers of a target of ``count`` layers, as published block drafters do.
+
+    They read outputs from layer 1 to the third last one, evenly spread; of few layers all do, the
+    last one included.
+    """
+    if count < DEEP:
+        return (min(1, count), max(1, count // 2), count)
+    return tuple(2 + round(i * (count - 4) / max(1, number - 1)) for i in range(number))
+
+
 def _captured_layers(target: Target) -> tuple[int, int, int]:
     """Choose a low, a middle and a high layer, as in EAGLE-3."""
     count = len(target.blocks)
@@ -152,4 +241,7 @@ KINDS: Mapping[Head, Callable[[Target, NetworkOptions], Student]] = {
     "eagle1": _new_eagle_1,
     "mtp": _new_mtp,
     "specformer": _new_specformer,
+    "dflash": _new_block,
+    "dflash2": _new_block,
+    "dspark": _new_block,
 }

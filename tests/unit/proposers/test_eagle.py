@@ -27,8 +27,9 @@ from mlx_redrafter.proposers import kv_drafting  # noqa: E402
 from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
 from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
+from mlx_redrafter.proposers.eagle.published import CAPTURED  # noqa: E402
 from mlx_redrafter.proposers.quantization import quantize_drafter  # noqa: E402
-from mlx_redrafter.target.target import Target  # noqa: E402
+from mlx_redrafter.target.target import FINAL, Target  # noqa: E402
 from tests.helpers.flights import flight_of  # noqa: E402
 from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402
 from tests.helpers.published_eagle import (  # noqa: E402
@@ -80,7 +81,7 @@ def test_levels_are_those_of_the_equations_whatever_the_steps_before(
     tensors = write_head(tmp_path, LAYOUTS[name])
     published = _published(name, tensors)
     eagle = load_eagle(tmp_path)
-    rng, width = random.Random(name), (3 if LAYOUTS[name].version == 3 else 1) * HIDDEN
+    rng, width = random.Random(name), eagle.config.num_captured * HIDDEN
 
     def draw(count: int) -> tuple[list[int], mx.array]:
         key = mx.random.key(rng.randrange(10**6))
@@ -153,6 +154,35 @@ def test_layers_are_those_of_the_target_where_a_file_names_none(tmp_path: Path) 
     assert eagle.captured_layers(Target(tiny_llama(layers=8))) == (2, 4, 5)
 
 
+@pytest.mark.parametrize(
+    ("values", "layers"),
+    [
+        ({"eagle_config": {CAPTURED: [1, 3, 4]}}, (2, 4, 5)),
+        ({"eagle_config": {CAPTURED: [2, 4, 5]}}, (2, 4, 5)),
+        ({CAPTURED: [1, 3, 4]}, (1, 3, 4)),
+    ],
+    ids=["outputs by SpecForge", "inputs by NVIDIA", "inputs by speculators"],
+)
+def test_layer_ids_mean_outputs_where_specforge_writes_them(
+    values: dict[str, Any], layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_head(tmp_path, LAYOUTS["EAGLE-3"])
+    _change(tmp_path, **values)
+    assert load_eagle(tmp_path).config.captured_layers == layers
+
+
+def test_the_state_after_the_last_layer_is_its_output_before_the_norm() -> None:
+    model: Any = tiny_llama(seed=4, vocab_size=VOCAB)
+    target = Target(model)
+    num_layers = len(target.blocks)
+    target.watch([num_layers - 1, num_layers])
+    text = mx.array([5, 17, 3])
+    states = target.layer_inputs(text, [num_layers - 1, num_layers, FINAL])
+    before, last, normed = mx.split(states, 3, axis=-1)
+    assert mx.allclose(model.layers[-1](before[None], "causal")[0], last, atol=TOLERANCE).item()
+    assert mx.array_equal(model.model.norm(last), normed).item()
+
+
 def _change(folder: Path, **values: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **values}))
@@ -169,6 +199,11 @@ def _change(folder: Path, **values: Any) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"intermediate_size": "48"}, "intermediate_size must be an integer"),
         ({"rope_scaling": 3}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "rope_scaling factor must be a number"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window must be an integer from 1"),
+        ({"layer_types": ["sliding_attention", 1]}, "layer_types must be one of"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "but the tensor fc.weight"),
+        ({"speculators_model_type": "peagle"}, "expected mask_token_id in the config.json"),
     ],
     ids=str,
 )
@@ -205,8 +240,8 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path, LAYOUTS["speculators 3.1"])
     proposer = load_eagle(tmp_path)
     proposer.check_fit(Target(MODEL), tokenizer)
-    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 1 .* found 2"):
-        proposer.check_fit(Target(tiny_llama(layers=2)), tokenizer)
+    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 0 .* found 2"):
+        proposer.check_fit(Target(tiny_llama(layers=1)), tokenizer)
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
         proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
 
@@ -214,9 +249,12 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "is a DFlash drafter"),
-        ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
-        ({"architectures": ["LlamaForCausalLMPEagle"]}, "is a P-EAGLE head"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
+        ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
+        (
+            {"model_type": "deepseek_v4_mtp"},
+            "is a module with multi-token prediction alone",
+        ),
         ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
     ],
     ids=str,
@@ -245,7 +283,8 @@ def test_configs_are_read_back() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("fc.weight", "", "states of one layer only, without the tensor fc.weight"),
+        ("fc.weight", "", "use_aux_hidden_state True, but no tensor fc.weight"),
+        ("mlp.up_proj.weight", "mlp.gate.weight", "a mixture of experts"),
         ("q_proj.weight", "kv_a_proj_with_mqa.weight", "layers with latent attention"),
     ],
 )

@@ -16,6 +16,12 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.assistant import load as load_assistant
+from mlx_redrafter.proposers.assistant.config import FULL, SLIDING
+from mlx_redrafter.proposers.assistant.network import Assistant
+from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -25,10 +31,26 @@ from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer import load as load_specformer
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
+from tests.golden.block_layouts import LAYOUTS, tensors
+from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.published_heads import (
+    ASSISTANTS,
+    SPECULATORS,
+    assistant_tensors,
+    speculators_head,
+)
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
 NUM_FILES = 24
+# Block drafters of packagings that are read by different code.
+BLOCKS = (
+    "z-lab scales",
+    "incoai",
+    "DeepSpec Gemma 4",
+    "Meta",
+    "speculators DSpark gated",
+)
 WEIRD: tuple[Any, ...] = (
     None,
     0,
@@ -64,10 +86,34 @@ def specformer_files() -> Files:
     return network.config.to_dict(), named_parameters(network)
 
 
+def block_files(name: str) -> Files:
+    """A published block drafter; values inside its objects are damaged as well."""
+    layout = LAYOUTS[name]
+    return layout.config, {own: mx.array(one) for own, one in tensors(layout).items()}
+
+
+def own_block_files(link: str) -> Files:
+    """A block drafter as `convert` writes it."""
+    network = random_block(block_config(24, 8, head_dim=4, **LINKS[link]))
+    return network.config.to_dict(), named_parameters(network)
+
+
 def mtp_files(model_type: str) -> Files:
     """A published module without the rest of its model."""
     config = family_config(model_type)
     return config, module_tensors(config)
+
+
+def speculators_files(name: str) -> Files:
+    """A head of speculators with windows, or one of P-EAGLE."""
+    tensors = {key: mx.array(value) for key, value in speculators_head(name).items()}
+    return SPECULATORS[name], tensors
+
+
+def assistant_files() -> Files:
+    """A Gemma 4 assistant with clusters."""
+    name = "assistant with clusters"
+    return ASSISTANTS[name], {k: mx.array(v) for k, v in assistant_tensors(name).items()}
 
 
 def converted(folder: Path) -> Mtp:
@@ -81,11 +127,17 @@ SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], KvNetwork]]] = {
     "EAGLE-1": (lambda: eagle_files(1), load_eagle),
     "EAGLE-3": (lambda: eagle_files(3), load_eagle),
     "SpecFormer": (specformer_files, load_specformer),
+    **{name: (partial(block_files, name), load_block) for name in BLOCKS},
+    "DFlash 2, converted": (lambda: own_block_files("DFlash 2"), load_block),
     "mimo": (lambda: mtp_files("mimo"), load_mtp),
     "deepseek_v3": (lambda: mtp_files("deepseek_v3"), load_mtp),
     "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
     "qwen3_next": (lambda: mtp_files("qwen3_next"), load_mtp),
     "qwen3_5_moe": (lambda: mtp_files("qwen3_5_moe"), load_mtp),
+    "nemotron_h": (lambda: mtp_files("nemotron_h"), load_mtp),
+    "EAGLE-3 with windows": (lambda: speculators_files("windows"), load_eagle),
+    "P-EAGLE": (lambda: speculators_files("parallel"), load_eagle),
+    "assistant": (assistant_files, load_assistant),
     **{
         f"{model_type}, converted": (partial(mtp_files, model_type), converted)
         for model_type in ("mimo", "glm4_moe_lite", "qwen3_5")
@@ -99,6 +151,10 @@ def damage(files: Files, chance: random.Random) -> Files:
     for _ in range(chance.randint(1, 3)):
         name, key = chance.choice(sorted(tensors)), chance.choice(sorted(config))
         tensor = tensors[name]
+        if isinstance(config[key], dict) and config[key] and chance.random() < 0.7:
+            inner = chance.choice(sorted(config[key]))
+            config[key] = {**config[key], inner: chance.choice(WEIRD)}
+            continue
         match chance.randrange(9):
             case 0 | 1 | 2:
                 config[key] = chance.choice(WEIRD)
@@ -150,13 +206,28 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
     except RedrafterError as error:
         return str(error)
     hidden = network.config.hidden_size
+    if isinstance(network, Assistant):
+        sizes = {one.layer_type: one.self_attn.head_dim for one in network.model.layers}
+        contexts = [
+            (*[mx.ones((1, 1, 2, sizes.get(kind, 2)))] * 2, mx.array([True, True]))
+            for kind in (FULL, SLIDING)
+        ]
+        rows = network(mx.ones((2, hidden)), mx.ones((2, hidden)), contexts)
+        mx.eval(network.logits(rows, None), network.feed_back(rows))
+        return None
     count = 1
     if isinstance(network, Eagle):
         count = network.config.num_captured
-    elif isinstance(network, SpecFormer):
+    elif isinstance(network, (SpecFormer, BlockNetwork)):
         count = len(network.config.captured_layers)
     rows = network.fuse(mx.ones((2, hidden * count)))
-    outputs = network(rows, mx.ones((2, hidden)), network.make_cache())
+    caches = network.make_cache()
+    outputs = network(rows, mx.ones((2, hidden)), caches)
+    if isinstance(network, BlockNetwork):
+        root, block = mx.array([2]), mx.ones((1, network.config.block_size, hidden))
+        place = 2, 2, root, block.shape[1]
+        around = DecodingSurroundings(network.layers, caches, rows[None, :1], *place)
+        outputs = network.outputs(block, around)
     mx.eval(network.slots(outputs, 2) if isinstance(network, SpecFormer) else outputs)
     return None
 

@@ -43,7 +43,7 @@ SHAPES: list[dict[str, Any]] = [
 TIED = {**CONFIG, "tie_word_embeddings": True}
 
 
-@pytest.fixture(scope="module", params=["mimo", "tied mimo", *TORCH_NAMES])
+@pytest.fixture(scope="module", params=["mimo", "tied mimo", "nemotron_h", *TORCH_NAMES])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return TIED if request.param == "tied mimo" else family_config(request.param)
 
@@ -108,6 +108,8 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
     model: nn.Module, module: Any, config: dict[str, Any]
 ) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    if config["model_type"] == "nemotron_h":
+        pytest.skip("test_published_heads compares it with mlx-vlm")
     tensors, target = family_tensors(config), Target(model)
     if config["model_type"] == "mimo":
         published = lambda pairs: (published_mimo(torch, tensors, pairs),) * 2  # noqa: E731
@@ -248,6 +250,43 @@ def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path: Path) -> None
     assert read.block.mlp.switch_mlp.up_proj.bits == 4
 
 
+# Names of mlx-vlm's splitter for GLM-4.7-Flash (``glm4_moe_lite_mtp/split.py``), by those of `Mtp`.
+GLM_SIDECAR = {
+    "block.": "model.mtp_block.",
+    "embedding_norm.": "model.enorm.",
+    "hidden_norm.": "model.hnorm.",
+    "join.": "model.eh_proj.",
+    "norm.": "model.shared_head_norm.",
+}
+
+
+@pytest.mark.parametrize("quantisation", [None, (64, 4, "affine"), (32, 8, "mxfp8")], ids=str)
+def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path) -> None:
+    config = family_config("glm4_moe_lite")
+    published = load_mtp(write(tmp_path / "published", family_tensors(config), config))
+    values: dict[str, Any] = {"model_type": "glm4_moe_lite_mtp", "text_config": config}
+    if quantisation is not None:
+        size, bits, mode = quantisation
+        values["quantization"] = {"group_size": size, "bits": bits, "mode": mode}
+        nn.quantize(
+            published,
+            *quantisation[:2],
+            mode=mode,
+            class_predicate=lambda _, layer: (
+                hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
+            ),
+        )
+    tensors = {"lm_head.weight": mx.zeros((64, 8)), "model.embed_tokens.weight": mx.zeros((64, 8))}
+    for own, tensor in named_parameters(published).items():
+        old = next(filter(own.startswith, GLM_SIDECAR))
+        tensors[GLM_SIDECAR[old] + own.removeprefix(old)] = tensor
+    sidecar = write(tmp_path / "sidecar", tensors, values)
+    assert recognise(sidecar)[0].NAME == "MTP module"
+    read = named_parameters(load_mtp(sidecar))
+    for own, tensor in named_parameters(published).items():
+        assert mx.array_equal(read[own], tensor), own
+
+
 def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path) -> None:
     for model_type in ("deepseek_v3", "qwen3_next"):
         config = family_config(model_type)
@@ -302,6 +341,18 @@ BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]]
         "with an MTP module, of type deepseek_v3, .* found 'llama'",
     ),
     "sizes": (module_tensors(), {**CONFIG, "vocab_size": 0}, CheckpointError, "vocab_size 0"),
+    "mode": (
+        module_tensors(),
+        {**CONFIG, "quantization": {"group_size": 32, "bits": 8, "mode": "mxfp4"}},
+        CheckpointError,
+        r"mode mxfp4 needs group_size and bits \(32, 4\), got \(32, 8\)",
+    ),
+    "layers of states": (
+        family_tensors(family_config("nemotron_h")),
+        {**family_config("nemotron_h"), "mtp_hybrid_override_pattern": "*M"},
+        CheckpointError,
+        r"expected mtp_hybrid_override_pattern of attention .* found '\*M'",
+    ),
     "no config": (module_tensors(), {"model_type": "mimo"}, CheckpointError, "does not describe"),
 }
 

@@ -203,7 +203,7 @@ def test_other_targets_are_refused() -> None:
     with pytest.raises(CheckpointError, match="hidden_size 64 does not match"):
         wide.check_fit(Target(MODEL), tokenizer)
     deep = new_network(captured_layers=(0, 9))
-    with pytest.raises(UnsupportedTargetError, match="expected layers 0 to 2"):
+    with pytest.raises(UnsupportedTargetError, match="expected inputs of layers 0 to 2 "):
         deep.check_fit(Target(MODEL), tokenizer)
     options = {"drafter": new_network(), "beam_width": 1, "beam_length": 6}
     with pytest.raises(ConfigError, match="beam_length must be at most 5"):

@@ -13,10 +13,11 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.sliding import SlidingCache, _OrderedRows
+from mlx_redrafter.target import few_shapes
+from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass, TreeCache
 from tests.helpers.drafts import make_tree
 
@@ -26,7 +27,8 @@ BLOCK = 16
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are full, and copied, after few tokens."""
-    monkeypatch.setattr(_OrderedRows, "step", BLOCK)
+    monkeypatch.setattr(ChunkedKVCache, "step", BLOCK)
+    monkeypatch.setattr(few_shapes, "BUCKET", BLOCK)
 
 
 def feed(layer: RotatingKVCache | SlidingCache, numbers: Sequence[int]) -> list[list[int]]:
@@ -60,10 +62,10 @@ def read(ring: RotatingKVCache, numbers: Sequence[int], sizes: Sequence[int]) ->
 class Reading:
     """A text of numbers, read by a `SlidingCache` in any steps, and what its tokens should see."""
 
-    def __init__(self, window: int, rng: random.Random):
+    def __init__(self, window: int, rng: random.Random, has_buckets: bool = False):
         self.window, self.rng = window, rng
         self.layer = SlidingCache(RotatingKVCache(window))
-        self.cache = TreeCache([self.layer], 0)
+        self.cache = TreeCache([self.layer], 0, has_buckets)
         self.text: list[int] = []
         self.next = 1
 
@@ -125,13 +127,14 @@ class Reading:
     window=st.integers(1, 12),
     prompt=st.lists(st.integers(1, 20), max_size=3),
     steps=st.integers(0, 30),
+    has_buckets=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_steps_see_what_single_tokens_do(
-    seed: int, window: int, prompt: list[int], steps: int
+    seed: int, window: int, prompt: list[int], steps: int, has_buckets: bool
 ) -> None:
     rng = random.Random(seed)
-    reading = Reading(window, rng)
+    reading = Reading(window, rng, has_buckets)
     reading.prompt(prompt)
     for _ in range(steps):
         if rng.random() < 0.3:
@@ -143,10 +146,13 @@ def test_any_steps_see_what_single_tokens_do(
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
 @pytest.mark.parametrize("prompt", [[1], [3, 4], [8], [30], [30, 1, 1, 1]])
-def test_a_text_ends_anywhere_in_its_newest_path(window: int, prompt: list[int]) -> None:
+@pytest.mark.parametrize("has_buckets", [False, True])
+def test_a_text_ends_anywhere_in_its_newest_path(
+    window: int, prompt: list[int], has_buckets: bool
+) -> None:
     for back in (0, 1, 2, 7, MAX_BEAM_LENGTH - 1):
         for is_followed in (False, True):
-            reading = Reading(window, random.Random(back))
+            reading = Reading(window, random.Random(back), has_buckets)
             reading.prompt(prompt)
             for _ in range(3):
                 reading.tree(9, 4)

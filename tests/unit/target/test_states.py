@@ -59,5 +59,5 @@ def test_logits_of_states_are_the_models(model_type: str) -> None:
 
 
 def test_layers_that_are_not_there_are_refused() -> None:
-    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 2 of the target .* found 3"):
-        Target(tiny_llama()).watch((0, 3))
+    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 2 of the target .* found 4"):
+        Target(tiny_llama()).watch((0, 4))

@@ -1,0 +1,100 @@
+"""Choice of the drafter for ``--drafter auto``, and for a model without ``--drafter``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from mlx_redrafter.errors import ConfigError, RedrafterError
+
+if TYPE_CHECKING:
+    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
+    from mlx_redrafter.checkpoints.hub import Repository
+    from mlx_redrafter.checkpoints.identity import Identity
+
+# Word for the drafter that this module chooses.
+AUTO = "auto"
+# Word for prompt lookup, which needs no files.
+LOOKUP = "lookup"
+
+
+def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
+    """Choose a drafter for a model, print the choice to stderr, and return its name or folder.
+
+    Without ``--drafter`` it must be on this machine and made for the model. ``auto`` also offers a
+    published one, and a smaller model with the same tokens.
+
+    Args:
+        model: A folder or a repository.
+        drafter: `AUTO`, or None without ``--drafter``.
+        yes: Whether to download what `AUTO` offers without a question.
+
+    Raises:
+        CheckpointError: The model's files cannot be found or read.
+        ConfigError: `AUTO` is a folder as well.
+        UnsupportedTargetError: The model cannot be decoded exactly.
+    """
+    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+
+    if drafter == AUTO and Path(AUTO).is_dir():
+        raise ConfigError(
+            f"{AUTO!r} lets the program choose a drafter, and is a folder here as well; say "
+            f"./{AUTO} for the folder, or go to another one"
+        )
+    search = DrafterSearch(_identify(model))
+    found = search.stored()
+    if found is None and drafter == AUTO:
+        found = _offer(search, yes) or search.draft_model()
+    if found is not None:
+        typer.echo(f"drafter: {found.name} ({found.method}; {found.reason})", err=True)
+        return found.option
+    hint = "" if drafter == AUTO else "; --drafter auto also looks for published ones"
+    typer.echo(f"drafter: prompt lookup; none on this machine is made for {model}{hint}", err=True)
+    return LOOKUP
+
+
+def _identify(model: str) -> Identity:
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    from mlx_redrafter.checkpoint_files import find_checkpoint
+    from mlx_redrafter.checkpoints.identity import Identity
+    from mlx_redrafter.target.model_parts import check_config
+
+    identity = Identity.of_folder(find_checkpoint(model, DEFAULT_ALLOW_PATTERNS))
+    check_config(identity.config)
+    return identity
+
+
+def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
+    """Offer a published drafter, and download it if the user agrees."""
+    from mlx_redrafter.checkpoints.hub import download
+    from mlx_redrafter.proposers.checkpoint import PATTERNS
+
+    try:
+        offer = search.published()
+        for reason in search.skipped:
+            typer.echo(f"not used: {reason}", err=True)
+        if offer is None or not _agrees(*offer, yes):
+            return None
+        found, repository = offer
+        download(repository, PATTERNS)
+        return found
+    except RedrafterError as error:
+        typer.echo(f"not used: {error}", err=True)
+        return None
+
+
+def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
+    from mlx_redrafter.checkpoints.drafter_search import describe_offer
+
+    text = describe_offer(found, repository)
+    if yes:
+        typer.echo(f"downloading {text}", err=True)
+        return True
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        return typer.confirm(f"Download {text}?", err=True)
+    typer.echo(f"--yes would download {text}", err=True)
+    return False

@@ -1,0 +1,229 @@
+"""``redrafter-mlx launch``: a coding agent that uses a model of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from mlx_redrafter.checkpoint_files import shared_name
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.agents import AGENTS, Address, Settings
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.server.limits import Limits
+
+# Address of the server, which only this machine reaches.
+HOST = "127.0.0.1"
+# Seconds between two looks whether the server answers.
+POLL_SECONDS = 0.2
+# Seconds that a server has to answer whether it is there.
+ANSWER_SECONDS = 2.0
+# Seconds that a server has to end after its agent has ended.
+END_SECONDS = 40
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The server that the agent uses."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model, as for serve. By default that of the server that runs already.",
+            show_default=False,
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter of a server to start.", show_default=False)
+    ] = None
+    port: Annotated[int, typer.Option(help="Port of the server.")] = 8080
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of the server.",
+            envvar="REDRAFTER_API_KEY",
+            show_envvar=True,
+            show_default=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_int("port", self.port, 1, 65535)
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return f"http://{HOST}:{self.port}"
+
+
+def launch(
+    agent: Annotated[
+        str, typer.Argument(help=f"Agent to start: {', '.join(AGENTS)}.", show_default=False)
+    ],
+    server: ServerOptions,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments of the agent, after two dashes.", show_default=False),
+    ] = None,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the settings and the command; start nothing.")
+    ] = False,
+) -> None:
+    """Start a coding agent with a model of this machine.
+
+    Uses the server at --port if one runs there, or starts one for as long as the agent runs. The
+    settings hold for this process only: the agent's own configuration stays as it is.
+    """
+    if agent not in AGENTS:
+        raise ConfigError(f"agent must be {' or '.join(AGENTS)}, got {agent!r}")
+    if only_print:
+        found = _find(server)
+        model = {"id": _name(server)} if found is None else _choose(found, server)
+        settings = AGENTS[agent].configure(_address(server, model))
+        typer.echo(_as_command(agent, settings, arguments or []))
+        return
+    program = shutil.which(agent)
+    if program is None:
+        raise ConfigError(
+            f"{agent} is not installed; install it with: npm install -g {AGENTS[agent].package}"
+        )
+    with _ending_by_signals(), _running(server) as model:
+        settings = AGENTS[agent].configure(_address(server, model))
+        typer.echo(f"{agent} uses the model {model['id']} at {server.url}, with", err=True)
+        for line in _describe(settings, server.api_key):
+            typer.echo(f"  {line}", err=True)
+        command = [program, *settings.arguments, *(arguments or [])]
+        code = subprocess.call(command, env={**os.environ, **settings.variables})
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _ending_by_signals() -> Iterator[None]:
+    """Make signals end this process in order, so that its server ends, too."""
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, lambda one, _: sys.exit(128 + one)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
+    """Find the server, or start one and end it; give its model."""
+    found = _find(server)
+    if found is not None:
+        yield _choose(found, server)
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="redrafter-mlx-", suffix=".log") as log:
+        typer.echo(f"starting a server at {server.url}; its log is {log.name}", err=True)
+        key = {} if server.api_key is None else {"REDRAFTER_API_KEY": server.api_key}
+        with subprocess.Popen(
+            _serve_command(server),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **key},
+            start_new_session=True,  # Ctrl-C is for the agent
+        ) as process:
+            try:
+                yield _choose(_wait(server, process, log.name), server)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _serve_command(server: ServerOptions) -> list[str]:
+    command = [sys.executable, "-m", "mlx_redrafter", "serve", "--port", str(server.port)]
+    # Agents leave the length of their answers to the server, and a cut call is none.
+    command += ["--host", HOST, "--max-tokens", "-1"]
+    for name, value in (("model", server.model), ("drafter", server.drafter)):
+        command += [] if value is None else [f"--{name}", value]
+    return command
+
+
+def _wait(
+    server: ServerOptions, process: subprocess.Popen[bytes], log: str
+) -> list[dict[str, Any]]:
+    """Wait until a server answers."""
+    while (found := _find(server)) is None:
+        if process.poll() is not None:
+            with open(log, encoding="utf-8", errors="replace") as file:
+                lines = file.read().strip().splitlines()
+            raise ConfigError(f"the server ended: {lines[-1] if lines else 'without a message'}")
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def _find(server: ServerOptions) -> list[dict[str, Any]] | None:
+    """Return the models of the server that runs; None if none does."""
+    headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
+    request = urllib.request.Request(f"{server.url}/v1/models", headers=headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=ANSWER_SECONDS) as response:
+            models = json.load(response)["data"]
+    except urllib.error.HTTPError as error:
+        raise ConfigError(
+            f"the server at {server.url} answers with status {error.code}; give its --api-key, or "
+            "another --port"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not models or any(one.get("owned_by") != "mlx_redrafter" for one in models):
+        raise ConfigError(f"another program's server runs at {server.url}; give another --port")
+    return list(models)
+
+
+def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, Any]:
+    """Return the model to use."""
+    names = [one["id"] for one in models]
+    wanted = names[0] if server.model is None else _name(server)
+    if wanted not in names:
+        raise ConfigError(
+            f"the server at {server.url} serves {', '.join(names)}; leave --model out, or give "
+            "another --port"
+        )
+    found = models[names.index(wanted)]
+    if found.get("has_chat") is False:
+        raise ConfigError(f"{wanted} has no chat template, which agents need; give another --model")
+    return found
+
+
+def _name(server: ServerOptions) -> str:
+    return "bundled" if server.model is None else shared_name(server.model)
+
+
+def _address(server: ServerOptions, model: dict[str, Any]) -> Address:
+    context = min(model.get("context_length") or Limits.max_context, Limits.max_context)
+    return Address(server.url, model["id"], server.api_key, context)
+
+
+def _describe(settings: Settings, key: str | None) -> list[str]:
+    """Return the settings as lines, without the key."""
+    lines = [f"{name}={value}" for name, value in settings.variables.items()]
+    lines += [" ".join(settings.arguments)] if settings.arguments else []
+    return [line.replace(key, "***") if key else line for line in lines]
+
+
+def _as_command(agent: str, settings: Settings, arguments: list[str]) -> str:
+    """Return a command for a shell."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in settings.variables.items()]
+    return " ".join([*variables, agent, *map(shlex.quote, [*settings.arguments, *arguments])])

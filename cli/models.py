@@ -1,0 +1,156 @@
+"""``redrafter-mlx list``, ``pull`` and ``rm``: models and drafters on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+
+if TYPE_CHECKING:
+    from mlx_redrafter.model_store import StoredModel
+
+# Owner of the repositories that a name without an owner stands for, if it is not on this machine.
+DEFAULT_OWNER = "mlx-community"
+
+Name = Annotated[
+    str, typer.Argument(help="Repository, or the last part of its name.", show_default=False)
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Delete without a question.")]
+
+
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List models and drafters on this machine, with their sizes and what drafts for them.
+
+    Searches the Hugging Face cache, which mlx-lm uses, and LM Studio's folders.
+    """
+    from mlx_redrafter.memory_sizes import format_bytes
+    from mlx_redrafter.model_store import stored_models
+
+    rows = [_describe(model) for model in stored_models()]
+    if as_json:
+        typer.echo(json.dumps({"models": rows}))
+        return
+    if not rows:
+        typer.echo("no models on this machine; redrafter-mlx pull NAME downloads one", err=True)
+    for row in rows:
+        drafter = f"; drafter: {row['drafter']}" if row["drafter"] else ""
+        typer.echo(
+            f"{row['name']}  {format_bytes(row['bytes'])}  {row['kind']}  ({row['place']}){drafter}"
+        )
+
+
+def pull(name: Name) -> None:
+    """Download a model or a drafter, or its newest version, and say what drafts for it.
+
+    A name without an owner is completed by models on this machine, or else by mlx-community.
+    """
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    from mlx_redrafter.checkpoints.hub import describe_repository, download
+    from mlx_redrafter.memory_sizes import format_bytes
+
+    patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
+    full = _complete(name)
+    repository = describe_repository(full)
+    if repository is None:
+        raise CheckpointError(f"there is no repository {full!r} on the hub; check the name")
+    licence = repository.card.licence or "not stated"
+    size = format_bytes(repository.size(patterns))
+    typer.echo(f"downloading {full} ({size}, licence {licence})", err=True)
+    typer.echo(f"{full} is in {download(repository, patterns)}", err=True)
+    drafter = _drafter_of(full)
+    if drafter is not None:
+        typer.echo(f"drafter: {drafter}", err=True)
+
+
+def remove(name: Name, yes: Yes = False) -> None:
+    """Delete a model or a drafter from the Hugging Face cache, in all its versions."""
+    from huggingface_hub import scan_cache_dir
+
+    from mlx_redrafter.memory_sizes import format_bytes
+    from mlx_redrafter.model_store import stored_models
+
+    full = _complete(name)
+    models = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    repository = next((repo for repo in models if repo.repo_id == full), None)
+    if repository is None:
+        others = [f"{one.place} keeps it" for one in stored_models() if one.name == full]
+        hint = f"{others[0]}: delete it there" if others else "see redrafter-mlx list"
+        raise CheckpointError(f"{full!r} is not in the Hugging Face cache; {hint}")
+    if _agrees(f"Delete {full} ({format_bytes(repository.size_on_disk)})?", yes):
+        # Not by commit, as the library does: copies of a repository have the same commits.
+        shutil.rmtree(repository.repo_path)
+        typer.echo(f"deleted {full}", err=True)
+
+
+def _describe(model: StoredModel) -> dict[str, Any]:
+    from mlx_redrafter.checkpoints.recognition import recognise
+    from mlx_redrafter.proposers import draft_model
+
+    try:
+        kind, _ = recognise(model.folder)
+        name = "model" if kind is draft_model else kind.NAME
+    except RedrafterError:
+        name = "not supported"
+    return {
+        "name": model.name,
+        "bytes": model.size,
+        "kind": name,
+        "place": model.place,
+        "folder": str(model.folder),
+        "drafter": _drafter_of(model.name) if name == "model" else None,
+    }
+
+
+def _drafter_of(name: str) -> str | None:
+    """Name a drafter on this machine for a model, or else one in the table of published ones."""
+    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+    from mlx_redrafter.checkpoints.identity import Identity
+    from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
+    from mlx_redrafter.model_store import find_stored
+
+    folder = find_stored(name, None)
+    if folder is None:
+        return None
+    try:
+        identity = Identity.of_folder(folder)
+        found = DrafterSearch(identity).stored()
+    except RedrafterError:
+        return None
+    if found is not None:
+        return f"{found.name} ({found.method}, on this machine)"
+    published = published_for(identity, read_table())
+    if not published:
+        return None
+    return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"
+
+
+def _complete(name: str) -> str:
+    """Complete a repository's name by models on this machine, or else by the default owner."""
+    from mlx_redrafter.model_store import find_stored, repository_of
+
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"expected a repository like org/name, got {name!r}")
+    if "/" in name:
+        return name
+    try:
+        stored = find_stored(name, None)
+    except LookupError as error:
+        raise CheckpointError(f"{name!r} is the name of several repositories: {error}") from error
+    return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
+
+
+def _agrees(question: str, yes: bool) -> bool:
+    """Ask the user; without a terminal ``--yes`` must have answered."""
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{question} There is no terminal to ask at: add --yes")
+    return typer.confirm(question, err=True)

@@ -1,0 +1,205 @@
+"""Search for a drafter of a model: on this machine, and in the table of published drafters.
+
+A drafter counts as made for a model if the table, its config or its card names the model, and if
+neither its config nor its tensors contradict that. Nothing is downloaded but a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.checkpoint_files import read_config, read_shapes, weight_files
+from mlx_redrafter.checkpoints.cards import read_card
+from mlx_redrafter.checkpoints.hub import Repository, describe_repository
+from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
+from mlx_redrafter.checkpoints.published_drafters import (
+    METHODS,
+    PublishedDrafter,
+    published_for,
+    read_table,
+)
+from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.checkpoints.token_table import has_same_tokens
+from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.memory_sizes import format_bytes
+from mlx_redrafter.model_store import find_stored, repository_of, stored_models
+from mlx_redrafter.proposers import draft_model, mtp
+from mlx_redrafter.proposers.checkpoint import PATTERNS
+from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
+from mlx_redrafter.target.model_loading import make_model
+
+# Maximum size of a draft model, in sizes of the target; a larger one costs more than it gains.
+MAX_SHARE = 0.2
+
+
+class FoundDrafter(NamedTuple):
+    """A drafter for a model.
+
+    Attributes:
+        name: Repository or folder name, for messages.
+        path: Folder, repository or word that `load` accepts.
+        method: Kind of drafter.
+        reason: Evidence that it was made for the model.
+        published: Its line in the table; None if it is not there.
+    """
+
+    name: str
+    path: str
+    method: str
+    reason: str
+    published: PublishedDrafter | None = None
+
+    @property
+    def option(self) -> str:
+        """Value for ``--drafter``: a repository, a folder or a word."""
+        return self.name if "/" in self.name else self.path
+
+
+@dataclass
+class DrafterSearch:
+    """Drafters of one model.
+
+    Attributes:
+        model: The model.
+        skipped: Drafters that cannot be used, each with the reason.
+    """
+
+    model: Identity
+    skipped: list[str] = field(default_factory=list)
+
+    def stored(self) -> FoundDrafter | None:
+        """Find a drafter on this machine that was made for the model, without the network."""
+        return next(filter(None, map(self._usable, self._stored())), None)
+
+    def published(self) -> tuple[FoundDrafter, Repository] | None:
+        """Find a published drafter that is not on this machine; fetch its config alone.
+
+        Raises:
+            CheckpointError: The hub cannot be reached.
+        """
+        for line in published_for(self.model, read_table()):
+            if find_stored(line.drafter, PATTERNS) is not None:
+                continue
+            repository = describe_repository(line.drafter)
+            if repository is None:
+                self.skipped.append(f"{line.drafter} is no longer on the hub")
+            elif (found := self._usable(_of_table(line, line.drafter))) is not None:
+                return found, repository
+            elif repository.is_gated:
+                self.skipped[-1] += f"; accept its terms at {repository.address} first"
+        return None
+
+    def draft_model(self) -> FoundDrafter | None:
+        """Find the smallest model on this machine that has the tokens of the model."""
+        folder = self.model.folder
+        if folder is None:
+            return None
+        limit = MAX_SHARE * _weight_bytes(folder)
+        smaller = [one for one in stored_models() if _weight_bytes(one.folder) <= limit]
+        for one in sorted(smaller, key=lambda one: _weight_bytes(one.folder)):
+            if _can_draft(one.folder) and has_same_tokens(one.folder, folder):
+                reason = "it has the tokens of the model"
+                return FoundDrafter(one.name, str(one.folder), draft_model.NAME, reason)
+        return None
+
+    def _stored(self) -> Iterator[FoundDrafter]:
+        for line in published_for(self.model, read_table()):
+            folder = find_stored(line.drafter, PATTERNS)
+            if folder is not None:
+                yield _of_table(line, str(folder))
+        for folder in self._folders():
+            if (reason := self._declaration(folder)) is not None:
+                yield FoundDrafter(repository_of(folder), str(folder), "", reason)
+        folder = self.model.folder
+        if folder is not None and _has_module(folder, self.model.config):
+            reason = "it is in the model's own files"
+            yield FoundDrafter(mtp.WORD, mtp.WORD, mtp.NAME, reason)
+
+    def _folders(self) -> Iterator[Path]:
+        """Yield the folders that may hold a drafter: those of the stores, and those beside."""
+        yield from (one.folder for one in stored_models())
+        if self.model.folder is not None:
+            beside = self.model.folder.resolve().parent.glob("*/config.json")
+            yield from (config.parent for config in sorted(beside))
+
+    def _declaration(self, folder: Path) -> str | None:
+        """Return the text in a drafter's config or card that names the model."""
+        try:
+            config = read_config(folder)
+            named = targets_in_config(config)
+            if self.model.is_named(*named):
+                return f"its config names {named[0]}"
+            bases = read_card(folder).base_models
+            if not named and self.model.is_named(*bases) and not _is_model(folder):
+                return f"its card names {bases[0]}"
+        except RedrafterError:
+            pass  # a damaged folder of another program is no drafter
+        return None
+
+    def _usable(self, found: FoundDrafter) -> FoundDrafter | None:
+        """Return the drafter with its kind if it is supported and fits; note the reason if not."""
+        if found.path == mtp.WORD:
+            return found
+        try:
+            kind, config = recognise(found.path)
+            reason = self.model.contradiction(config)
+            refusal = None if reason is None else f"{found.name} is not for this model: {reason}"
+        except RedrafterError as error:
+            refusal = str(error)
+        if refusal is not None:
+            self.skipped.append(refusal)
+            return None
+        return found._replace(method=found.method or kind.NAME)
+
+
+def describe_offer(found: FoundDrafter, repository: Repository) -> str:
+    """Describe a download: its kind, size and licence, and the gain that others measured."""
+    line = found.published
+    stated = repository.card.licence or (line.licence if line is not None else "")
+    licence = f"licence {stated}" if stated else "no licence stated"
+    size = format_bytes(repository.size(PATTERNS))
+    gain = f"; {line.gain} times as fast as plain" if line is not None and line.gain else ""
+    return f"{found.name} ({found.method}, {size}, {licence}; {found.reason}{gain})"
+
+
+def _of_table(line: PublishedDrafter, path: str) -> FoundDrafter:
+    reason = f"made for {line.target}, says {line.source}"
+    return FoundDrafter(line.drafter, path, METHODS[line.method], reason, line)
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder holds a language model, and not a drafter."""
+    try:
+        return recognise(folder)[0] is draft_model
+    except RedrafterError:
+        return False
+
+
+def _can_draft(folder: Path) -> bool:
+    """Return whether a folder holds a draft model, whose layers attend to all tokens."""
+    try:
+        kind, config = recognise(folder)
+        caches = make_prompt_cache(make_model(folder.name, config)) if kind is draft_model else []
+    except RedrafterError:
+        return False
+    return bool(caches) and all(type(cache) is KVCache for cache in caches)
+
+
+def _has_module(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether a model's own files hold an MTP module."""
+    if not has_family(config) or is_sidecar(config):
+        return False
+    prefix = prefix_of(config)
+    return any(name.startswith(prefix) for name in read_shapes(folder))
+
+
+def _weight_bytes(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in weight_files(folder))
+    except CheckpointError:
+        return 0

@@ -1,0 +1,131 @@
+"""Identity of a model: the names and sizes by which a drafter knows it.
+
+A model that is stored in another way, such as a quantised copy, is the same model. A model that was
+trained further is another one, even if its sizes and most of its name are equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoints.cards import Card, read_card
+from mlx_redrafter.model_store import repository_of
+from mlx_redrafter.proposers.target_facts import TargetFacts
+
+# Parts of a name that tell how weights are stored. "it", "Instruct", "Lite" and "qat" are not among
+# them: they name other weights.
+STORED = re.compile(
+    r"[-_.](mlx|gguf|dwq|optiq|nvfp4|mxfp[48]|fp(8|16|32)|bf16|int[48]|awq|gptq|[2-8]-?bits?"
+    r"|q[2-8](_[k01])?(_[msl])?|g(32|64|128)|hi|ud)(?=[-_.]|$)",
+    re.IGNORECASE,
+)
+# Form of a repository's name.
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+class Identity(NamedTuple):
+    """A model, as drafters know it.
+
+    Attributes:
+        names: Plain names.
+        config: The object in its ``config.json``.
+        folder: Folder with its files; None if they are not on this machine.
+    """
+
+    names: frozenset[str]
+    config: Mapping[str, Any]
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, Any], card: Card) -> Identity:
+        """Identify a model by its name, its config and its card.
+
+        The base model of the card is this model if the card says that this is a quantised copy, or
+        if the names differ in the way of storing only.
+        """
+        names = {plain_name(name)}
+        if len(card.base_models) == 1:
+            base = plain_name(card.base_models[0])
+            names |= {base} if card.is_quantised else set()
+        return cls(frozenset(names), config)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Identity:
+        """Identify the model in a folder.
+
+        Raises:
+            CheckpointError: Its config cannot be read.
+        """
+        identity = cls.of(repository_of(folder), read_config(folder), read_card(folder))
+        return identity._replace(folder=folder)
+
+    def is_named(self, *names: str) -> bool:
+        """Return whether one of these is a name of this model."""
+        return any(plain_name(name) in self.names for name in names)
+
+    def contradiction(self, config: Mapping[str, Any]) -> str | None:
+        """Return the reason why a drafter was made for another model; None without one.
+
+        Args:
+            config: The object in the drafter's ``config.json``; its values may be of any type.
+        """
+        # A path of the machine that trained it names nothing.
+        named = [name for name in targets_in_config(config) if REPOSITORY.fullmatch(name)]
+        if named and not self.is_named(*named):
+            return f"it was made for {named[0]}"
+        target = TargetFacts.of("", self.config)
+        layers = _mapping(self.config.get("text_config")) or self.config
+        sizes = _mapping(config.get("transformer_layer_config")) or config
+        nested = _mapping(config.get("dflash_config"))
+        hidden, vocab = sizes.get("hidden_size"), sizes.get("vocab_size")
+        if _differ(hidden, target.hidden_size):
+            return f"its hidden_size {hidden} is not the model's {target.hidden_size}"
+        if _exceeds(vocab, target.vocab_size):
+            return f"its vocab_size {vocab} is not the model's {target.vocab_size}"
+        count = layers.get("num_hidden_layers")
+        for said in (config.get("num_target_layers"), nested.get("num_target_layers")):
+            if _differ(said, count):
+                return f"it reads a model of {said} layers, not of {count}"
+        for key in ("aux_hidden_state_layer_ids", "target_layer_ids"):
+            read = config.get(key, nested.get(key))
+            deepest = (
+                max((i for i in read if type(i) is int), default=0) if type(read) is list else 0
+            )
+            if _exceeds(deepest, count):
+                return f"it reads layer {deepest} of a model of {count} layers"
+        return None
+
+
+def plain_name(name: str) -> str:
+    """Return a model's name without its owner, and without the way in which it is stored."""
+    plain, before = name.rstrip("/").rpartition("/")[2], ""
+    while plain != before:
+        before, plain = plain, STORED.sub("", plain)
+    return re.sub(r"[-_.\s]", "", plain).lower()
+
+
+def targets_in_config(config: Mapping[str, Any]) -> list[str]:
+    """Return the models that a drafter's config names as its target."""
+    verifier = _mapping(_mapping(config.get("speculators_config")).get("verifier"))
+    named = (
+        verifier.get("name_or_path"),
+        _mapping(config.get("target")).get("name"),
+        config.get("base_model_name_or_path"),
+    )
+    return [name for name in named if isinstance(name, str) and name]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _differ(one: object, other: object) -> bool:
+    return type(one) is int and type(other) is int and one != other
+
+
+def _exceeds(one: object, other: object) -> bool:
+    return type(one) is int and type(other) is int and one > other

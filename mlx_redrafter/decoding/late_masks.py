@@ -1,0 +1,162 @@
+"""Masks of grammars that begin at a marker within a text.
+
+The marker is a text, as in mlx-lm, since a model may spell it in several ways. A token may also
+end beyond the marker; it is allowed if the grammar allows the rest of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.generate import TextStateMachine
+
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks, NodeRows
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# State of the search for markers: that of mlx-lm's machine for texts.
+Search = Any
+
+# Name of the machine's state before a marker. No marker is empty.
+FREE = ""
+
+
+class TokenBytes:
+    """The bytes of the tokens of a vocabulary, as texts of Latin-1, in which a byte is a character.
+
+    Args:
+        vocabulary: llguidance's vocabulary.
+    """
+
+    def __init__(self, vocabulary: LLTokenizer):
+        tokens = range(vocabulary.vocab_size)
+        self.texts = [vocabulary.decode_bytes([token]).decode("latin-1") for token in tokens]
+        self.ends = list(vocabulary.eos_tokens)
+        self._vocabulary = vocabulary
+        self._sorted = sorted((text, token) for token, text in enumerate(self.texts))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return tokens that spell a text; there may be others."""
+        return self._vocabulary.tokenize_bytes(text.encode("latin-1"))
+
+    def beyond(self, marker: str) -> list[int]:
+        """Return the tokens that begin in a marker, or before it, and end beyond it."""
+        found = [
+            token
+            for token, text in enumerate(self.texts)
+            if marker in text and not text.endswith(marker)
+        ]
+        for i in range(1, len(marker)):
+            rest = marker[i:]
+            at = bisect_left(self._sorted, (rest, -1))
+            while at < len(self._sorted) and self._sorted[at][0].startswith(rest):
+                if len(self._sorted[at][0]) > len(rest):
+                    found.append(self._sorted[at][1])
+                at += 1
+        return found
+
+
+class LateMasks:
+    """The masks of a text that is free until a marker comes.
+
+    Args:
+        matchers: Matchers at the beginning of each marker's grammar.
+        vocabulary: The tokens.
+        is_last: Whether the text ends where the grammar ends; otherwise it is free again.
+        may_end_before: Whether the text may end while it is free.
+    """
+
+    def __init__(
+        self,
+        matchers: Mapping[str, LLMatcher],
+        vocabulary: TokenBytes,
+        is_last: bool,
+        may_end_before: bool,
+    ):
+        self._matchers = matchers
+        self._vocabulary = vocabulary
+        self._is_last = is_last
+        self._may_end_before = may_end_before
+        edges = [(marker, marker) for marker in matchers]
+        no_edges: dict[str, list[tuple[str, str]]] = {marker: [] for marker in matchers}
+        self._start: Search = TextStateMachine({FREE: edges, **no_edges}).make_state(FREE)
+        self._search = self._start
+        self._held: GrammarMasks | None = None
+        self._beyond = sorted({token for one in matchers for token in vocabulary.beyond(one)})
+        # Masks of free nodes by the beginning of a marker that stands before them.
+        self._free_rows: dict[str, bytes | None] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._held is None:
+                self._search, self._held = self._read(self._search, token)
+                continue
+            self._held.extend([token])
+            if self._held.is_complete and not self._is_last:
+                self._search, self._held = self._start, None
+
+    def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
+        nodes = NodeRows(tokens, parents)
+        if self._held is None:
+            self._walk(nodes, 0, self._search)
+        else:
+            self._fill(self._held, nodes, 0)
+        return nodes.apply(logits)
+
+    def _walk(self, nodes: NodeRows, node: int, search: Search) -> None:
+        """Fill in the rows of a free node and of all below it."""
+        nodes.rows[node] = self._free_row(search)
+        for child in nodes.children[node]:
+            if nodes.tokens[child] >= 0:
+                after, held = self._read(search, nodes.tokens[child])
+                if held is None:
+                    self._walk(nodes, child, after)
+                else:
+                    self._fill(held, nodes, child)
+
+    def _fill(self, held: GrammarMasks, nodes: NodeRows, node: int) -> None:
+        if self._is_last:
+            held.fill(nodes, node)
+        else:
+            held.fill(nodes, node, lambda child: self._walk(nodes, child, self._start))
+
+    def _read(self, search: Search, token: int) -> tuple[Search, GrammarMasks | None]:
+        """Read a token of the free text; return the masks of the grammar that it begins."""
+        text = self._text_of(token)
+        after, segments = TextStateMachine.split(search, text)
+        marker, rest = segments[-1]
+        if marker == FREE:
+            return after, None
+        held = GrammarMasks(self._matchers[marker].deep_copy)
+        held.extend(self._vocabulary.tokenize(rest))
+        return after, held
+
+    def _free_row(self, search: Search) -> bytes | None:
+        """Return the mask of a free node; most have none."""
+        pending = search[3]
+        if pending not in self._free_rows:
+            forbidden = [] if self._may_end_before else list(self._vocabulary.ends)
+            for token in self._beyond:
+                _, segments = TextStateMachine.split(search, self._text_of(token))
+                marker, rest = segments[-1]
+                if marker != FREE:
+                    tokens = self._vocabulary.tokenize(rest)
+                    if self._matchers[marker].validate_tokens(tokens) < len(tokens):
+                        forbidden.append(token)
+            self._free_rows[pending] = self._mask_without(forbidden) if forbidden else None
+        return self._free_rows[pending]
+
+    def _mask_without(self, forbidden: Sequence[int]) -> bytes:
+        num_words = (len(self._vocabulary.texts) + 31) // 32
+        mask = bytearray(b"\xff" * (4 * num_words))
+        for token in forbidden:
+            mask[token // 8] &= ~(1 << token % 8) & 0xFF
+        return bytes(mask)
+
+    def _text_of(self, token: int) -> str:
+        texts = self._vocabulary.texts
+        return texts[token] if token < len(texts) else ""

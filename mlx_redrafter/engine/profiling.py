@@ -1,0 +1,235 @@
+"""Time steps of running decoding on this machine, in rounds over all kinds of steps.
+
+Whole steps are timed, because the host's work counts if a forward pass is short.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
+from mlx_redrafter.decoding.records import PendingPass, Request
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.generation_options import Quantisation, SamplingParams
+from mlx_redrafter.measured import fastest
+from mlx_redrafter.policy.plans import LOOKUP, SIZES
+from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
+
+
+class Kind(NamedTuple):
+    """A kind of step to time.
+
+    Attributes:
+        plan: Plan of its drafts; None for plain decoding.
+        waits: Whether the host reads the drafts before the target verifies them.
+        verifies: Whether the target verifies any.
+    """
+
+    plan: DraftPlan | None
+    waits: bool = False
+    verifies: bool = True
+
+    def does_as_much(self, other: Kind) -> bool:
+        """Whether a step of this kind does all the work of the other's."""
+        return all(map(operator.ge, self._work(), other._work()))
+
+    def _work(self) -> tuple[int, ...]:
+        if self.plan is None:
+            return (0,) * 5
+        shape = self.plan.shape
+        return shape.width, shape.length, self.plan.num_nodes, self.waits, self.verifies
+
+
+Seconds = Mapping[Kind, float]
+
+# Shape of the search that is timed with trees of all sizes, and without verification.
+BASE = DraftShape(2, 6)
+# Number of nodes of the trees in the other timings.
+FEW = 3
+# Beam length of the short search of every width; a level's cost follows from both lengths.
+SHORT = 3
+# Beam length of the long search of every width.
+LONG = 9
+# Beam widths of those searches; the costs of others are interpolated.
+TIMED_WIDTHS = (1, BASE.width, 4)
+
+PLAIN = Kind(None)
+VERIFY = {size: Kind(DraftPlan(BASE, size)) for size in SIZES}
+SEARCH = {
+    (width, length): Kind(DraftPlan(DraftShape(width, length), FEW))
+    for width in TIMED_WIDTHS
+    for length in (SHORT, LONG)
+}
+READ = Kind(DraftPlan(BASE, FEW), waits=True)
+DRAFT = Kind(DraftPlan(BASE, FEW), verifies=False)
+# Steps of prompt lookup, by number of nodes.
+LOOKUPS = {size: Kind(DraftPlan(LOOKUP.shape, size, from_text=True), waits=True) for size in SIZES}
+
+# Number of rounds; the fastest turn of a kind counts, as other work disturbed the others.
+ROUNDS = 2
+# Number of steps of a kind in a row, which are its turn in a round.
+STEPS = 5
+# Relative difference between the two fastest turns of a kind that leaves doubt.
+DOUBT = 0.15
+# Maximum number of rounds, if ROUNDS leave doubt.
+MAX_ROUNDS = 4
+# Seconds in which a further round must end: long steps are hardly disturbed.
+PATIENCE = 10.0
+
+
+def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
+    """Return the kinds to time with a network, or with prompt lookup (None)."""
+    if proposer is None:
+        return PLAIN, *LOOKUPS.values()
+    return PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT
+
+
+def time_steps(
+    target: Target,
+    proposer: Proposer | None,
+    context: int,
+    quantisation: Quantisation | None = None,
+) -> Sequence[Seconds]:
+    """Time rounds of the kinds on meaningless tokens; blocks until MLX has run them.
+
+    Args:
+        target: The model.
+        proposer: A network that drafts for it; None for prompt lookup.
+        context: Number of tokens before the steps.
+        quantisation: Quantisation of their K/V entries; None for none.
+    """
+    if isinstance(proposer, SpeculateAhead):
+        proposer = proposer.proposer  # steps in use show the cost of speculating ahead
+    drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
+    max_length = None if proposer is None else proposer.max_length
+    schedule = _Schedule(kinds_of(proposer), max_length)
+    cache = target.blank_cache(context, quantisation)
+    chooser = _Contrary(SamplingParams(), target.vocab_size)
+    text = SequenceDecoder(target, cache, chooser, Request([0]), drafting, schedule)
+    with closing(decode(text)) as tokens:  # type: ignore[type-var]
+        while not schedule.is_done:
+            next(tokens)
+    return schedule.rounds
+
+
+def is_doubtful(rounds: Sequence[Seconds]) -> bool:
+    """Whether the two fastest turns of a kind differ, or a step that does more costs less."""
+    first = fastest(rounds)
+    for kind in first:
+        second = sorted(one[kind] for one in rounds)[:2][-1]
+        least = min(seconds for other, seconds in first.items() if other.does_as_much(kind))
+        if second > (1 + DOUBT) * least:
+            return True
+    return False
+
+
+class _Contrary(KeyedSampler):
+    """Sampler of tokens that no drafter proposes, so that the sequence grows by one token a step.
+
+    If drafts were accepted, the plans that are timed last would meet hundreds of tokens more than
+    the first, which costs the largest trees most.
+    """
+
+    def sample(
+        self,
+        log_probs: mx.array,
+        depths: mx.array,
+        noise: GumbelNoise | None,
+        num_levels: int,
+    ) -> mx.array:
+        return mx.argmin(log_probs, axis=-1)
+
+
+class _Junk:
+    """Meaningless drafts that the host makes once it knows the tokens, like those of a lookup."""
+
+    reader = None
+
+    def outlook(self) -> Sequence[float]:
+        return [1.0]
+
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        drafts = range(plan.num_nodes - 1)
+        scores = [-1.0 * node for node in drafts]
+        return TokenTree.of([flight.tokens[-1], *(0 for _ in drafts)], [0, *drafts], scores)
+
+    def skip(self, flight: PendingPass) -> None:
+        """Nothing is stored."""
+
+    def settle(self, length: int) -> None:
+        """Nothing is stored."""
+
+
+class _Schedule:
+    """A policy that gives every kind of step one turn per round, and stores the costs.
+
+    The host dispatches a plain step or a draft before it reads the previous outcome. So the first
+    and the last step of a turn partly measure the neighbouring kinds.
+
+    Args:
+        kinds: The kinds.
+        max_length: Longest beams of the proposer; None if it has no bound. Longer plans are cut to
+            it, and padding makes their trees as large.
+        clock: Function that returns the time in seconds.
+
+    Attributes:
+        rounds: Mean seconds of the inner steps of every turn, for each complete round.
+        is_done: Whether the rounds suffice.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        max_length: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.rounds: list[Seconds] = []
+        self.is_done = False
+        self._kinds, self._max_length = kinds, max_length
+        self._clock, self._start = clock, clock()
+        self._num_chosen = 0
+        # Seconds of the steps of the current round.
+        self._seconds: list[float] = []
+
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+        plan = self._kind(self._num_chosen).plan
+        self._num_chosen += 1
+        return plan and plan.within(self._max_length)
+
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        kind = self._kind(len(self._seconds))
+        if kind.waits:
+            tree.read()
+        if not kind.verifies:
+            return tree.first(1)
+        assert kind.plan is not None
+        return tree.padded(kind.plan.num_nodes)
+
+    def observe(self, step: Step) -> None:
+        self._seconds.append(math.inf if step.seconds is None else step.seconds)
+        if len(self._seconds) == STEPS * len(self._kinds):
+            turns = np.reshape(self._seconds, (-1, STEPS))[:, 2:-1].mean(axis=1).tolist()
+            self.rounds.append(dict(zip(self._kinds, turns, strict=True)))
+            self._seconds = []
+            self.is_done = self._suffices()
+
+    def _kind(self, step: int) -> Kind:
+        return self._kinds[step // STEPS % len(self._kinds)]
+
+    def _suffices(self) -> bool:
+        done = len(self.rounds)
+        is_late = (self._clock() - self._start) * (done + 1) / done > PATIENCE
+        return is_late or done == MAX_ROUNDS or (done >= ROUNDS and not is_doubtful(self.rounds))

@@ -1,0 +1,24 @@
+"""Grammars that begin at a marker within a text, such as the marker of a tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlx_redrafter.grammar import Grammar
+
+
+@dataclass(frozen=True)
+class LateGrammar:
+    """Grammars of the text after a marker; until a marker comes, all tokens are allowed.
+
+    Attributes:
+        grammars: Grammars by the marker that they follow.
+        is_last: Whether the text ends where the grammar ends. Otherwise all tokens are allowed from
+            there to the next marker, so the grammar must end in a way that nothing can extend.
+        may_end_before: Whether the text may end without a marker.
+    """
+
+    grammars: Mapping[str, Grammar]
+    is_last: bool = False
+    may_end_before: bool = True

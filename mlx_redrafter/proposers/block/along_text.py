@@ -1,0 +1,127 @@
+"""Blocks after every token of a text at once, for training and calibration.
+
+Axes: n tokens with states, each the last one before a root, B entries of a block, D depths, H
+hidden size, V rows of the head, S width of the target's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from mlx_redrafter.proposers.block.layers import KeysValues
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.target.target import Target
+
+
+def read_blocks(
+    network: BlockNetwork,
+    target: Target,
+    roots: mx.array,
+    states: mx.array,
+    sequences: mx.array,
+    levels: int,
+) -> mx.array:
+    """Process a block after each token; the outputs of its depths have shape (n, D, H).
+
+    Args:
+        network: The network.
+        target: Its target.
+        roots: Token after each token, integer, shape (n,).
+        states: The target's states at the tokens, shape (n, S).
+        sequences: Number of the sequence of each token, integer, shape (n,). Sequences do not see
+            each other.
+        levels: D.
+    """
+    config, count = network.config, roots.shape[0]
+    size = network.block_size(levels)
+    masks = mx.full((count, size - 1), config.mask_token_id, dtype=mx.int32)
+    ids = mx.concatenate([roots[:, None].astype(mx.int32), masks], axis=1)
+    block = network.embed(ids.flatten(), target).reshape(count, size, -1)
+    around = TextSurroundings(network, network.fuse(states), sequences)
+    return network.outputs(block, around)[:, config.first_slot : config.first_slot + levels]
+
+
+def score_levels(
+    network: BlockNetwork, target: Target, outputs: mx.array, tokens: mx.array
+) -> Iterator[mx.array]:
+    """Compute the logits of each depth after given drafts, float32, shape (n, V).
+
+    If the link scores some candidates of a depth, the other tokens have logits without it.
+
+    Args:
+        network: The network.
+        target: Its target.
+        outputs: Result of `read_blocks`.
+        tokens: Root, and the drafts before the last depth, integer, shape (n, D).
+    """
+    state, count = None, network.config.num_candidates
+    for depth in range(outputs.shape[1]):
+        unary = network.logits(outputs[:, depth], target)
+        if network.link is None:
+            yield unary
+            continue
+        feature, state = network.link.feature(tokens[:, depth], outputs[:, depth], state)
+        linked = unary + network.link.scores(feature, None).astype(mx.float32)
+        if count is not None and count < unary.shape[-1]:
+            least = mx.min(mx.topk(mx.stop_gradient(unary), count), axis=-1, keepdims=True)
+            linked = mx.where(unary >= least, linked, unary)
+        yield linked
+
+
+class TextSurroundings:
+    """The tokens of a text, and a block after each of them; a `Surroundings`.
+
+    Args:
+        network: The network.
+        features: Result of `BlockNetwork.fuse` at all tokens, shape (n, H).
+        sequences: Number of the sequence of each token, integer, shape (n,).
+    """
+
+    def __init__(self, network: BlockNetwork, features: mx.array, sequences: mx.array):
+        self.network, self.features = network, features
+        rows = mx.arange(features.shape[0])
+        self._is_same = sequences[:, None] == sequences[None]
+        self._distances = rows[:, None] + 1 - rows[None]  # from a block's first entry to a token
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.arange(1, self.features.shape[0] + 1, dtype=mx.int32)
+
+    def attend(
+        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend to the text, whose entries all blocks share, and to the own block."""
+        attention = self.network.layers[layer].self_attn
+        keys, values = (x[0] for x in attention.keys_values(self.features[None], 0))
+        blocks, heads, size, width = queries.shape
+        groups, count = keys.shape[0], keys.shape[1]
+        q = queries.reshape(blocks, groups, -1, width).swapaxes(0, 1)  # (groups, n, heads * B, D)
+        to_text = q.reshape(groups, -1, width) @ keys.swapaxes(1, 2)
+        to_own = q @ own[0].swapaxes(0, 1).swapaxes(2, 3)
+        shape = (groups, blocks, heads // groups, size)
+        scores = mx.concatenate(
+            [to_text.reshape(*shape, count), to_own.reshape(*shape, size)], axis=-1
+        )
+        scores = mx.where(self._mask(layer, size)[:, None], scale * scores, -mx.inf)
+        if sinks is not None:
+            column = sinks.reshape(groups, 1, -1, 1, 1).astype(scores.dtype)
+            scores = mx.concatenate([scores, mx.broadcast_to(column, (*shape, 1))], axis=-1)
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        of_text = weights[..., :count].reshape(groups, -1, count) @ values
+        of_own = weights[..., count : count + size].reshape(groups, blocks, -1, size)
+        out = of_text.reshape(q.shape) + of_own @ own[1].swapaxes(0, 1)
+        return out.swapaxes(0, 1).reshape(queries.shape)
+
+    def _mask(self, layer: int, size: int) -> mx.array:
+        """Build the mask of blocks to tokens and to themselves, (n, B, n + B)."""
+        config, entries = self.network.config, mx.arange(size)
+        seen = (self._is_same & (self._distances > 0))[:, None]
+        window = (config.windows or ())[layer]
+        if window is not None:
+            seen = seen & (self._distances[:, None] + entries[:, None] < window)
+        count = self.features.shape[0]
+        seen = mx.broadcast_to(seen, (count, size, count))
+        own = entries[None] <= (entries[:, None] if (config.causal or ())[layer] else size)
+        return mx.concatenate([seen, mx.broadcast_to(own, (count, size, size))], axis=-1)

@@ -1,0 +1,200 @@
+"""Decoder layers over a block of entries.
+
+Axes: M blocks, B entries of a block, n verified tokens, H hidden size, D head size.
+
+Layers keep keys and values of verified tokens only. These depend on the target's states alone, so a
+layer makes them without the layers below it. Entries of a block attend to them and to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.yarn import complete_yarn
+
+KeysValues = tuple[mx.array, mx.array]
+
+
+class Surroundings(Protocol):
+    """The entries that blocks attend to, and the positions of the blocks."""
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of each block's first entry: an int, or int32 of shape (M,)."""
+        ...
+
+    def attend(
+        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Compute one layer's attention of blocks to verified tokens and to themselves.
+
+        Args:
+            layer: Index of the layer.
+            queries: Rotated queries, shape (M, query heads, B, D).
+            own: Rotated keys, and values, of the blocks, shape (M, key heads, B, D).
+            scale: Factor of the scores.
+            sinks: Logits of the sinks, shape (query heads,), or None.
+
+        Returns:
+            Shape (M, query heads, B, D).
+        """
+        ...
+
+
+def new_rope(config: BlockConfig) -> nn.Module:
+    """Make the rotary embedding of a layer."""
+    rope: nn.Module = initialize_rope(
+        config.rope_dims or config.head_size,
+        config.rope_theta,
+        config.rope_traditional,
+        dict(config.rope_scaling) if config.rope_scaling is not None else None,
+        config.max_position_embeddings,
+    )
+    complete_yarn(rope, config)
+    return rope
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block to verified tokens and to itself."""
+
+    def __init__(self, config: BlockConfig, index: int):
+        super().__init__()
+        self.config, self.index = config, index
+        hidden, size, bias = config.hidden_size, config.head_size, config.attention_bias
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        self.scale = 1.0 if config.layer_type == "gemma4" else size**-0.5
+        self.q_proj = nn.Linear(hidden, heads * size * (1 + config.is_gated), bias=bias)
+        self.k_proj = nn.Linear(hidden, groups * size, bias=bias)
+        if config.has_values:
+            self.v_proj = nn.Linear(hidden, groups * size, bias=bias)
+        self.o_proj = nn.Linear(heads * size, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        if config.has_sinks:
+            self.attention_sink_bias = mx.zeros((heads,))
+        self.rope = new_rope(config)
+
+    def keys_values(self, x: mx.array, offset: int | mx.array) -> KeysValues:
+        """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""
+        config = self.config
+        shape = (*x.shape[:2], config.num_key_value_heads, config.head_size)
+        keys = self.k_proj(x).reshape(shape)
+        values = self.v_proj(x).reshape(shape) if config.has_values else keys
+        if config.layer_type == "gemma4":
+            values = mx.fast.rms_norm(values, None, config.rms_norm_eps)
+        if config.value_scale != 1:
+            values = values * config.value_scale
+        keys = self.k_norm(keys).transpose(0, 2, 1, 3)
+        return self.rope(keys, offset=offset), values.transpose(0, 2, 1, 3)
+
+    def __call__(self, x: mx.array, around: Surroundings) -> mx.array:
+        """Compute outputs of blocks, shape (M, B, H)."""
+        q = self.q_proj(x).reshape(*x.shape[:2], self.config.num_attention_heads, -1)
+        gate = None
+        if self.config.is_gated:
+            q, gate = mx.split(q, 2, axis=-1)
+        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=around.offset)
+        own = self.keys_values(x, around.offset)
+        out = around.attend(self.index, q, own, self.scale, self.get("attention_sink_bias"))
+        out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        if gate is not None:
+            out = out * mx.sigmoid(gate.reshape(out.shape))
+        y: mx.array = self.o_proj(out)
+        return y
+
+
+class DynamicConvolution(nn.Module):
+    """DFlash 2: convolutions along the block before and after a part of a layer.
+
+    With ``d = kernel_projection(u)``, side j of entry i is
+    ``sum_t (base_kernel[j, t] + d[i, j, t]) z[i - t]``. Entries before the block are zeros.
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        hidden, taps = config.hidden_size, config.conv_taps
+        self.groups = config.conv_groups
+        self.base_kernel = mx.zeros((2, taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * taps * self.groups, bias=False)
+
+    def before(self, u: mx.array) -> tuple[mx.array, mx.array]:
+        """Convolve the input of a part, shape (M, B, H); also return the kernels of `after`."""
+        dynamic = self.kernel_projection(u).reshape(*u.shape[:2], 2, -1, self.groups, 1)
+        return self._convolve(u, dynamic[:, :, 0], 0), dynamic[:, :, 1]
+
+    def after(self, z: mx.array, dynamic: mx.array) -> mx.array:
+        """Convolve the output of a part, shape (M, B, H)."""
+        return self._convolve(z, dynamic, 1)
+
+    def _convolve(self, z: mx.array, dynamic: mx.array, side: int) -> mx.array:
+        rows = z.reshape(*z.shape[:2], self.groups, -1)
+        total = mx.zeros_like(rows)
+        for tap, base in enumerate(self.base_kernel[side]):
+            earlier = rows[:, : max(0, rows.shape[1] - tap)]
+            moved = mx.pad(earlier, [(0, 0), (rows.shape[1] - earlier.shape[1], 0), (0, 0), (0, 0)])
+            kernel = base.reshape(self.groups, -1).astype(z.dtype) + dynamic[:, :, tap]
+            total = total + kernel * moved
+        return total.reshape(z.shape)
+
+
+class BlockMlp(nn.Module):
+    """The gated MLP of Qwen 3, or of Gemma 4."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+        self.activation = nn.gelu_approx if config.layer_type == "gemma4" else nn.silu
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the MLP to rows, shape (..., H)."""
+        y: mx.array = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer over blocks."""
+
+    def __init__(self, config: BlockConfig, index: int):
+        super().__init__()
+
+        def norm() -> nn.RMSNorm:
+            return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+        self.self_attn = BlockAttention(config, index)
+        self.mlp = BlockMlp(config)
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        self.is_sandwich = config.layer_type == "gemma4"
+        if self.is_sandwich:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+            self.layer_scalar = mx.ones((1,))
+        if config.conv_taps:
+            self.attention_conv = DynamicConvolution(config)
+            self.mlp_conv = DynamicConvolution(config)
+
+    def __call__(self, x: mx.array, around: Surroundings) -> mx.array:
+        """Process blocks, shape (M, B, H) to (M, B, H)."""
+        attended = self._convolved("attention_conv", self.input_layernorm(x), around)
+        if self.is_sandwich:
+            x = x + self.post_attention_layernorm(attended)
+            y = self.mlp(self.pre_feedforward_layernorm(x))
+            return (x + self.post_feedforward_layernorm(y)) * self.layer_scalar
+        x = x + attended
+        return x + self._convolved("mlp_conv", self.post_attention_layernorm(x), None)
+
+    def _convolved(self, name: str, u: mx.array, around: Surroundings | None) -> mx.array:
+        """Apply the attention, or the MLP, between the convolutions of that name, if any."""
+        kernel = None
+        if name in self:
+            u, kernel = self[name].before(u)
+        y = self.mlp(u) if around is None else self.self_attn(u, around)
+        return y if kernel is None else self[name].after(y, kernel)

@@ -1,0 +1,82 @@
+"""Slots and masks of published block drafters, which go by who trained them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.block.config import MAX_LAYERS
+from mlx_redrafter.proposers.block.values import LIKE_ZLAB, PublishedValues
+
+# Whether a kind of layer has a window.
+KINDS = {"full_attention": False, "sliding_attention": True}
+
+
+def first_slot_of(config: PublishedValues) -> int:
+    """Return the entry of a block that predicts the first draft.
+
+    The text stays right with a wrong one, and the number of accepted drafts about halves. z-lab,
+    incoai and Meta predict after the root's entry, and DeepSpec's heads at it, its DFlash as well.
+    """
+    said = config.find("sample_from_anchor")
+    if isinstance(said, bool):
+        return int(not said)
+    if config.packaging == "speculators":
+        # Before that key was written. Their number of tokens may be a choice of who served it, so
+        # only the whole block is a sign.
+        return int(_speculative_tokens(config) != config.find("block_size"))
+    return int(config.packaging in LIKE_ZLAB)
+
+
+def masks_of(config: PublishedValues) -> dict[str, Any]:
+    """Return the windows of the layers, and which are causal inside the block.
+
+    Where runtimes disagree this follows those that trained the heads: sliding layers are causal
+    unless the config says otherwise, and ``is_causal`` holds for all layers.
+    """
+    count = config.integer("num_hidden_layers", MAX_LAYERS, in_layer=True)
+    kinds = config.find("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if config.find("use_swa") else "full_attention"] * count
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or not all(isinstance(kind, str) and kind in KINDS for kind in kinds)
+    ):
+        raise CheckpointError(
+            f"expected layer_types of {count} layers, each one of {', '.join(KINDS)}, found "
+            f"{kinds!r}"
+        )
+    sliding = [KINDS[kind] for kind in kinds]
+    window = config.find("swa_window_size") if config.find("use_swa") else None
+    window = config.find("sliding_window") if window is None else window
+    if config.find("use_sliding_window") is False:  # as in transformers' Qwen3Config
+        window = None
+    if config.packaging == "Meta" and isinstance(window, int):
+        window += 1  # transformers' DFlash counts the distance, others the entries
+    return {
+        "windows": [window if one else None for one in sliding],
+        "causal": _causal(config, sliding),
+    }
+
+
+def _causal(config: PublishedValues, sliding: list[bool]) -> list[bool]:
+    if config.packaging == "speculators":
+        is_second = config.values.get("speculators_model_type") == "dflash2"
+        free = config.find("sliding_window_non_causal", is_second)
+        return [one and not free for one in sliding]
+    if config.packaging == "Meta":
+        return [False] * len(sliding)
+    for key in ("is_causal", "dflash_query_causal", "causal"):
+        said = config.find(key)
+        if isinstance(said, bool):
+            return [said] * len(sliding)
+    return sliding
+
+
+def _speculative_tokens(config: PublishedValues) -> Any:
+    inner = config.values.get("speculators_config")
+    methods = inner.get("proposal_methods") if isinstance(inner, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None

@@ -1,0 +1,275 @@
+"""The network of DFlash, DFlash 2 and DSpark.
+
+Axes: n tokens, H hidden size, S width of the target's states, B entries of a block, V rows of the
+head.
+
+With ``s`` the target's states and ``c = hidden_norm(fc(s))``, every layer keeps keys and values of
+``c`` for verified tokens. A block consists of the newest token, the root, and B - 1 masks:
+
+    x = x + o(attention(q(u), [k(c), k(u)], [v(c), v(u)])),  u = norm(x);   x = x + mlp(norm(x))
+    h = norm(x);   unary = head(h)
+
+Each entry predicts for a depth of its own. A link (`links.py`) adds what depends on the draft
+before; nothing else does.
+
+Sources: z-lab/dflash, deepseek-ai/DeepSpec and vllm-project/speculators, whose parameter names are
+kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ChunkedKVCache, KVCache
+
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
+from mlx_redrafter.proposers.block.levels import LinkedLevels
+from mlx_redrafter.proposers.block.links import Link, new_link
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, write
+from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.proposers.factorised import ranked_slots
+from mlx_redrafter.proposers.kv_drafting import KvDrafting
+from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
+from mlx_redrafter.proposers.search import search
+from mlx_redrafter.target.target import Target
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's estimate of the probability that the target accepts a draft after accepted ones."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class BlockNetwork(KvNetwork):
+    """A network that drafts a block of tokens in one pass."""
+
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = config
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        if config.has_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.fc = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.layers = [BlockLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        if config.has_head:
+            self.lm_head = nn.Linear(hidden, config.head_rows, bias=False)
+        if (found := new_link(config)) is not None:
+            self[found[0]] = found[1]
+        if config.has_confidence:
+            reads = config.rank if config.confidence_reads_token else 0
+            self.confidence_head = ConfidenceHead(hidden + reads)
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens per depth that it scores."""
+        return self.config.num_candidates or self.config.head_rows
+
+    @property
+    def max_length(self) -> int:
+        return 1 + self.config.num_drafts
+
+    @property
+    def coupling_weight(self) -> float:
+        return self.config.coupling_weight
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.hidden_norm.weight.dtype
+
+    @property
+    def link(self) -> Link | None:
+        """The link between a draft and the draft before it; None without one."""
+        link: Link | None = self.get("candidate_selector", self.get("markov_head"))
+        return link
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        needed, count = self.config.num_target_layers, len(target.blocks)
+        if needed not in (None, count):
+            raise CheckpointError(
+                f"expected a model of {needed} layers, which the drafter was trained for, found "
+                f"one of {count}; use a drafter trained for this model"
+            )
+        super().check_fit(target, tokenizer)
+        if not self.config.has_head:
+            target.project(mx.zeros((1, target.hidden_size)))  # refuses one without a plain head
+        if not self.config.has_embedding:
+            target.embed_input(mx.array([0]))  # refuses one that does more than to scale it
+
+    def become(self, config: BlockConfig) -> None:
+        """Read the same weights by another config of the same sizes; copies stay as they are."""
+        self.config, layers = config, []
+        for layer in self.layers:
+            layer, attention = copy.copy(layer), copy.copy(layer.self_attn)
+            attention.config, attention.rope = config, new_rope(config)
+            layer.self_attn = attention
+            layers.append(layer)
+        self.layers = layers
+
+    def hook(self) -> None:
+        """Leave the layers as they are: they never run on trees."""
+
+    def make_cache(self) -> list[KVCache | ChunkedKVCache]:  # type: ignore[override]
+        """Make new caches for its layers; those of windows drop entries that none needs."""
+        # A sequence may end anywhere in the newest accepted path.
+        return [
+            KVCache() if window is None else ChunkedKVCache(window + MAX_BEAM_LENGTH)
+            for window in self.config.windows
+        ]
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> BlockDrafting:
+        return BlockDrafting(self, target, prompt, couple_noise, cached)
+
+    def captured_layers(self, target: Target) -> Sequence[int]:
+        return self.config.captured_layers
+
+    def fuse(self, states: mx.array) -> mx.array:
+        fused: mx.array = self.hidden_norm(self.fc(states.astype(self.dtype)))
+        return fused
+
+    def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Keep keys and values of verified tokens; the network does not read the embeddings."""
+        for layer, cache in zip(self.layers, caches, strict=True):
+            stock = getattr(cache, "stock", cache)
+            write(stock, *layer.self_attn.keys_values(features[None], stock.offset))
+        return features
+
+    def block_size(self, levels: int) -> int:
+        """Return the number of entries that predict so many levels.
+
+        Where all layers are causal, no entry depends on later ones.
+        """
+        enough = self.config.first_slot + levels
+        return enough if all(self.config.causal) else self.config.block_size
+
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        """Embed the tokens of blocks, ids of shape (n,) to shape (n, H)."""
+        if self.config.has_embedding:
+            rows = self.embed_tokens(tokens)
+        else:
+            rows = target.embed_input(tokens, normed=not self.config.skips_embedding_norm)
+        return (rows * self.config.embed_scale).astype(self.dtype)
+
+    def outputs(self, embeddings: mx.array, around: Surroundings) -> mx.array:
+        """Process blocks, shape (M, B, H) to (M, B, H), after the final norm."""
+        x = embeddings
+        for layer in self.layers:
+            x = layer(x, around)
+        y: mx.array = self.norm(x)
+        return y
+
+    def logits(self, outputs: mx.array, target: Target) -> mx.array:
+        """Compute logits before any link, float32, shape (n, H) to (n, V)."""
+        if self.config.has_head:
+            found = self.lm_head(outputs)
+        else:
+            found = target.project(outputs)
+        found = found[:, : self.config.head_rows].astype(mx.float32)
+        found = found * self.config.output_multiplier
+        cap = self.config.softcap
+        return found if cap is None else mx.tanh(found / cap) * cap
+
+    @property
+    def trusts_confidence(self) -> bool:
+        """Whether the confidence head scores drafts, as it does until they are calibrated.
+
+        With one factor per depth, trees of 8 and 16 had 2.42 and 2.67 tokens/step without it and
+        2.38 and 2.64 with it; of a drafter with logits that are too flat, 1.83 and 2.00, and 2.25
+        and 2.54.
+        """
+        return self.config.has_confidence and self.config.depth_scales is None
+
+    def confidences(self, outputs: mx.array, previous: mx.array) -> mx.array:
+        """Estimate natural log-probabilities that the target accepts the best drafts.
+
+        Args:
+            outputs: Outputs of one depth, shape (1, H), or one row per token, (n, H).
+            previous: Tokens before the drafts, int32, shape (n,).
+
+        Returns:
+            float32, shape (n, 1).
+        """
+        x = mx.broadcast_to(outputs, (previous.shape[0], outputs.shape[-1]))
+        if self.config.confidence_reads_token:
+            x = mx.concatenate([x, self.markov_head.markov_w1(previous)], axis=-1)
+        return nn.log_sigmoid(self.confidence_head.proj(x).astype(mx.float32))
+
+    def scales(self, levels: int, rank: NoiseRank | None) -> mx.array:
+        """Return the factor on the logits of each depth, float32, shape (levels,).
+
+        The noise of a sampling target makes its choices as uncertain as the network's
+        probabilities say, so the factors apply only if no noise ranks.
+        """
+        config = self.config
+        if rank is not None:
+            return mx.ones((levels,))
+        return mx.array((config.depth_scales or [config.inverse_temperature] * levels)[:levels])
+
+
+class BlockDrafting(KvDrafting[BlockNetwork]):
+    """Drafts of one sequence by such a network."""
+
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        network, target, levels = self.network, self.target, shape.levels
+        outputs = self.read_block(flight, levels)
+        unary, scales = network.logits(outputs, target), network.scales(levels, rank)
+        if network.link is None:
+            found = log_probs(unary * scales[:, None])
+            return search(ranked_slots(found, rank, network.to_token_ids), shape)
+        linked = LinkedLevels(
+            network.link,
+            outputs,
+            unary,
+            flight.root,
+            scales,
+            rank,
+            network.config.num_candidates,
+            network.to_token_ids,
+            network.confidences if network.trusts_confidence else None,
+        )
+        return search(linked, shape)
+
+    def read_block(self, flight: PendingPass, levels: int) -> mx.array:
+        """Process a block after a pass, whose states enter the same pass; shape (levels, H)."""
+        network, first = self.network, self.length
+        self.length += self.num_unread
+        self._unread.append((flight.path_states, flight.following_tokens))
+        features = network.fuse(mx.concatenate([states for states, _ in self._unread]))
+        self._unread = []
+        self.cache.keep(first)
+        size = network.block_size(levels)
+        around = DecodingSurroundings(
+            network.layers,
+            [layer.stock for layer in self.cache.layers],
+            features[None],
+            first,
+            self.length,
+            self.length + flight.num_accepted,
+            size,
+        )
+        masks = mx.full((size - 1,), network.config.mask_token_id, dtype=mx.int32)
+        block = network.embed(mx.concatenate([flight.root.astype(mx.int32), masks]), self.target)
+        slot = network.config.first_slot
+        return network.outputs(block[None], around)[0, slot : slot + levels]

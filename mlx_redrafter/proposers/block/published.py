@@ -1,0 +1,342 @@
+"""Block drafters as others publish them: their configs and the names of their tensors.
+
+    z-lab, incoai    DFlashDraftModel, DFlash2DraftModel, values in ``dflash_config``
+    DeepSpec         Qwen3DSparkModel, Gemma4DSparkModel, all values at the top
+    SpecForge        ``dflash_config`` with projector_type "dspark"
+    LFM2.5           Lfm2DSparkDraftModel, values in ``dflash_config``
+    Qwen3.5          Qwen35DSparkModel: gated attention, norms stored less one
+    Meta             muse_glimmer_assistant, all values at the top, tensors ``encoder.*``
+    speculators      ``transformer_layer_config`` and ``speculators_model_type``
+
+Their config.json is often a copy of the target's. So the shapes of the tensors decide all sizes,
+the link and the variant of the layers. The config decides only layers that are read, slots, masks,
+rotary embedding and scales.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.checks import is_number
+from mlx_redrafter.device_read import to_floats
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.block.config import MAX_LAYERS, MODEL_TYPE, BlockConfig
+from mlx_redrafter.proposers.block.masks import first_slot_of, masks_of
+from mlx_redrafter.proposers.block.values import ASSISTANT, LIKE_ZLAB, PublishedValues
+from mlx_redrafter.proposers.checkpoint import collect_sources
+from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+
+# Tensors that are not read: the target's own, and what only training needs.
+LEFT_OUT = re.compile(r"t2d$|verifier_|.*rotary_emb\.inv_freq$")
+# Names of one runtime for tensors that all others name otherwise.
+ALIASES = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
+# Name of the offsets from rows of the head to token ids.
+OFFSETS = "d2t"
+# Tensors of variants that are not supported, and what they are.
+UNSUPPORTED = {
+    "layers.0.self_attn.qkv_proj.weight": "a joint projection of queries, keys and values",
+    "layers.0.self_attn.g_proj.weight": "an attention with g_proj",
+    "aux_hidden_norms.0.weight": "a norm for each layer that it reads",
+    "log_snr_embed.weight": "an embedding of noise levels",
+    "layers.0.self_attn.kv_a_proj_with_mqa.weight": "latent attention",
+    "layers.0.mlp.gate.weight": "a mixture of experts",
+    "mask_embedding.weight": "an embedding of its own for masks",
+}
+# Norms whose mean is below this are stored less one: they start at one, or at zero.
+STORED_LESS_ONE = 0.5
+# Prefix of the first layer's attention.
+ATTENTION = "layers.0.self_attn."
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """Map names of `BlockNetwork` to the published ones, without those that are not read."""
+    return collect_sources(names, _own_name)[0]
+
+
+def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Return whether a config and tensors are those of a block drafter."""
+    if config.get("model_type") == MODEL_TYPE:
+        return True
+    names = {_own_name(name) for name in shapes}
+    # An EAGLE-3 head has a `hidden_norm` as well, but inside its first layer.
+    if {"fc.weight", "hidden_norm.weight"} <= names:
+        return True
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.endswith(ASSISTANT):
+        return "target_layer_ids" in config
+    said = f"{config.get('speculators_model_type')} {config.get('architectures')}".lower()
+    return "dflash" in said or "dspark" in said
+
+
+def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
+    """Read a config of this package, or as published; ``shapes`` are by the names here."""
+    if values.get("model_type") == MODEL_TYPE:
+        return BlockConfig.from_dict(values)
+    config = PublishedValues.of(values)
+    _check_variant(config, shapes)
+    sizes = _Sizes(shapes, values)
+    try:
+        return BlockConfig(
+            **sizes.layers(),
+            **sizes.link(config),
+            **_taps(config, sizes),
+            **_scales(config, sizes),
+            **masks_of(config),
+            **_rope(config, sizes),
+            **_block(config, sizes),
+        )
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the block drafter's config.json is out of range: {error}"
+        ) from error
+
+
+def packaging_of(values: Mapping[str, Any]) -> str:
+    """Describe who wrote a config."""
+    if values.get("model_type") == MODEL_TYPE:
+        return "written by this package"
+    return f"as {PublishedValues.of(values).packaging} writes it"
+
+
+def resolve_stored(
+    weights: dict[str, mx.array], names: Mapping[str, str], values: Mapping[str, Any]
+) -> None:
+    """Replace, in place, weights that are stored in another form; blocks until MLX reads a norm.
+
+    Offsets become token ids, and norms that are stored less one become factors. ``names`` are the
+    published names by those of `BlockNetwork`.
+    """
+    if names.get("token_ids", "").endswith(OFFSETS):
+        offsets = weights["token_ids"].astype(mx.int32)
+        weights["token_ids"] = mx.arange(offsets.shape[0], dtype=mx.int32) + offsets
+    if values.get("model_type") == MODEL_TYPE:
+        return
+    (mean,) = to_floats(mx.mean(weights["hidden_norm.weight"].astype(mx.float32))[None])
+    config = PublishedValues.of(values)
+    is_less_one = config.backbone == "qwen3_5" or config.find("use_gemma_norm") is True
+    if (mean < STORED_LESS_ONE) != is_less_one:
+        found, expected = (
+            ("less one", "as factors") if not is_less_one else ("as factors", "less one")
+        )
+        raise CheckpointError(
+            f"expected norms that are stored {expected}, as its config.json says, found a "
+            f"hidden_norm with mean {mean:.2f}, as if stored {found}; use a head whose files agree"
+        )
+    if is_less_one:
+        for own in weights:
+            if own.endswith("norm.weight"):
+                weights[own] = weights[own] + 1
+
+
+class _Sizes:
+    """Sizes of a drafter from the shapes of its tensors, quantised or not."""
+
+    def __init__(self, shapes: Shapes, values: Mapping[str, Any]):
+        self.shapes = shapes
+        quantization = values.get("quantization")
+        found = quantization.get("group_size") if isinstance(quantization, Mapping) else None
+        self.group_size = found if isinstance(found, int) else 1
+        self.hidden = self.axis("hidden_norm.weight", 0)
+        self.head = self.axis(ATTENTION + "k_norm.weight", 0)
+        self.vocab = PublishedValues.of(values).integer("vocab_size", MAX_DIMENSION, in_layer=True)
+        self.num_layers = PublishedValues.of(values).integer(
+            "num_hidden_layers", MAX_LAYERS, in_layer=True
+        )
+
+    def axis(self, name: str, axis: int) -> int:
+        """Return a dimension of a tensor, of the numbers that it stands for."""
+        shape = self.shapes.get(name)
+        if shape is None:
+            raise CheckpointError(
+                f"expected a tensor {name} in this block drafter, found none; download it again, "
+                "or use another head"
+            )
+        scales = self.shapes.get(name.removesuffix("weight") + "scales")
+        if axis == 1 and scales is not None and len(scales) == 2:
+            return scales[1] * self.group_size
+        if len(shape) <= axis or shape[axis] < 1:
+            raise CheckpointError(
+                f"expected at least {axis + 1} dimensions of 1 or more in {name}, found "
+                f"{list(shape)}"
+            )
+        return shape[axis]
+
+    def has(self, name: str) -> bool:
+        return name in self.shapes
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the queries' projection makes a gate as well."""
+        width = self.axis(ATTENTION + "q_proj.weight", 0)
+        return width == 2 * self.axis(ATTENTION + "o_proj.weight", 1)
+
+    @property
+    def is_sandwich(self) -> bool:
+        """Whether layers have norms on both sides, as in Gemma."""
+        return self.has("layers.0.pre_feedforward_layernorm.weight")
+
+    def layers(self) -> dict[str, Any]:
+        """Return the fields of the decoder layers, the embedding and the head."""
+        num_heads = self.axis(ATTENTION + "o_proj.weight", 1) // self.head
+        rows = self.axis("lm_head.weight", 0) if self.has("lm_head.weight") else None
+        is_reduced = rows is not None and rows != self.vocab
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.axis("layers.0.mlp.gate_proj.weight", 0),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self.axis(ATTENTION + "k_proj.weight", 0) // self.head,
+            "head_dim": self.head,
+            "vocab_size": self.vocab,
+            "num_hidden_layers": self.num_layers,
+            "draft_vocab_size": rows if is_reduced else None,
+            "has_embedding": self.has("embed_tokens.weight"),
+            "has_head": rows is not None,
+            "layer_type": "gemma4" if self.is_sandwich else "qwen3",
+            "attention_bias": self.has(ATTENTION + "q_proj.bias"),
+            "is_gated": self.is_gated,
+            "has_values": self.has(ATTENTION + "v_proj.weight"),
+            "has_sinks": self.has(ATTENTION + "attention_sink_bias"),
+        }
+
+    def link(self, config: PublishedValues) -> dict[str, Any]:
+        """Return the fields of the link, the convolutions and the confidence head."""
+        fields: dict[str, Any] = {"link": "none"}
+        if self.has("markov_head.markov_w1.weight"):
+            rank = self.axis("markov_head.markov_w1.weight", 1)
+            kinds = {"gate_proj": "gated", "joint_proj": "recurrent"}
+            found = [k for name, k in kinds.items() if self.has(f"markov_head.{name}.weight")]
+            fields = {"link": found[0] if found else "vanilla", "rank": rank}
+        elif self.has("candidate_selector.predecessor_codebook"):
+            rank = self.axis("candidate_selector.predecessor_codebook", 1)
+            count = config.integer("selector_top_k", MAX_DIMENSION, 16)
+            fields = {"link": "selector", "rank": rank, "num_candidates": count}
+        kernel = "layers.0.attention_conv.base_kernel"
+        if self.has(kernel):
+            taps = self.axis(kernel, 1)
+            projected = self.axis("layers.0.attention_conv.kernel_projection.weight", 0)
+            fields |= {"conv_taps": taps, "conv_groups": projected // (2 * taps)}
+        confidence = "confidence_head.proj.weight"
+        if self.has(confidence):
+            reads = self.axis(confidence, 1) > self.hidden
+            fields |= {"has_confidence": True, "confidence_reads_token": reads}
+        return fields
+
+
+def _own_name(name: str) -> str | None:
+    """Return the name of `BlockNetwork`; None for a tensor that is not read."""
+    own = name.removeprefix("model.")
+    stem, _, leaf = own.rpartition(".")
+    own = f"{ALIASES.get(stem, stem)}.{leaf}" if stem else leaf
+    if LEFT_OUT.match(own):
+        return None
+    if own == OFFSETS:
+        return "token_ids"
+    return own.removesuffix(".weight") if own.endswith("_codebook.weight") else own
+
+
+def _check_variant(config: PublishedValues, shapes: Shapes) -> None:
+    found = next((kind for name, kind in UNSUPPORTED.items() if name in shapes), None)
+    says_link = config.find("markov_rank"), config.find("projector_type")
+    if config.find("log_snr_conditioning"):
+        found = "an embedding of noise levels (log_snr_conditioning)"
+    elif config.find("use_aux_hidden_state") is False:
+        found = "no states of the target's layers (use_aux_hidden_state)"
+    elif says_link[1] not in (None, "dflash", "dspark"):
+        found = f"projector_type {says_link[1]!r}"
+    elif config.find("hidden_act", "silu") != "silu" and not config.has_gelu:
+        found = f"hidden_act {config.find('hidden_act')!r}, not 'silu'"
+    if found is not None:
+        raise CheckpointError(
+            f"this block drafter has {found}, which is not supported; use another head"
+        )
+    needs_link = says_link[0] or says_link[1] == "dspark"
+    if needs_link and "markov_head.markov_w1.weight" not in shapes:
+        raise CheckpointError(
+            "expected the tensors of the Markov head that config.json names (markov_head.*), found "
+            "none; download the head again"
+        )
+    if config.find("selector_rank") and "candidate_selector.predecessor_codebook" not in shapes:
+        raise CheckpointError(
+            "expected the tensors of the selector that config.json names (candidate_selector.*), "
+            "found none; download the head again"
+        )
+
+
+def _taps(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
+    """Read the target's layers by the number of the one whose input it is.
+
+    speculators counts as Hugging Face's ``hidden_states`` do, the embedding first, so that its
+    numbers are those of inputs. Others number the layer whose output is read, -1 for the embedding.
+    """
+    is_input = config.packaging == "speculators"
+    key = "aux_hidden_state_layer_ids" if is_input else "target_layer_ids"
+    ids = config.find(key)
+    if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
+        raise CheckpointError(
+            f"expected {key}, a list of layers to read, in the block drafter's config.json, found "
+            f"{ids!r}; use a head whose config names them"
+        )
+    joined = sizes.axis("fc.weight", 1) // sizes.hidden
+    if joined != len(ids):
+        raise CheckpointError(
+            f"fc.weight reads {joined} layers of the target, but {key} in config.json names "
+            f"{len(ids)}; use a head whose files agree"
+        )
+    return {
+        "captured_layers": [i + (not is_input) for i in ids],
+        # In a config of speculators it would be a copy of some other number.
+        "num_target_layers": None if is_input else config.find("num_target_layers"),
+    }
+
+
+def _block(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
+    size, slot = config.integer("block_size", MAX_DIMENSION), first_slot_of(config)
+    is_dspark = sizes.has("markov_head.markov_w1.weight")
+    counts_drafts = config.packaging != "speculators" and not config.find("dspark_bonus_anchor")
+    if slot and is_dspark and counts_drafts:
+        size += 1  # DeepSpec counts drafts, others count entries
+    mask = config.integer("mask_token_id", MAX_DIMENSION)
+    return {"block_size": size, "first_slot": slot, "mask_token_id": mask}
+
+
+def _scales(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
+    scale = config.number("input_embedding_scale", 1.0)
+    if sizes.is_sandwich and sizes.has("embed_tokens.weight"):
+        scale *= sizes.hidden**0.5
+    return {
+        "embed_scale": scale,
+        "skips_embedding_norm": config.packaging in LIKE_ZLAB,
+        "output_multiplier": config.number("output_multiplier", 1.0),
+        "softcap": config.number("final_logit_softcapping", 0.0) or None,
+        "value_scale": config.number("attention_value_scale", 1.0),
+        "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
+    }
+
+
+def _rope(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
+    """Read the rotary embedding; of gated heads alone, a part of each head may be rotated."""
+    layer = config.layer
+    rope: Any = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"expected an object as rope_parameters, found {rope!r}")
+    if isinstance(rope.get("full_attention"), Mapping):  # one for each type of layer
+        kind = (config.find("layer_types") or ["full_attention"])[0]
+        rope = rope[kind] if isinstance(rope.get(kind), Mapping) else rope["full_attention"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    # If there are two bases, transformers takes the inner one.
+    theta = rope.get("rope_theta", layer.get("rope_theta", 10000.0))
+    part = rope.get("partial_rotary_factor", 1.0)
+    is_partial = config.backbone == "qwen3_5" or sizes.is_gated
+    share = part if is_partial and is_number(part) and 0 < part < 1 else 1.0
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if kind in ("default", None) else dict(rope),
+        "rope_dims": rope.get("rope_dim", int(sizes.head * share)),
+        "rope_traditional": config.find("rope_is_neox_style") is False,
+        "max_position_embeddings": layer.get("max_position_embeddings", 32768),
+    }

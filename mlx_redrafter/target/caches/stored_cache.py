@@ -1,0 +1,175 @@
+"""Parts of prompt caches as named arrays, to keep them and to put them together again.
+
+K/V entries of layers that attend to all tokens are kept by token, so that a cache can be made of
+any number of first tokens. Windows and states are kept whole, for one number of tokens.
+
+Arrays have the name ``LAYER.PART.ARRAY``: a layer with several caches has several parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlx_redrafter.generation_options import Quantisation
+from mlx_redrafter.target.caches.cache_kinds import parts_of
+
+Arrays = dict[str, mx.array]
+# Kinds of caches whose entries are kept by token.
+BY_TOKEN = (KVCache, QuantizedKVCache)
+
+
+def has_states(layers: Sequence[Any]) -> bool:
+    """Whether some layer has a window or a state, which is kept for one number of tokens."""
+    return any(not isinstance(part, BY_TOKEN) for part in parts_of(layers))
+
+
+def count_entries(layers: Sequence[Any]) -> int:
+    """Return the number of tokens for which all layers in use have entries."""
+    counts = [part.offset for part in parts_of(layers) if hasattr(part, "keys") and _is_used(part)]
+    return min(counts, default=0)
+
+
+def copy_entries_of(layers: Sequence[Any], start: int, end: int) -> Arrays:
+    """Copy the K/V entries of the tokens ``start`` to ``end`` - 1; blocks until MLX has done it."""
+    return _copied(
+        {
+            f"{place}.{name}": array[..., start:end, :]
+            for place, part in _places(layers)
+            if isinstance(part, BY_TOKEN) and _is_used(part)
+            for name, array in _entries(part)
+        }
+    )
+
+
+def copy_states_of(layers: Sequence[Any]) -> Arrays:
+    """Copy the windows and states; blocks until MLX has done it."""
+    return _copied(
+        {
+            f"{place}.{name}": array
+            for place, part in _places(layers)
+            if not isinstance(part, BY_TOKEN)
+            for name, array in _state(part)
+        }
+    )
+
+
+def fill(
+    layers: list[Any],
+    pieces: Sequence[Mapping[str, mx.array]],
+    states: Mapping[str, mx.array],
+    length: int,
+    quantisation: Quantisation | None,
+) -> None:
+    """Fill new caches with the first tokens of a text.
+
+    Args:
+        layers: Empty caches as mlx-lm makes them; quantised ones replace some of them.
+        pieces: Arrays of `copy_entries_of`, whose tokens follow each other.
+        states: Arrays of `copy_states_of` for ``length`` tokens.
+        length: Number of tokens.
+        quantisation: KV cache quantization of the entries, or None.
+
+    Raises:
+        KeyError: The arrays are those of another kind of cache.
+    """
+    joined = {
+        name: mx.concatenate([piece[name] for piece in pieces], axis=2)[..., :length, :]
+        for name in (pieces[0] if pieces else ())
+    }
+    for number, layer in enumerate(layers):
+        if f"{number}.0.keys.0" in joined and type(layer) is KVCache:
+            assert quantisation is not None
+            layers[number] = QuantizedKVCache(quantisation.group_size, quantisation.bits)
+    for place, part in _places(layers):
+        own = {  # new objects, as mlx-lm's caches assign to parts of theirs
+            name.removeprefix(f"{place}."): mx.contiguous(array)
+            for name, array in {**joined, **states}.items()
+            if name.startswith(f"{place}.")
+        }
+        if own:
+            _FILLERS[type(part)](part, own, length)
+
+
+def _places(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for number, layer in enumerate(layers):
+        for i, part in enumerate(parts_of([layer])):
+            yield f"{number}.{i}", part
+
+
+def _is_used(part: Any) -> bool:
+    return part.keys is not None
+
+
+def _entries(part: Any) -> Iterator[tuple[str, mx.array]]:
+    for name in ("keys", "values"):
+        found = getattr(part, name)
+        if isinstance(found, mx.array):
+            yield name, found
+        else:  # codes, scales and biases
+            yield from ((f"{name}.{i}", array) for i, array in enumerate(found))
+
+
+def _state(part: Any) -> Iterator[tuple[str, mx.array]]:
+    if isinstance(part, ArraysCache):
+        for i, array in enumerate(part.cache):
+            if array is not None:
+                yield str(i), array
+    elif _is_used(part):
+        if isinstance(part, RotatingKVCache):
+            size = min(part.offset, part.max_size)
+            arrays = [part._temporal_order(one)[..., -size:, :] for one in (part.keys, part.values)]
+        else:
+            arrays = list(part.keys_and_values())
+        yield from zip(("keys", "values"), arrays, strict=True)
+
+
+def _copied(arrays: Arrays) -> Arrays:
+    """Copy arrays, so that they do not hold the larger ones of which they are parts."""
+    copies = {name: mx.contiguous(array) for name, array in arrays.items()}
+    mx.eval(copies)
+    return copies
+
+
+def _fill_entries(part: Any, arrays: Arrays, length: int) -> None:
+    part.keys, part.values, part.offset = arrays["keys"], arrays["values"], length
+
+
+def _fill_quantised(part: Any, arrays: Arrays, length: int) -> None:
+    part.keys, part.values = (
+        tuple(arrays[f"{name}.{i}"] for i in range(3)) for name in ("keys", "values")
+    )
+    part.offset = length
+
+
+def _fill_ring(part: Any, arrays: Arrays, length: int) -> None:
+    _fill_entries(part, arrays, length)
+    part._idx = part.keys.shape[2]
+
+
+def _fill_chunk(part: Any, arrays: Arrays, length: int) -> None:
+    _fill_entries(part, arrays, length)
+    part.start_position = length - part.keys.shape[2]
+
+
+def _fill_state(part: ArraysCache, arrays: Arrays, length: int) -> None:
+    for name, array in arrays.items():
+        part[int(name)] = array
+
+
+_FILLERS = {
+    KVCache: _fill_entries,
+    QuantizedKVCache: _fill_quantised,
+    RotatingKVCache: _fill_ring,
+    ChunkedKVCache: _fill_chunk,
+    ArraysCache: _fill_state,
+}

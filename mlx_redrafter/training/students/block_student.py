@@ -1,0 +1,89 @@
+"""Block drafters as students: a block after every position of a stretch of text.
+
+The published trainers draw some positions of a text at random; all positions of a stretch give the
+same objective, and cost the target's states once.
+
+Axes: n positions, S unroll steps, H hidden size, V rows of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+
+from mlx_redrafter.proposers.block.along_text import read_blocks, score_levels
+from mlx_redrafter.proposers.block.fit_block import calibrate
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training.generated_texts import iterate_read_texts
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
+from mlx_redrafter.training.students.kv_students import KvStudent
+from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.training_request import LossOptions
+
+
+class BlockStudent(KvStudent):
+    """A DFlash, DFlash 2 or DSpark drafter."""
+
+    network: BlockNetwork
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"a {self.network.config.name} drafter"
+
+    @property
+    def coupling_weight(self) -> float:
+        return self.network.coupling_weight
+
+    def start_from_head(self, head: mx.array | None) -> None:
+        """Begin with the target's final norm, as the head is the target's.
+
+        Convolutions begin as the identity, and the features of a selector near one, as the product
+        of zeros would have no gradient.
+        """
+        network = self.network
+        network.norm.weight = _norm_weight(self.target)
+        for layer in network.layers:
+            for part in (layer.get("attention_conv"), layer.get("mlp_conv")):
+                if part is not None:
+                    part.base_kernel[:, 0] = 1
+                    part.kernel_projection.weight = mx.zeros_like(part.kernel_projection.weight)
+        if (selector := network.get("candidate_selector")) is not None:
+            shape = selector.predecessor_codebook.shape
+            selector.predecessor_codebook = 1 + 0.1 * mx.random.normal(shape)
+
+    def outputs(self, network: BlockNetwork, batch: TrainingBatch) -> mx.array:
+        """Compute the outputs of a block after each position, shape (n, S, H)."""
+        levels = batch.tokens.shape[1] - 1
+        root = batch.tokens[:, 0]
+        return read_blocks(network, self.target, root, batch.states, batch.sequences, levels)
+
+    def levels(self, network: BlockNetwork, batch: TrainingBatch) -> Iterator[mx.array]:
+        return score_levels(network, self.target, self.outputs(network, batch), batch.tokens)
+
+    def loss(
+        self, network: BlockNetwork, batch: TrainingBatch, counts: mx.array, options: LossOptions
+    ) -> mx.array:
+        outputs = self.outputs(network, batch)
+        levels = score_levels(network, self.target, outputs, batch.tokens)
+        logits = mx.stack(list(levels), axis=1)
+        confidences = None
+        if network.config.has_confidence:
+            found = [
+                network.confidences(outputs[:, depth], batch.tokens[:, depth])
+                for depth in range(outputs.shape[1])
+            ]
+            confidences = mx.concatenate(found, axis=1)
+        return draft_loss(logits, batch, counts, options, confidences)
+
+    def calibrate(self, texts: Sequence[Shard]) -> None:
+        found = (text for shard in texts for text in iterate_read_texts(shard))
+        self.network.config = calibrate(self.network, self.target, found)
+
+
+def _norm_weight(target: Target) -> mx.array:
+    """Compute the factors of the target's final norm, float32, shape (H,); its biases cancel."""
+    signs = 1.0 - 2.0 * (mx.arange(target.hidden_size) % 2)
+    rows = target.normalise(mx.stack([signs, -signs]).astype(target.dtype)).astype(mx.float32)
+    return signs * (rows[0] - rows[1]) / 2

@@ -1,0 +1,134 @@
+"""The grammar of an answer: its format, the calls that it may make, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.grammar import Grammar, lark_json
+from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.server.call_formats import CallGrammar, find_format
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.tools import Tools
+
+
+class AnswerFormat(NamedTuple):
+    """JSON schema of an answer.
+
+    Attributes:
+        schema: The schema.
+        param: Field of the request that gives it, for messages.
+    """
+
+    schema: dict[str, Any]
+    param: str
+
+
+def first_state(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> str:
+    """Return the state of a text after a chat's prompt, which may have begun the reasoning."""
+    if tokenizer.response_initial_state:
+        return tokenizer.response_initial_state
+    is_open = tokenizer.has_thinking and (
+        tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+    )
+    return "reasoning" if is_open else "normal"
+
+
+def make_grammar(
+    engine: Engine, prompt: Sequence[int], tools: Tools | None, asked: AnswerFormat | None
+) -> Grammar | LateGrammar | None:
+    """Make the grammar of the answer to a prompt.
+
+    Args:
+        engine: Engine of the model.
+        prompt: Token ids of the prompt.
+        tools: Tools that the answer may call; None outside of chats.
+        asked: Format of an answer that calls no tool; None for any.
+
+    Returns:
+        The grammar. None if the answer is free: it has no format, and no calls that must be made or
+        that can be held to their schemas.
+
+    Raises:
+        Refusal: A schema is malformed, or the model has no grammar for what must hold.
+    """
+    if tools is None or not tools.callable:
+        return None if asked is None else _hold_format(engine, prompt, tools, asked)
+    form = find_format(engine.tokenizer)
+    demand = _demand(tools, asked)
+    if form is None:
+        if demand is None:
+            return None
+        raise Refusal(
+            f"{demand} needs tool calls that can be held to a schema, and the format of this "
+            "model's calls cannot; leave it out",
+            demand,
+        )
+    try:
+        calls = CallGrammar(engine.tokenizer, engine.target.vocab_size, form, tools)
+    except ConfigError as error:  # of the tokenizer, or llguidance is missing
+        if demand is None:
+            return None
+        raise Refusal(f"{demand}: {error}", demand) from error
+    grammar = _hold_calls(engine.tokenizer, prompt, calls, asked)
+    try:
+        engine.masks(grammar)
+    except ConfigError as error:
+        raise Refusal(f"tools: {error}", "tools") from error
+    return grammar
+
+
+def _demand(tools: Tools, asked: AnswerFormat | None) -> str | None:
+    """Return the field of a request that only a grammar can meet."""
+    if tools.is_required:
+        return "tool_choice"
+    if not tools.is_parallel:
+        return "parallel_tool_calls"
+    return None if asked is None else asked.param
+
+
+def _hold_format(
+    engine: Engine, prompt: Sequence[int], tools: Tools | None, asked: AnswerFormat
+) -> Grammar | LateGrammar:
+    try:
+        grammar = Grammar.json_schema(asked.schema)
+        held = grammar if tools is None else _after_thinking(engine.tokenizer, prompt, grammar, {})
+        engine.masks(held)
+    except ConfigError as error:
+        raise Refusal(f"{asked.param}: {error}", asked.param) from error
+    return held
+
+
+def _hold_calls(
+    tokenizer: TokenizerWrapper,
+    prompt: Sequence[int],
+    calls: CallGrammar,
+    asked: AnswerFormat | None,
+) -> Grammar | LateGrammar:
+    tools, start = calls.tools, str(tokenizer.tool_call_start)
+    try:
+        if asked is None and not tools.is_required:
+            is_last = calls.is_last or not tools.is_parallel
+            return LateGrammar({start: calls.after_marker(is_whole=not tools.is_parallel)}, is_last)
+        other = None if asked is None or tools.is_required else lark_json(asked.schema)
+        late = {start: calls.after_marker(is_whole=True)}
+        return _after_thinking(tokenizer, prompt, calls.whole(other), late)
+    except ConfigError as error:
+        raise Refusal(f"tools: {error}", "tools") from error
+
+
+def _after_thinking(
+    tokenizer: TokenizerWrapper,
+    prompt: Sequence[int],
+    grammar: Grammar,
+    others: dict[str, Grammar],
+) -> Grammar | LateGrammar:
+    """Let a text that begins with thinking end it first."""
+    if first_state(tokenizer, prompt) != "reasoning":
+        return grammar
+    grammars = {str(tokenizer.think_end): grammar, **others}
+    return LateGrammar(grammars, is_last=True, may_end_before=False)

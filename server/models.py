@@ -1,0 +1,320 @@
+"""The models of a server: loaded at their first request, unloaded if others need the memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.checkpoint_files import named_parameters, weight_files
+from mlx_redrafter.decoding.scheduler import Scheduler
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.fields import shortened
+from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.prefix_store import PrefixStore
+from mlx_redrafter.server.prefixes import Prefixes
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.version import __version__
+
+logger = logging.getLogger(__name__)
+
+# Identities of models whose prompts are kept in memory only.
+_numbers = count()
+# Share of the device's memory for models by default; the rest is for caches.
+MEMORY_SHARE = 0.75
+# Names that clients send for whatever model there is; mlx-lm's server knows the second one.
+ANY_MODEL = ("", "default_model")
+# Maximum number of unknown model names that the log shows.
+MAX_LOGGED_NAMES = 100
+# Seconds between two searches for idle models.
+PATROL_SECONDS = 0.5
+# Seconds between two looks whether the texts of a model have ended.
+WAIT_SECONDS = 0.02
+
+
+class LoadedModel:
+    """A model in memory, with what the worker needs for its texts.
+
+    Args:
+        engine: Engine of the model.
+        options: Options of texts for requests that leave them out.
+        store: Arrays of kept prompts.
+
+    Attributes:
+        engine: The engine.
+        prefixes: Prompt caches of earlier texts.
+        num_tokens: Tokens generated after the first ones.
+        num_steps: Forward passes that generated them.
+    """
+
+    def __init__(self, engine: Engine, options: GenerationOptions, store: PrefixStore):
+        self.engine = engine
+        identity = identify(engine) if store.is_on_disk else ""
+        self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
+        self.num_tokens = self.num_steps = 0
+
+    @cached_property
+    def scheduler(self) -> Scheduler | None:
+        """Scheduler of texts in batches, for the worker's thread; None if there are no batches."""
+        with suppress(UnsupportedTargetError):
+            return self.engine.share()
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights of the target and the drafter, in bytes."""
+        proposer = self.engine.proposer
+        networks = () if proposer is None else proposer.networks
+        modules = (self.engine.target.model, *networks)
+        return sum(one.nbytes for module in modules for one in named_parameters(module).values())
+
+
+class Model:
+    """A model that the server can load, with its drafter.
+
+    Args:
+        name: Name in requests.
+        load: Function that loads it, which may run in any thread.
+        folder: Folder of its files, if it is known without a download.
+        drafter: Name of the drafter, for clients.
+
+    Attributes:
+        loaded: The model in memory; None if it is not there.
+        keep_alive: Seconds without requests after which it is unloaded.
+        last_used: Time of its newest request, in seconds of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[], Engine],
+        folder: Path | None = None,
+        drafter: str | None = None,
+    ):
+        self.name = name
+        self.load = load
+        self.folder = folder
+        self.drafter = drafter
+        self.loaded: LoadedModel | None = None
+        self.keep_alive = math.inf
+        self.last_used = 0.0
+        # Size of the weights when they were loaded last, in bytes.
+        self._nbytes = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the model's entry in OpenAI's list of models."""
+        found = self.loaded
+        steps = 0 if found is None else found.num_steps
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mlx_redrafter",
+            "state": "not_loaded" if found is None else "loaded",
+            "has_chat": None if found is None else found.engine.tokenizer.has_chat_template,
+            "context_length": None if found is None else found.engine.target.context_length,
+            "drafter": self.drafter,
+            "tokens_per_step": found.num_tokens / steps if found is not None and steps else None,
+        }
+
+    def estimate_bytes(self) -> int:
+        """Return the size of the weights, estimated from their files unless it is known.
+
+        0 if the files are not there yet.
+        """
+        if self.loaded is not None and not self._nbytes:
+            self._nbytes = self.loaded.nbytes
+        if self._nbytes or self.folder is None:
+            return self._nbytes
+        with suppress(CheckpointError, OSError):
+            return sum(path.stat().st_size for path in weight_files(self.folder))
+        return 0
+
+
+class Models:
+    """The models by name; all methods are for the event loop's thread.
+
+    Args:
+        models: The models. The first one answers requests without a name or with an unknown one.
+        options: Options of texts for requests that leave them out.
+        limits: Limits of the models and of the kept prompts.
+        is_busy: Function that returns whether texts of a loaded model wait or run.
+        is_strict: Whether an unknown name is an error.
+        folder: Folder of the prompts kept for the next start; None for none.
+
+    Attributes:
+        store: Arrays of kept prompts.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        options: GenerationOptions,
+        limits: Limits,
+        is_busy: Callable[[LoadedModel], bool] = lambda model: False,
+        is_strict: bool = False,
+        folder: Path | None = None,
+    ):
+        self.store = PrefixStore(limits.prompt_cache_bytes, folder, limits.prompt_disk_bytes)
+        self._models = list(models)
+        self._options = options
+        self._limits = limits
+        self._is_busy = is_busy
+        self._is_strict = is_strict
+        self._loading = asyncio.Lock()
+        self._unknown: set[str] = set()
+        for model in models:
+            model.keep_alive = limits.keep_alive or math.inf
+
+    def __iter__(self) -> Any:
+        return iter(self._models)
+
+    def find(self, name: str | None) -> Model:
+        """Find a model by its name.
+
+        Raises:
+            Refusal: No model has this name, and names are strict.
+        """
+        first = self._models[0]
+        for model in self._models:
+            if model.name == name:
+                return model
+        if name is None or name in ANY_MODEL:
+            return first
+        if self._is_strict:
+            names = ", ".join(repr(model.name) for model in self._models)
+            raise Refusal(
+                f"model must be one of {names}, got {shortened(name)!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        if name not in self._unknown and len(self._unknown) < MAX_LOGGED_NAMES:
+            self._unknown.add(name)
+            logger.info("%r answers requests for the model %r", first.name, shortened(name))
+        return first
+
+    async def open(self, name: str | None) -> tuple[Model, LoadedModel]:
+        """Find a model, and load it unless it is in memory.
+
+        Raises:
+            Refusal: No model has this name, or the model cannot be loaded.
+        """
+        model = self.find(name)
+        model.last_used = time.monotonic()
+        loaded = model.loaded
+        if loaded is None:
+            async with self._loading:
+                if model.loaded is None:
+                    await self._make_room(model)
+                    await self._load(model)
+                    await self._make_room(model)  # its size is known only now
+                loaded = model.loaded
+        model.last_used = time.monotonic()
+        assert loaded is not None
+        return model, loaded
+
+    def unload(self, model: Model) -> None:
+        """Forget a model in memory; its running texts go on to their ends."""
+        if model.loaded is not None:
+            logger.info("unloaded %s", model.name)
+        model.loaded = None
+        mx.clear_cache()
+
+    async def unload_idle(self) -> None:
+        """Unload models that nobody has used for their time to stay, until cancelled."""
+        while True:
+            await asyncio.sleep(PATROL_SECONDS)
+            now = time.monotonic()
+            for model in self._models:
+                if model.loaded is None or self._loading.locked():
+                    continue
+                if self._is_busy(model.loaded):
+                    model.last_used = now
+                elif now - model.last_used > model.keep_alive:
+                    self.unload(model)
+
+    def load(self, model: Model) -> None:
+        """Load a model, in any thread.
+
+        Raises:
+            RedrafterError: It cannot be loaded.
+        """
+        start = time.monotonic()
+        model.loaded = LoadedModel(model.load(), self._options, self.store)
+        logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
+
+    async def _load(self, model: Model) -> None:
+        try:
+            await asyncio.to_thread(self.load, model)
+        except RedrafterError as error:
+            logger.error("cannot load %s: %s", model.name, error)
+            raise Refusal(
+                f"the model {model.name!r} cannot be loaded; see the server's log",
+                "model",
+                status=503,
+                code="model_not_loaded",
+            ) from error
+
+    async def _make_room(self, wanted: Model) -> None:
+        """Unload the models used least recently until there is memory for another one."""
+        limit = self._limits.max_model_bytes or int(MEMORY_SHARE * _device_bytes())
+        by_age = sorted(self._models, key=lambda model: model.last_used)
+        others = [model for model in by_age if model.loaded is not None and model is not wanted]
+        while others and sum(one.estimate_bytes() for one in (wanted, *others)) > limit:
+            oldest = others.pop(0)
+            left = oldest.loaded
+            self.unload(oldest)
+            while left is not None and self._is_busy(left):  # its running texts end first
+                await asyncio.sleep(WAIT_SECONDS)
+            left = None
+            mx.clear_cache()
+
+
+def identify(engine: Engine) -> str:
+    """Identify all on which K/V entries depend: weights, tokenizer, device and versions.
+
+    Blocks until MLX has added up the bits of all weights.
+    """
+    proposer = engine.proposer
+    networks = () if proposer is None else proposer.networks
+    sums = [
+        (name, tensor.shape, str(tensor.dtype), _sum_of_bits(tensor))
+        for module in (engine.target.model, *networks)
+        for name, tensor in named_parameters(module).items()
+    ]
+    words = sorted(engine.tokenizer.get_vocab().items())
+    known = (type(engine.target.model).__module__, type(proposer).__name__, words)
+    device = (str(mx.default_device()), mx.device_info().get("device_name"))
+    versions = [version(name) for name in ("mlx", "mlx-lm")]
+    return repr((sums, known, device, versions, __version__))
+
+
+def _sum_of_bits(tensor: mx.array) -> int:
+    kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+    total: Any = mx.sum(tensor.flatten().view(kinds.get(tensor.itemsize, mx.uint32))).item()
+    return int(total)
+
+
+def _device_bytes() -> int:
+    """Return the size of the device's memory in bytes, or of the machine's if MLX does not say."""
+    found = mx.device_info()
+    size = found.get("max_recommended_working_set_size") or found.get("memory_size")
+    return int(size) if size else _machine_bytes()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

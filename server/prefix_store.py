@@ -1,0 +1,284 @@
+"""Arrays of kept prompts in memory and on the disk, each bounded in bytes, by name.
+
+The arrays used least recently go first. A file appears whole or not at all, its name has the
+checksum of its content, and a damaged one is set aside. One thread of its own writes the files, so
+that no text waits for the disk. A disk that is full ends the writing, never a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+from safetensors import SafetensorError, safe_open
+
+from mlx_redrafter.errors import explain, first_line
+from mlx_redrafter.target.caches.stored_cache import Arrays
+from mlx_redrafter.thread_streams import end_streams_with_thread
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+# Prefix of files that are being written.
+UNFINISHED = "unfinished-"
+# Folder of damaged files, in that of the others.
+DAMAGED = "damaged"
+# Maximum number of damaged files to keep for a look at them.
+MAX_DAMAGED = 4
+# Age in seconds of unfinished files that some process has left behind.
+LEFT_BEHIND = 3600
+# Bytes of a file that are read at a time for its checksum.
+BLOCK = 1 << 22
+# Maximum size in bytes of arrays that wait to be written; others stay in memory only.
+MAX_PENDING = 1 << 30
+
+
+class _Write(NamedTuple):
+    name: str
+    arrays: Arrays
+    metadata: dict[str, str]
+    size: int
+
+
+class PrefixStore:
+    """Arrays by name; one thread uses it, next to the thread that writes.
+
+    Args:
+        max_bytes: Maximum size of the arrays in memory; 0 keeps nothing at all.
+        folder: Folder of the files; None to keep everything in memory only.
+        max_disk_bytes: Maximum size of the files.
+    """
+
+    def __init__(self, max_bytes: int, folder: Path | None = None, max_disk_bytes: int = 0):
+        self._max_bytes = max_bytes
+        self._max_disk_bytes = max_disk_bytes
+        self._folder = folder
+        self._memory: OrderedDict[str, Arrays] = OrderedDict()
+        self.nbytes = 0
+        # Sizes of the files by path, the one used least recently first, and paths by name.
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._paths: dict[str, Path] = {}
+        self._pending: dict[str, _Write] = {}
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        if folder is not None and max_bytes and max_disk_bytes:
+            self._open(folder)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return self._max_bytes > 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether arrays are kept for later runs."""
+        return self._writer is not None
+
+    def has(self, name: str) -> bool:
+        """Whether arrays of this name are kept."""
+        return name in self._memory or name in self._paths or name in self._pending
+
+    def get(self, name: str) -> Arrays | None:
+        """Return arrays; None if they are gone or their file is damaged."""
+        found = self._memory.get(name)
+        if found is None:
+            pending = self._pending.get(name)
+            found = self._read(name) if pending is None else pending.arrays
+            if found is not None:
+                self._keep(name, found)
+        return found
+
+    def put(self, name: str, arrays: Arrays, metadata: dict[str, str]) -> None:
+        """Keep arrays, whose computation is finished, and write them to the disk later."""
+        self._keep(name, arrays)
+        size = _size(arrays)
+        with self._lock:
+            waiting = sum(one.size for one in self._pending.values())
+            if self._writer is None or waiting + size > MAX_PENDING or name in self._paths:
+                return
+            self._pending[name] = _Write(name, arrays, metadata, size)
+        self._queue.put(self._pending[name])
+
+    def touch(self, name: str) -> None:
+        """Count arrays as used now."""
+        if name in self._memory:
+            self._memory.move_to_end(name)
+        path = self._paths.get(name)
+        if path is not None:
+            self._files.move_to_end(path)
+            with suppress(OSError):
+                os.utime(path)
+
+    def headers(self, prefix: str) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield the names of files that begin with a prefix, with the metadata in the files."""
+        for name, path in list(self._paths.items()):
+            if name.startswith(prefix):
+                try:
+                    with safe_open(path, framework="numpy") as file:
+                        yield name, file.metadata() or {}
+                except (SafetensorError, OSError, ValueError) as error:
+                    self._set_aside(name, error)
+
+    def drop(self, name: str, reason: object = None) -> None:
+        """Forget arrays; a file that is damaged for a reason is set aside."""
+        found = self._memory.pop(name, None)
+        if found is not None:
+            self.nbytes -= _size(found)
+        if reason is not None:
+            self._set_aside(name, reason)
+        else:
+            self._remove(name)
+
+    def close(self) -> None:
+        """Write what waits to be written, and end the thread."""
+        if self._writer is not None:
+            self._queue.put(None)
+            self._writer.join()
+            self._writer = None
+
+    def _keep(self, name: str, arrays: Arrays) -> None:
+        if name not in self._memory:
+            self.nbytes += _size(arrays)
+        self._memory[name] = arrays
+        self._memory.move_to_end(name)
+        while self.nbytes > self._max_bytes and self._memory:
+            _, oldest = self._memory.popitem(last=False)
+            self.nbytes -= _size(oldest)
+
+    def _open(self, folder: Path) -> None:
+        """Find the files of earlier runs, and start to write new ones."""
+        try:
+            folder.mkdir(0o700, parents=True, exist_ok=True)  # prompts are private
+            found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+        except OSError as error:
+            logger.warning("prompts are kept in memory only: %s: %s", folder, explain(error))
+            return
+        for status, path in sorted(found, key=lambda one: one[0].st_mtime):
+            if path.name.startswith(UNFINISHED):
+                if time.time() - status.st_mtime > LEFT_BEHIND:
+                    path.unlink(missing_ok=True)
+            elif path.suffix == SUFFIX:
+                self._files[path] = status.st_size
+                self._paths[path.name.partition(".")[0]] = path
+        self._make_room()
+        self._writer = threading.Thread(target=self._write_all, name="redrafter-prompts")
+        self._writer.daemon = True
+        self._writer.start()
+
+    def _read(self, name: str) -> Arrays | None:
+        path = self._paths.get(name)
+        if path is None:
+            return None
+        try:
+            checksum = _checksum(path)
+            if path.name != _file_name(name, checksum):
+                raise ValueError(f"expected the checksum in the name, found {checksum:08x}")
+            arrays = mx.load(str(path))
+            assert isinstance(arrays, Mapping)
+            mx.eval(arrays)
+            return dict(arrays)
+        except FileNotFoundError:  # another process has removed it
+            self._remove(name)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._set_aside(name, error)
+        return None
+
+    def _set_aside(self, name: str, reason: object) -> None:
+        path = self._forget(name)
+        if path is None:
+            return
+        logger.warning("set aside a damaged file of kept prompts: %s: %s", path, reason)
+        with suppress(OSError):
+            folder = path.parent / DAMAGED
+            folder.mkdir(exist_ok=True)
+            os.replace(path, folder / path.name)
+            for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-MAX_DAMAGED]:
+                old.unlink()
+
+    def _remove(self, name: str) -> None:
+        path = self._forget(name)
+        if path is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _forget(self, name: str) -> Path | None:
+        with self._lock:
+            path = self._paths.pop(name, None)
+            if path is not None:
+                self._files.pop(path, None)
+            return path
+
+    def _make_room(self) -> None:
+        with self._lock:
+            excess = sum(self._files.values()) - self._max_disk_bytes
+            oldest = []
+            for path, size in self._files.items():
+                if excess <= 0:
+                    break
+                oldest.append(path.name.partition(".")[0])
+                excess -= size
+        for name in oldest:
+            self._remove(name)
+
+    def _write_all(self) -> None:
+        """Write files until the end; runs in the thread that writes."""
+        end_streams_with_thread()
+        is_full = False
+        while (one := self._queue.get()) is not None:
+            try:
+                if not is_full:
+                    self._write(one)
+            except (OSError, RuntimeError) as error:
+                is_full = True
+                reason = explain(error) if isinstance(error, OSError) else first_line(error)
+                logger.warning("prompts are not kept on the disk any more: %s", reason)
+            finally:
+                with self._lock:
+                    self._pending.pop(one.name, None)
+
+    def _write(self, one: _Write) -> None:
+        assert self._folder is not None
+        handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=SUFFIX, dir=self._folder)
+        os.close(handle)
+        unfinished = Path(name)
+        try:
+            mx.save_safetensors(name, one.arrays, one.metadata)
+            path = self._folder / _file_name(one.name, _checksum(unfinished))
+            size = unfinished.stat().st_size
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._files[path] = size
+            self._paths[one.name] = path
+        self._make_room()
+
+
+def _file_name(name: str, checksum: int) -> str:
+    return f"{name}.{checksum:08x}{SUFFIX}"
+
+
+def _checksum(path: Path) -> int:
+    """Return the CRC-32 of a file's content."""
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _size(arrays: Mapping[str, mx.array]) -> int:
+    return sum(array.nbytes for array in arrays.values())

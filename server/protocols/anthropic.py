@@ -1,0 +1,371 @@
+"""Anthropic's ``/v1/messages``, with tools, thinking and streams, and its count of tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.answer_grammar import AnswerFormat
+from mlx_redrafter.server.fields import Fields, unexpected
+from mlx_redrafter.server.parts import Part, ToolCall
+from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
+from mlx_redrafter.server.protocols.openai_chat import read_effort
+from mlx_redrafter.server.protocols.openai_fields import read_options, read_stops
+from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.refusals import ContextExceeded, Refusal
+from mlx_redrafter.server.requests import ChatRequest
+from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.wire import event, respond
+
+logger = logging.getLogger(__name__)
+
+# Fields that do not change the text: Anthropic caches, bills, attributes or trims requests by them.
+_IGNORED = (
+    "cache_control",
+    "container",
+    "context_management",
+    "inference_geo",
+    "metadata",
+    "service_tier",
+)
+# Tools that run at Anthropic, by the beginning of their type. The model is not shown them.
+_SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_")
+# Beginning of a line about billing in the system prompt of Claude Code. It differs from session to
+# session, so that no two sessions could share a prompt cache.
+_BILLING = "x-anthropic-billing-header:"
+# Kinds of Anthropic's errors by HTTP status; all others are bad requests.
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# Signature of thinking. Anthropic's is a proof, and some clients drop thinking without one.
+SIGNATURE = "unsigned"
+
+
+async def answer(service: Service, client: Request) -> Response:
+    """Answer ``POST /v1/messages``."""
+    request = await service.read(client, read)
+    return await service.write(client, request, MessageWriter)
+
+
+async def count(service: Service, client: Request) -> Response:
+    """Answer ``POST /v1/messages/count_tokens``."""
+    request = await service.read(client, partial(read, counts=True))
+    fitted = await service.fit(client, request)
+    return respond({"input_tokens": sum(map(len, fitted.prompts))})
+
+
+def to_error(refusal: Refusal) -> dict[str, Any]:
+    """Return Anthropic's error object."""
+    message = str(refusal)
+    if isinstance(refusal, ContextExceeded):  # clients look for these words
+        message = (
+            f"prompt is too long: {refusal.length} tokens > {refusal.context - 1} maximum; "
+            f"shorten {refusal.param}"
+        )
+    kind = _KINDS.get(refusal.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def read(body: object, defaults: GenerationOptions, counts: bool = False) -> ChatRequest:
+    """Read a body.
+
+    Args:
+        body: The body.
+        defaults: Options of texts for requests that leave them out.
+        counts: Whether the request only counts tokens, and so needs no ``max_tokens``.
+
+    Raises:
+        Refusal: A field has a wrong value, or is not supported.
+    """
+    fields = Fields(body)
+    if not counts and isinstance(body, dict) and body.get("max_tokens") is None:
+        raise fields.refusal("max_tokens", "a number of tokens", None)
+    for name in _IGNORED:
+        fields.take(name)
+    conversation = Conversation()
+    _read_system(fields.take("system"), conversation)
+    _read_messages(fields, conversation)
+    effort, asked = _read_output(fields)
+    request = ChatRequest(
+        model=fields.typed("model", str),
+        options=read_options(fields, defaults, "max_tokens"),
+        is_streamed=fields.typed("stream", bool) or False,
+        num_texts=1,
+        stops=read_stops(fields, "stop_sequences"),
+        penalties={},
+        format=asked,
+        top_logprobs=None,
+        messages=conversation.messages,
+        tools=_read_tools(fields),
+        template_options=_read_thinking(fields),
+        effort=effort,
+    )
+    fields.finish()
+    return request
+
+
+class MessageWriter(Writer):
+    """Writes messages of content blocks.
+
+    Args:
+        model: Name of the model.
+    """
+
+    def __init__(self, model: str):
+        super().__init__(model)
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._has_begun = False
+        # Type of the open block, and the number of blocks before it.
+        self._open, self._index = "", 0
+        self._last: Part | None = None
+
+    def add(self, part: Part, usage: Usage) -> Iterator[str]:
+        yield from self._begin(usage)
+        if part.reasoning:
+            yield from self._say("thinking", part.reasoning)
+        if part.content:
+            yield from self._say("text", part.content)
+        for call in part.tool_calls:
+            yield from self._call(call)
+        self._last = part
+
+    def end(self, usage: Usage) -> Iterator[str]:
+        yield from self._begin(usage)
+        yield from self._close()
+        last = _end_of(self._last)
+        delta = {"type": "message_delta", "delta": last, "usage": _format_usage(usage)}
+        yield event(delta, "message_delta")
+        yield event({"type": "message_stop"}, "message_stop")
+
+    def fail(self, refusal: Refusal) -> Iterator[str]:
+        yield event(to_error(refusal), "error")
+
+    def keep_alive(self, usage: Usage) -> Iterator[str]:
+        yield from self._begin(usage)
+        yield from self._say(self._open or "text", "")
+
+    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+        text = texts[0]
+        content: list[dict[str, Any]] = []
+        if text.reasoning:
+            thinking = {"thinking": text.reasoning, "signature": SIGNATURE}
+            content.append({"type": "thinking", **thinking})
+        if text.content:
+            content.append({"type": "text", "text": text.content})
+        for call in text.tool_calls:
+            content.append({**_begin_call(call), "input": json.loads(call.arguments)})
+        return {**self._message(usage), "content": content, **_end_of(text)}
+
+    def _message(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _format_usage(usage),
+        }
+
+    def _begin(self, usage: Usage) -> Iterator[str]:
+        if not self._has_begun:
+            self._has_begun = True
+            start = {"type": "message_start", "message": self._message(usage)}
+            yield event(start, "message_start")
+
+    def _say(self, kind: str, text: str) -> Iterator[str]:
+        """Add to the open block, or begin one if that is of another kind."""
+        if self._open != kind:
+            yield from self._close()
+            more = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
+            yield self._block_start({"type": kind, **more})
+            self._open = kind
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _call(self, call: ToolCall) -> Iterator[str]:
+        yield from self._close()
+        yield self._block_start({**_begin_call(call), "input": {}})
+        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        self._open = "tool_use"
+        yield from self._close()
+
+    def _close(self) -> Iterator[str]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        if self._open:
+            stop = {"type": "content_block_stop", "index": self._index}
+            yield event(stop, "content_block_stop")
+            self._open, self._index = "", self._index + 1
+
+    def _block_start(self, block: dict[str, Any]) -> str:
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return event(start, "content_block_start")
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        value = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return event(value, "content_block_delta")
+
+
+def _begin_call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _end_of(part: Part | None) -> dict[str, Any]:
+    if part is None or part.finish_reason is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    if part.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": part.stop}
+    return {"stop_reason": _STOP_REASONS[part.finish_reason], "stop_sequence": None}
+
+
+def _format_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt - usage.num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached,
+        "output_tokens": usage.num_tokens,
+    }
+
+
+def _read_system(system: object, conversation: Conversation) -> None:
+    blocks = system if isinstance(system, list) else [] if system is None else [system]
+    texts = [_read_text(block, f"system[{i}]") for i, block in enumerate(blocks)]
+    kept = [text for text in texts if not text.startswith(_BILLING)]
+    if kept:
+        conversation.add_system(BREAK.join(kept))
+
+
+def _read_text(block: object, within: str) -> str:
+    """Read a text, or a block that is one."""
+    if isinstance(block, str):
+        return block
+    fields = Fields(block, within)
+    text = fields.typed("text", str) if fields.take("type") == "text" else None
+    if text is None:
+        raise unexpected(within, "text; the model reads neither images nor documents", block)
+    return text
+
+
+def _read_messages(fields: Fields, conversation: Conversation) -> None:
+    given = fields.typed("messages", list)
+    if not given:
+        raise Refusal("messages must be a list of at least one message", "messages")
+    for i, one in enumerate(given):
+        message = Fields(one, f"messages[{i}]")
+        role = message.one_of("role", ["user", "assistant", "system"])
+        content = message.take("content")
+        blocks = content if isinstance(content, list) else [content]
+        for j, block in enumerate(blocks):
+            within = f"messages[{i}].content[{j}]"
+            if role == "system":
+                conversation.add_system(_read_text(block, within))
+            elif role == "user":
+                _read_user_block(block, within, conversation)
+            elif role == "assistant":
+                _read_answer_block(block, within, conversation)
+            else:
+                raise message.refusal("role", '"user" or "assistant"', None)
+
+
+def _read_user_block(block: object, within: str, conversation: Conversation) -> None:
+    if not isinstance(block, dict) or block.get("type") != "tool_result":
+        conversation.add_user(_read_text(block, within))
+        return
+    fields = Fields(block, within)
+    content = fields.take("content")
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    texts = [_read_text(part, f"{within}.content") for part in parts]
+    call_id = fields.typed("tool_use_id", str) or ""
+    conversation.add_result(call_id, "\n".join(texts), f"{within}.tool_use_id")
+
+
+def _read_answer_block(block: object, within: str, conversation: Conversation) -> None:
+    fields = Fields({"text": block, "type": "text"} if isinstance(block, str) else block, within)
+    kind = fields.one_of("type", ["text", "thinking", "redacted_thinking", "tool_use"])
+    if kind == "text":
+        conversation.add_answer(fields.typed("text", str) or "")
+    elif kind == "thinking":
+        conversation.add_reasoning(fields.typed("thinking", str) or "")
+    elif kind == "tool_use":
+        call_id, name = fields.typed("id", str), fields.typed("name", str)
+        if not call_id or not name:
+            raise fields.refusal("id", "a text, with a name next to it", call_id)
+        conversation.add_call(call_id, name, fields.typed("input", dict) or {})
+
+
+def _read_thinking(fields: Fields) -> dict[str, Any]:
+    """Return the option of chat templates that turns thinking on or off."""
+    given = fields.typed("thinking", dict)
+    if given is None:
+        return {}
+    thinking = Fields(given, "thinking")
+    kind = thinking.one_of("type", ["enabled", "adaptive", "disabled"])
+    return {"enable_thinking": kind != "disabled"}
+
+
+def _read_output(fields: Fields) -> tuple[str | None, AnswerFormat | None]:
+    """Read the effort and the format of the answer."""
+    output = Fields(fields.typed("output_config", dict) or {}, "output_config")
+    effort, _ = read_effort(output, "effort")
+    param, given = "output_config.format", output.typed("format", dict)
+    if given is None:
+        param, given = "output_format", fields.typed("output_format", dict)
+    output.finish()
+    if given is None:
+        return effort, None
+    asked = Fields(given, param)
+    asked.one_of("type", ["json_schema"])
+    schema = asked.typed("schema", dict)
+    if schema is None:
+        raise asked.refusal("schema", "an object", None)
+    return effort, AnswerFormat(schema, param)
+
+
+def _read_tools(fields: Fields) -> Tools:
+    given = fields.typed("tools", list) or []
+    check_number(given)
+    definitions = []
+    for i, tool in enumerate(given):
+        within = f"tools[{i}]"
+        one = Fields(tool, within)
+        kind = one.typed("type", str) or "custom"
+        if kind.startswith(_SERVER_TOOLS):
+            logger.info("left out the tool %s, which runs at Anthropic", kind[:100])
+            continue
+        if kind != "custom":
+            raise one.refusal("type", '"custom", with an input_schema', kind)
+        name, text, schema = map(one.take, ("name", "description", "input_schema"))
+        strict = one.typed("strict", bool) or False
+        definitions.append(make_tool(name, text, schema, within, strict))
+    choice = Fields(fields.typed("tool_choice", dict) or {"type": "auto"}, "tool_choice")
+    kind = choice.one_of("type", ["auto", "any", "tool", "none"])
+    names = [choice.typed("name", str) or ""] if kind == "tool" else None
+    word = {"any": "required", "tool": "required"}.get(str(kind), str(kind))
+    is_single = choice.typed("disable_parallel_tool_use", bool) or False
+    choice.finish()
+    tools = Tools(definitions).choose(word, names, "tool_choice")
+    return replace(tools, is_parallel=not is_single)
+
+
+ROUTES: Routes = {
+    ("POST", "/v1/messages"): answer,
+    ("POST", "/v1/messages/count_tokens"): count,
+}

@@ -1,0 +1,98 @@
+"""The messages of a chat, built from blocks or items, in the form that chat templates expect.
+
+Templates want one system message at the beginning, and turns that alternate. So system texts at the
+beginning become one message, later ones a user's text, and texts of one role in a row one message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_redrafter.server.refusals import Refusal
+
+# Text between two texts that become one message.
+BREAK = "\n\n"
+
+
+class Conversation:
+    """Messages in OpenAI's format, with the arguments of calls as objects.
+
+    Attributes:
+        messages: The messages so far.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        # Names of the tools by the ids of their calls.
+        self._calls: dict[str, str] = {}
+
+    def add_system(self, text: str) -> None:
+        """Add instructions."""
+        is_first = all(message["role"] == "system" for message in self.messages)
+        self._add_text("system" if is_first else "user", text)
+
+    def add_user(self, text: str) -> None:
+        """Add a text of the user."""
+        self._add_text("user", text)
+
+    def add_answer(self, text: str) -> None:
+        """Add a text of the model."""
+        message = self._assistant()
+        message["content"] += text
+
+    def add_reasoning(self, text: str) -> None:
+        """Add thinking of the model."""
+        message = self._assistant()
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
+        """Add a call of a tool."""
+        self._calls[call_id] = name
+        call = {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def add_result(self, call_id: str, text: str, param: str) -> None:
+        """Add the result of a call.
+
+        Raises:
+            Refusal: No call before it has this id.
+        """
+        if call_id not in self._calls:
+            raise Refusal(
+                f"{param} must be the id of a call before it, got {call_id[:100]!r}", param
+            )
+        self.messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call_id,
+                "name": self._calls[call_id],
+                "content": text,
+            }
+        )
+
+    def add_result_of(self, name: str | None, text: str) -> None:
+        """Add the result of the call with an id, or of the newest call of a tool with that name.
+
+        Without a name, the result is that of the oldest call without one.
+        """
+        done = {one.get("tool_call_id") for one in self.messages}
+        waiting = [one for one in self._calls if one not in done]
+        named = [one for one in waiting if name in (one, self._calls[one])]
+        found = (named or waiting or [name or ""])[0]
+        self._calls.setdefault(found, name or "")
+        self.add_result(found, text, "tool_name")
+
+    def _add_text(self, role: str, text: str) -> None:
+        if self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] += BREAK + text
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _assistant(self) -> dict[str, Any]:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]

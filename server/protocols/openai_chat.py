@@ -1,0 +1,286 @@
+"""OpenAI's ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mlx_lm.server import process_message_content
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.fields import Fields
+from mlx_redrafter.server.parts import Part, TokenLogprob, ToolCall
+from mlx_redrafter.server.protocols.openai_fields import (
+    StreamOptions,
+    format_usage,
+    read_common,
+)
+from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.requests import ChatRequest
+from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.wire import event
+
+# Maximum of ``top_logprobs``, as at OpenAI.
+MAX_TOP_LOGPROBS = 20
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Amounts of thinking, in OpenAI's words; "none" turns thinking off in templates that can.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Arguments of `apply_chat_template` that are not options of the template, and a template itself.
+_OWN_TEMPLATE_OPTIONS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+async def answer(service: Service, client: Request) -> Response:
+    """Answer ``POST /v1/chat/completions``."""
+    request, options = await service.read(client, read)
+    return await service.write(client, request, partial(ChatWriter, request, options))
+
+
+def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, StreamOptions]:
+    """Read a body.
+
+    Raises:
+        Refusal: A field has a wrong value, or is not supported.
+    """
+    fields = Fields(body)
+    shows = fields.typed("logprobs", bool)
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top is not None and not shows:
+        raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
+    messages = _read_messages(fields)
+    tools = _read_tools(fields)
+    template_options = fields.typed("chat_template_kwargs", dict) or {}
+    for name in template_options.keys() & _OWN_TEMPLATE_OPTIONS:
+        raise Refusal(f"chat_template_kwargs must not have {name}", "chat_template_kwargs")
+    effort, thinking = read_effort(fields, "reasoning_effort")
+    fields.one_of("modalities", [["text"]])
+    for name in ("verbosity", "prediction"):  # a hint for the style, and drafts of the client
+        fields.take(name)
+    common, options = read_common(fields, defaults, (top or 0) if shows else None)
+    request = ChatRequest(
+        **common,
+        messages=messages,
+        tools=tools,
+        template_options=thinking | template_options,
+        effort=effort,
+    )
+    return request, options
+
+
+def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
+    """Read the amount of thinking; return its word and the option that turns thinking off.
+
+    Raises:
+        Refusal: The word is unknown.
+    """
+    effort = fields.one_of(name, EFFORTS)
+    return effort, {"enable_thinking": False} if effort == "none" else {}
+
+
+class ChatWriter(Writer):
+    """Writes chat completions.
+
+    Args:
+        request: The request.
+        options: Options of the stream.
+        model: Name of the model.
+    """
+
+    def __init__(self, request: ChatRequest, options: StreamOptions, model: str):
+        super().__init__(model)
+        self._request = request
+        self._options = options
+        kind = "chat.completion"
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if request.is_streamed else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        # Number of tool calls of each text so far.
+        self._calls: dict[int, int] = {}
+
+    def add(self, part: Part, usage: Usage) -> Iterator[str]:
+        is_first = part.index not in self._calls
+        if is_first or part.finish_reason or part.has_content:
+            choice = self._choice(part, "delta", is_first)
+            if self._options.shows_drafts:
+                choice["is_draft"] = part.is_draft
+                choice["tokens"], choice["steps"] = part.num_tokens, part.num_steps
+            shown = {"usage": None} if self._options.shows_usage else {}
+            yield event({**self._head, "choices": [choice], **shown})
+
+    def end(self, usage: Usage) -> Iterator[str]:
+        if self._options.shows_usage:
+            yield event({**self._head, "choices": [], "usage": format_usage(usage)})
+        yield "data: [DONE]\n\n"
+
+    def fail(self, refusal: Refusal) -> Iterator[str]:
+        yield event(refusal.to_json())
+
+    def keep_alive(self, usage: Usage) -> Iterator[str]:
+        yield ": waiting\n\n"
+
+    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+        choices = [self._choice(text, "message", True) for text in texts]
+        return {**self._head, "choices": choices, "usage": format_usage(usage)}
+
+    def _choice(self, part: Part, name: str, is_first: bool) -> dict[str, Any]:
+        """Format a whole choice (``message``), or the next part of one (``delta``)."""
+        message: dict[str, Any] = {"content": part.content}
+        if is_first:
+            message["role"] = "assistant"
+        if name == "message" and part.tool_calls and not part.content:
+            message["content"] = None
+        if part.reasoning:
+            message["reasoning"] = part.reasoning
+        first = self._calls.get(part.index, 0)
+        self._calls[part.index] = first + len(part.tool_calls)
+        if part.tool_calls:
+            message["tool_calls"] = [
+                {"index": i, **_format_call(call)} if name == "delta" else _format_call(call)
+                for i, call in enumerate(part.tool_calls, first)
+            ]
+        logprobs = None
+        if self._request.top_logprobs is not None:
+            logprobs = {"content": list(map(_format_logprobs, part.logprobs))}
+        return {
+            "index": part.index,
+            "finish_reason": part.finish_reason,
+            name: message,
+            "logprobs": logprobs,
+        }
+
+
+def _format_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _format_logprobs(token: TokenLogprob) -> dict[str, Any]:
+    return {**_shown(token), "top_logprobs": list(map(_shown, token.top))}
+
+
+def _shown(token: TokenLogprob) -> dict[str, Any]:
+    is_whole = "\ufffd" not in token.text
+    raw = list(token.text.encode()) if is_whole else None
+    return {"token": token.text, "logprob": token.logprob, "bytes": raw}
+
+
+def _read_tools(fields: Fields) -> Tools:
+    given = fields.typed("tools", list) or []
+    check_number(given)
+    for i, tool in enumerate(given):
+        one = Fields(tool, f"tools[{i}]")
+        if one.one_of("type", ["function"]) is None:
+            raise one.refusal("type", '"function"', None)
+        within = f"tools[{i}].function"
+        function = Fields(one.take("function"), within)
+        function.typed("strict", bool)
+        name, text, schema = map(function.take, ("name", "description", "parameters"))
+        make_tool(name, text, schema, within)
+    tools = Tools(given)
+    is_parallel = fields.typed("parallel_tool_calls", bool)
+    choice, names = _read_choice(fields)
+    tools = tools.choose(choice, names, "tool_choice")
+    return tools if is_parallel in (None, True) else replace(tools, is_parallel=False)
+
+
+def _read_choice(fields: Fields) -> tuple[str, list[str] | None]:
+    """Read ``tool_choice``: a word, one function, or some allowed tools."""
+    choice = fields.take("tool_choice")
+    if choice is None or isinstance(choice, str):
+        if choice not in (None, "auto", "none", "required"):
+            raise fields.refusal("tool_choice", '"auto", "none", "required" or a tool', choice)
+        return choice or "auto", None
+    asked = Fields(choice, "tool_choice")
+    if asked.one_of("type", ["function", "allowed_tools"]) == "allowed_tools":
+        allowed = Fields(asked.take("allowed_tools"), "tool_choice.allowed_tools")
+        mode = allowed.one_of("mode", ["auto", "required"]) or "auto"
+        return mode, [_name_of(one) for one in allowed.typed("tools", list) or []]
+    return "required", [_name_of(choice)]
+
+
+def _name_of(choice: object) -> str:
+    function = Fields(Fields(choice, "tool_choice").take("function"), "tool_choice.function")
+    name = function.typed("name", str)
+    if name is None:
+        raise function.refusal("name", "the name of a tool", None)
+    return name
+
+
+def _read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Read messages as chat templates expect them: text only, and parsed arguments of calls."""
+    given = fields.typed("messages", list)
+    if not given:
+        raise Refusal("messages must be a list of at least one message", "messages")
+    messages = [
+        _read_message(message, Fields(message, f"messages[{i}]")) for i, message in enumerate(given)
+    ]
+    try:
+        process_message_content(messages)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(
+            f"messages must have JSON as the arguments of tool calls: {error}", "messages"
+        ) from error
+    return messages
+
+
+def _read_message(message: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    """Check a message, and make its refusals texts and its thinking a field of templates."""
+    role = fields.one_of("role", _ROLES)
+    if role is None:
+        raise fields.refusal("role", " or ".join(_ROLES), None)
+    content = fields.take("content")
+    if not isinstance(content, (str, list, type(None))):
+        raise fields.refusal("content", "a text or a list of texts", content)
+    if isinstance(content, list):
+        content = [_read_part(part, fields) for part in content]
+    for i, call in enumerate(fields.typed("tool_calls", list) or []):
+        Fields(call, f"tool_calls[{i}]").typed("function", dict)
+    found = {**message, "content": content}
+    if role == "developer":  # OpenAI's newer word, which templates do not know
+        found["role"] = "system"
+    reasoning = fields.typed("reasoning", str)
+    if reasoning is not None:
+        found.setdefault("reasoning_content", reasoning)
+    return found
+
+
+def _read_part(part: object, message: Fields) -> dict[str, str]:
+    fields = Fields(part, "content")
+    kind = fields.take("type")
+    text = fields.typed(kind, str) if kind in ("text", "refusal") else None
+    if text is None:
+        raise message.refusal("content", "text only; images and files are not supported", part)
+    return {"type": "text", "text": text}
+
+
+ROUTES: Routes = {("POST", "/v1/chat/completions"): answer}
+to_error = Refusal.to_json

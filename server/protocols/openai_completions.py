@@ -1,0 +1,145 @@
+"""OpenAI's ``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.fields import Fields
+from mlx_redrafter.server.parts import Part, TokenLogprob
+from mlx_redrafter.server.protocols.openai_fields import (
+    StreamOptions,
+    format_usage,
+    read_common,
+)
+from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
+from mlx_redrafter.server.wire import event
+
+# Maximum of ``logprobs``, as at OpenAI.
+MAX_LOGPROBS = 5
+
+
+async def answer(service: Service, client: Request) -> Response:
+    """Answer ``POST /v1/completions``."""
+    request, options = await service.read(client, read)
+    return await service.write(client, request, partial(CompletionWriter, request, options))
+
+
+def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, StreamOptions]:
+    """Read a body.
+
+    Raises:
+        Refusal: A field has a wrong value, or is not supported.
+    """
+    fields = Fields(body)
+    top = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    echoes = fields.typed("echo", bool) or False
+    fields.one_of("suffix", [""])
+    fields.one_of("best_of", [1])
+    prompt = fields.take("prompt")
+    prompts = prompt if _is_several(prompt) else [prompt]
+    if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
+        expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
+        raise fields.refusal("prompt", expected, prompt)
+    common, options = read_common(fields, defaults, top)
+    if len(prompts) * common["num_texts"] > MAX_TEXTS:
+        raise Refusal(f"n times the prompts must be at most {MAX_TEXTS}", "n")
+    return CompletionRequest(**common, prompts=prompts, echoes=echoes), options
+
+
+class CompletionWriter(Writer):
+    """Writes text completions.
+
+    Args:
+        request: The request.
+        options: Options of the stream.
+        model: Name of the model.
+    """
+
+    def __init__(self, request: CompletionRequest, options: StreamOptions, model: str):
+        super().__init__(model)
+        self._request = request
+        self._options = options
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        # Characters of each text so far.
+        self._lengths: dict[int, int] = {}
+
+    def add(self, part: Part, usage: Usage) -> Iterator[str]:
+        if part.finish_reason or part.has_content:
+            choice = self._choice(part)
+            if self._options.shows_drafts:
+                choice["is_draft"] = part.is_draft
+                choice["tokens"], choice["steps"] = part.num_tokens, part.num_steps
+            shown = {"usage": None} if self._options.shows_usage else {}
+            yield event({**self._head, "choices": [choice], **shown})
+
+    def end(self, usage: Usage) -> Iterator[str]:
+        if self._options.shows_usage:
+            yield event({**self._head, "choices": [], "usage": format_usage(usage)})
+        yield "data: [DONE]\n\n"
+
+    def fail(self, refusal: Refusal) -> Iterator[str]:
+        yield event(refusal.to_json())
+
+    def keep_alive(self, usage: Usage) -> Iterator[str]:
+        yield ": waiting\n\n"
+
+    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+        choices = [self._choice(text) for text in texts]
+        return {**self._head, "choices": choices, "usage": format_usage(usage)}
+
+    def _choice(self, part: Part) -> dict[str, Any]:
+        offset = self._lengths.get(part.index, 0)
+        self._lengths[part.index] = offset + len(part.content)
+        shows = self._request.top_logprobs is not None
+        return {
+            "index": part.index,
+            "finish_reason": part.finish_reason,
+            "text": part.content,
+            "logprobs": _format_logprobs(part.logprobs, offset) if shows else None,
+        }
+
+
+def _is_several(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+
+
+def _is_prompt(prompt: object) -> bool:
+    if isinstance(prompt, list):
+        return bool(prompt) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, str)
+
+
+def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """Format log-probabilities; the offsets count characters of the text."""
+    texts = [token.text for token in tokens]
+    ends = list(accumulate(map(len, texts), initial=offset))
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [
+            None if token.logprob is None else {one.text: one.logprob for one in token.top}
+            for token in tokens
+        ],
+        "text_offset": ends[:-1],
+    }
+
+
+ROUTES: Routes = {("POST", "/v1/completions"): answer}
+to_error = Refusal.to_json

@@ -1,0 +1,211 @@
+"""Fields that both of OpenAI's older endpoints read, and the sampling options of all protocols."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
+from mlx_redrafter.server.answer_grammar import AnswerFormat
+from mlx_redrafter.server.fields import Fields, shortened
+from mlx_redrafter.server.protocols.writer import Usage
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.requests import MAX_TEXTS
+
+# Maximum number of stop strings.
+MAX_STOPS = 16
+# Maximum length of a stop string, in characters.
+MAX_STOP_LENGTH = 256
+# Maximum number of tokens in ``logit_bias``.
+MAX_BIASES = 1024
+# Number of tokens that a penalty looks back at by default, as in mlx-lm.
+PENALTY_CONTEXT = 20
+# Maximum number of tokens that a penalty looks back at.
+MAX_PENALTY_CONTEXT = 2**20
+
+# Sampling options and their names in OpenAI's API.
+_OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
+# Fields that do not change the text: OpenAI bills, caches and attributes requests by them.
+IGNORED = (
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+
+
+class StreamOptions(NamedTuple):
+    """Options of a stream.
+
+    Attributes:
+        shows_usage: Whether the last part of the stream is the usage.
+        shows_drafts: Whether the parts tell drafted tokens from others.
+    """
+
+    shows_usage: bool
+    shows_drafts: bool
+
+
+def read_common(
+    fields: Fields, defaults: GenerationOptions, top_logprobs: int | None
+) -> tuple[dict[str, Any], StreamOptions]:
+    """Read the fields of `TextRequest`, and check that no other field is left.
+
+    Raises:
+        Refusal: A field has a wrong value, or is not supported.
+    """
+    for name in IGNORED:
+        fields.take(name)
+    streams = fields.typed("stream", bool) or False
+    shown = fields.take("stream_options")
+    if shown is not None and not streams:
+        raise Refusal("stream_options needs stream to be true", "stream_options")
+    stream_options = Fields({} if shown is None else shown, "stream_options")
+    stream_options.take("include_obfuscation")
+    common = {
+        "model": fields.typed("model", str),
+        "options": read_options(fields, defaults, "max_tokens", "max_completion_tokens"),
+        "num_texts": fields.integer("n", 1, MAX_TEXTS) or 1,
+        "stops": read_stops(fields, "stop"),
+        "penalties": read_penalties(fields),
+        "format": _read_format(fields),
+        "top_logprobs": top_logprobs,
+        "is_streamed": streams,
+    }
+    options = StreamOptions(
+        stream_options.typed("include_usage", bool) or False,
+        stream_options.typed("include_drafts", bool) or False,
+    )
+    stream_options.finish()
+    fields.finish()
+    return common, options
+
+
+def read_options(
+    fields: Fields, defaults: GenerationOptions, *length_names: str
+) -> GenerationOptions:
+    """Read the options of a text; options that are left out have the server's values.
+
+    Args:
+        fields: Fields with OpenAI's names.
+        defaults: The server's values.
+        *length_names: Names of the field for ``max_tokens``; the last one that is given counts.
+
+    Raises:
+        Refusal: An option is out of range.
+    """
+    given = {option: fields.take(name) for option, name in _OPTIONS.items()}
+    for name in length_names:
+        if (length := fields.take(name)) is not None:
+            given["max_tokens"] = length
+    try:
+        return replace(defaults, **{name: one for name, one in given.items() if one is not None})
+    except ConfigError as error:
+        option, _, rest = str(error).partition(" ")
+        name = length_names[0] if option == "max_tokens" else _OPTIONS.get(option, option)
+        raise Refusal(f"{name} {shortened(rest)}", name) from error
+
+
+def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
+    """Read stop strings: one, or a list of them.
+
+    Raises:
+        Refusal: There are too many, or one is empty or too long.
+    """
+    given = fields.take(name)
+    stops = given if isinstance(given, list) else [] if given is None else [given]
+    if len(stops) > MAX_STOPS or not all(
+        isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in stops
+    ):
+        expected = f"a text of 1 to {MAX_STOP_LENGTH} characters, or at most {MAX_STOPS} of them"
+        raise fields.refusal(name, expected, given)
+    return tuple(stops)
+
+
+def read_penalties(fields: Fields) -> dict[str, Any]:
+    """Read the arguments of mlx-lm's ``make_logits_processors``; none if no penalty is given.
+
+    Raises:
+        Refusal: One is out of range.
+    """
+    given: dict[str, Any] = {
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
+        "logit_bias": _read_biases(fields),
+    }
+    for kind in ("presence", "frequency", "repetition"):
+        name = f"{kind}_context_size"
+        size = fields.integer(name, 1, MAX_PENALTY_CONTEXT)
+        given[name] = PENALTY_CONTEXT if size is None else size
+    is_on = any(given[name] for name in given if not name.endswith("_size"))
+    return given if is_on else {}
+
+
+def read_json_schema(fields: Fields, param: str) -> AnswerFormat:
+    """Read OpenAI's description of a JSON schema; ``strict`` makes no difference to it.
+
+    Raises:
+        Refusal: The schema is missing or no object.
+    """
+    for name in ("name", "description"):
+        fields.typed(name, str)
+    fields.typed("strict", bool)
+    schema: dict[str, Any] | None = fields.typed("schema", dict)
+    fields.finish()
+    if schema is None:
+        raise fields.refusal("schema", "an object", None)
+    return AnswerFormat(schema, param)
+
+
+def format_usage(usage: Usage) -> dict[str, Any]:
+    """Format the usage of a reply."""
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_tokens,
+        "total_tokens": usage.num_prompt + usage.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning,
+            "accepted_prediction_tokens": usage.num_accepted,
+            "rejected_prediction_tokens": usage.num_drafts - usage.num_accepted,
+        },
+    }
+
+
+def _read_format(fields: Fields) -> AnswerFormat | None:
+    given = fields.typed("response_format", dict)
+    if given is None:
+        return None
+    asked = Fields(given, "response_format")
+    kind = asked.one_of("type", ["text", "json_object", "json_schema"])
+    if kind is None:
+        raise asked.refusal("type", '"text", "json_object" or "json_schema"', None)
+    found = None
+    if kind == "json_schema":
+        within = Fields(asked.typed("json_schema", dict) or {}, "response_format.json_schema")
+        found = read_json_schema(within, "response_format")
+    elif kind == "json_object":
+        found = AnswerFormat({"type": "object"}, "response_format")
+    asked.finish()
+    return found
+
+
+def _read_biases(fields: Fields) -> dict[int, float]:
+    given = fields.typed("logit_bias", dict) or {}
+    if len(given) > MAX_BIASES:
+        raise Refusal(f"logit_bias must have at most {MAX_BIASES} tokens", "logit_bias")
+    biases = Fields(given, "logit_bias")
+    found = {}
+    for name in given:
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise Refusal(
+                f"logit_bias must have token ids as names, got {reprlib.repr(name)}", "logit_bias"
+            )
+        found[int(name)] = biases.number(name, -100, 100) or 0.0
+    return found

@@ -1,0 +1,471 @@
+"""OpenAI's ``/v1/responses``: items instead of messages, and answers that clients may continue."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.answer_grammar import AnswerFormat
+from mlx_redrafter.server.fields import Fields, unexpected
+from mlx_redrafter.server.parts import Part, ToolCall
+from mlx_redrafter.server.protocols.conversation import Conversation
+from mlx_redrafter.server.protocols.openai_chat import read_effort
+from mlx_redrafter.server.protocols.openai_fields import IGNORED, read_json_schema, read_options
+from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.requests import ChatRequest
+from mlx_redrafter.server.stored_responses import StoredResponses
+from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.wire import event, respond
+
+logger = logging.getLogger(__name__)
+
+# Fields that do not change the text, next to those of `IGNORED`.
+_OTHERS = ("client_metadata", "include", "max_tool_calls", "stream_options", "truncation")
+# Types of tools that run at OpenAI or that have no JSON schema. The model is not shown them.
+_LEFT_OUT = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "namespace",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_preview",
+    }
+)
+# Fields of a request that its response repeats, with their defaults.
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": None,
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+
+# Places of the only part of an item.
+_SUMMARY: dict[str, Any] = {"summary_index": 0}
+_CONTENT: dict[str, Any] = {"content_index": 0}
+
+to_error = Refusal.to_json
+
+
+class Asked(NamedTuple):
+    """A request and what its response needs of it.
+
+    Attributes:
+        request: The request.
+        items: Items of the conversation so far.
+        repeated: Fields that the response repeats.
+    """
+
+    request: ChatRequest
+    items: list[Any]
+    repeated: dict[str, Any]
+
+
+async def answer(service: Service, client: Request) -> Response:
+    """Answer ``POST /v1/responses``."""
+    asked = await service.read(client, partial(read, stored=service.stored))
+    return await service.write(
+        client, asked.request, partial(ResponseWriter, asked, service.stored)
+    )
+
+
+async def fetch(service: Service, client: Request) -> Response:
+    """Answer ``GET /v1/responses/{id}``."""
+    return respond(service.stored.find(client.path_params["id"], "id").response)
+
+
+async def forget(service: Service, client: Request) -> Response:
+    """Answer ``DELETE /v1/responses/{id}``."""
+    response_id = client.path_params["id"]
+    service.stored.forget(response_id, "id")
+    return respond({"id": response_id, "object": "response", "deleted": True})
+
+
+ROUTES: Routes = {
+    ("POST", "/v1/responses"): answer,
+    ("GET", "/v1/responses/{id}"): fetch,
+    ("DELETE", "/v1/responses/{id}"): forget,
+}
+
+
+def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> Asked:
+    """Read a body.
+
+    Args:
+        body: The body.
+        defaults: Options of texts for requests that leave them out.
+        stored: Responses that the request may continue.
+
+    Raises:
+        Refusal: A field has a wrong value, or is not supported.
+    """
+    fields = Fields(body)
+    assert isinstance(body, dict)
+    given = {name: value for name, value in body.items() if value is not None}
+    repeated = {name: given.get(name, value) for name, value in _REPEATED.items()}
+    store = fields.typed("store", bool)
+    repeated["store"] = store is not False
+    for name in (*IGNORED, *_OTHERS):
+        fields.take(name)
+    fields.one_of("background", [False])
+    before = fields.typed("previous_response_id", str)
+    items = [] if before is None else stored.find(before, "previous_response_id").items
+    items = items + _read_input(fields)
+    effort, thinking = _read_reasoning(fields)
+    request = ChatRequest(
+        model=fields.typed("model", str),
+        # Codex sends no limit, and a call must not be cut.
+        options=read_options(fields, replace(defaults, max_tokens=-1), "max_output_tokens"),
+        is_streamed=fields.typed("stream", bool) or False,
+        num_texts=1,
+        stops=(),
+        penalties={},
+        format=_read_format(fields),
+        top_logprobs=None,
+        messages=_read_items(fields.typed("instructions", str), items),
+        tools=_read_tools(fields),
+        template_options=thinking,
+        effort=effort,
+    )
+    fields.one_of("top_logprobs", [0])
+    fields.finish()
+    return Asked(request, items, repeated)
+
+
+class ResponseWriter(Writer):
+    """Writes responses of items.
+
+    Args:
+        asked: The request.
+        stored: Responses to add this one to.
+        model: Name of the model.
+    """
+
+    def __init__(self, asked: Asked, stored: StoredResponses, model: str):
+        super().__init__(model)
+        self._asked = asked
+        self._stored = stored
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._sequence = 0
+        self._output: list[dict[str, Any]] = []
+        # Type of the last item, if it is not finished, and its text so far.
+        self._open, self._text = "", ""
+        self._finish_reason: str | None = None
+
+    def add(self, part: Part, usage: Usage) -> Iterator[str]:
+        yield from self._begin()
+        if part.reasoning:
+            yield from self._say("reasoning", part.reasoning)
+        if part.content:
+            yield from self._say("message", part.content)
+        for call in part.tool_calls:
+            yield from self._call(call)
+        self._finish_reason = part.finish_reason
+
+    def end(self, usage: Usage) -> Iterator[str]:
+        yield from self._begin()
+        yield from self._close()
+        is_cut = self._finish_reason == "length"
+        response = self._finished(usage)
+        name = "response.incomplete" if is_cut else "response.completed"
+        yield self._event(name, response=response)
+
+    def fail(self, refusal: Refusal) -> Iterator[str]:
+        yield from self._begin()
+        error = {"code": refusal.code or "server_error", "message": str(refusal)}
+        response = {**self._response("failed"), "error": error}
+        yield self._event("response.failed", response=response)
+
+    def keep_alive(self, usage: Usage) -> Iterator[str]:
+        yield from self._begin()
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+
+    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+        for _ in (*self.add(texts[0], usage), *self._close()):
+            pass  # the events of a stream make the same items
+        return self._finished(usage)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": list(self._output),
+            "usage": None,
+            **self._asked.repeated,
+        }
+
+    def _finished(self, usage: Usage) -> dict[str, Any]:
+        """Return the finished response, and store it unless the client has declined that."""
+        is_cut = self._finish_reason == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        response["usage"] = _format_usage(usage)
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._asked.repeated["store"]:
+            self._stored.keep(response, [*self._asked.items, *self._output])
+        return response
+
+    def _event(self, kind: str, **values: Any) -> str:
+        text = event({"type": kind, "sequence_number": self._sequence, **values}, kind)
+        self._sequence += 1
+        return text
+
+    def _begin(self) -> Iterator[str]:
+        if not self._sequence:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event(kind, response=self._response("in_progress"))
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Place of the last item in the output."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _say(self, kind: str, text: str) -> Iterator[str]:
+        """Add to the open item, or begin one if that is of another kind."""
+        if self._open != kind:
+            yield from self._close()
+            yield from self._open_item(kind)
+        self._text += text
+        if kind == "reasoning":
+            name, place = "response.reasoning_summary_text.delta", _SUMMARY
+        else:
+            name, place = "response.output_text.delta", {**_CONTENT, "logprobs": []}
+        yield self._event(name, **self._place, **place, delta=text)
+
+    def _open_item(self, kind: str) -> Iterator[str]:
+        self._open, self._text = kind, ""
+        if kind == "reasoning":
+            item: dict[str, Any] = {"summary": [], "encrypted_content": None}
+            self._add_item(kind, "rs", item)
+            yield self._event("response.output_item.added", **self._added())
+            part = {"type": "summary_text", "text": ""}
+            kind = "response.reasoning_summary_part.added"
+            yield self._event(kind, **self._place, summary_index=0, part=part)
+            return
+        self._add_item(kind, "msg", {"role": "assistant", "content": []})
+        yield self._event("response.output_item.added", **self._added())
+        part = _text_part("")
+        yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
+
+    def _close(self) -> Iterator[str]:
+        """Finish the open item."""
+        kind, self._open = self._open, ""
+        if not kind:
+            return
+        item, text = self._output[-1], self._text
+        if kind == "reasoning":
+            part: dict[str, Any] = {"type": "summary_text", "text": text}
+            item["summary"] = [part]
+            name, index = "reasoning_summary", _SUMMARY
+            yield self._event(f"response.{name}_text.done", **self._place, **index, text=text)
+        else:
+            part = _text_part(text)
+            item["content"] = [part]
+            name, index = "content", _CONTENT
+            done = {**self._place, **index, "text": text, "logprobs": []}
+            yield self._event("response.output_text.done", **done)
+        yield self._event(f"response.{name}_part.done", **self._place, **index, part=part)
+        item["status"] = "completed"
+        yield self._event("response.output_item.done", **self._added())
+
+    def _call(self, call: ToolCall) -> Iterator[str]:
+        yield from self._close()
+        item = {"call_id": call.id, "name": call.name, "arguments": ""}
+        self._add_item("function_call", "fc", item)
+        yield self._event("response.output_item.added", **self._added())
+        name = "response.function_call_arguments"
+        yield self._event(f"{name}.delta", **self._place, delta=call.arguments)
+        self._output[-1] |= {"arguments": call.arguments, "status": "completed"}
+        done = {"name": call.name, "arguments": call.arguments}
+        yield self._event(f"{name}.done", **self._place, **done)
+        yield self._event("response.output_item.done", **self._added())
+
+    def _add_item(self, kind: str, prefix: str, item: dict[str, Any]) -> None:
+        head = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        self._output.append({**head, **item})
+
+    def _added(self) -> dict[str, Any]:
+        return {"output_index": len(self._output) - 1, "item": dict(self._output[-1])}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _format_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
+        "total_tokens": usage.num_prompt + usage.num_tokens,
+    }
+
+
+def _read_input(fields: Fields) -> list[Any]:
+    given = fields.take("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise fields.refusal("input", "a text or a list of items", given)
+    return given
+
+
+def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[str, Any]]:
+    """Make the messages of a chat template from items."""
+    conversation = Conversation()
+    if instructions:
+        conversation.add_system(instructions)
+    for i, item in enumerate(items):
+        within = f"input[{i}]"
+        fields = Fields(item, within)
+        kind = fields.typed("type", str) or "message"
+        if kind == "message":
+            _read_message(fields, within, conversation)
+        elif kind == "reasoning":
+            parts = fields.typed("content", list) or fields.typed("summary", list) or []
+            texts = [Fields(part, within).typed("text", str) or "" for part in parts]
+            conversation.add_reasoning("\n".join(texts))
+        elif kind == "function_call":
+            call_id, name = fields.typed("call_id", str), fields.typed("name", str)
+            if not call_id or not name:
+                raise fields.refusal("call_id", "a text, with a name next to it", call_id)
+            arguments = fields.typed("arguments", str) or "{}"
+            conversation.add_call(call_id, name, _parse_arguments(arguments, within))
+        elif kind == "function_call_output":
+            text = "\n".join(_read_texts(fields.take("output"), f"{within}.output"))
+            call_id = fields.typed("call_id", str) or ""
+            conversation.add_result(call_id, text, f"{within}.call_id")
+        else:
+            expected = '"message", "reasoning", "function_call" or "function_call_output"'
+            raise fields.refusal("type", expected, kind)
+    if not conversation.messages:
+        raise Refusal("input must have at least one item", "input")
+    return conversation.messages
+
+
+def _read_message(fields: Fields, within: str, conversation: Conversation) -> None:
+    role = fields.one_of("role", ["user", "assistant", "system", "developer"])
+    add = {
+        "user": conversation.add_user,
+        "assistant": conversation.add_answer,
+        "system": conversation.add_system,
+        "developer": conversation.add_system,
+    }
+    if role is None:
+        raise fields.refusal("role", '"user", "assistant", "system" or "developer"', None)
+    for text in _read_texts(fields.take("content"), f"{within}.content"):
+        add[role](text)
+
+
+def _read_texts(content: object, within: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise unexpected(within, "a text or a list of texts", content)
+    texts = []
+    for part in content:
+        fields = Fields(part, within)
+        kind = fields.take("type")
+        name = "refusal" if kind == "refusal" else "text"
+        text = fields.typed(name, str)
+        if kind not in ("input_text", "output_text", "text", "refusal") or text is None:
+            raise unexpected(within, "text; the model reads neither images nor files", part)
+        texts.append(text)
+    return texts
+
+
+def _parse_arguments(text: str, within: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise unexpected(f"{within}.arguments", "an object as JSON", text) from error
+    if not isinstance(arguments, dict):
+        raise unexpected(f"{within}.arguments", "an object as JSON", text)
+    return arguments
+
+
+def _read_reasoning(fields: Fields) -> tuple[str | None, dict[str, Any]]:
+    reasoning = Fields(fields.typed("reasoning", dict) or {}, "reasoning")
+    for name in ("summary", "generate_summary"):  # the whole thinking is sent
+        reasoning.take(name)
+    effort = read_effort(reasoning, "effort")
+    reasoning.finish()
+    return effort
+
+
+def _read_format(fields: Fields) -> AnswerFormat | None:
+    text = Fields(fields.typed("text", dict) or {}, "text")
+    text.take("verbosity")
+    asked = Fields(text.typed("format", dict) or {"type": "text"}, "text.format")
+    text.finish()
+    kind = asked.one_of("type", ["text", "json_object", "json_schema"])
+    if kind == "json_schema":
+        return read_json_schema(asked, "text.format")
+    asked.finish()
+    return AnswerFormat({"type": "object"}, "text.format") if kind == "json_object" else None
+
+
+def _read_tools(fields: Fields) -> Tools:
+    given = fields.typed("tools", list) or []
+    check_number(given)
+    definitions = []
+    for i, tool in enumerate(given):
+        within = f"tools[{i}]"
+        one = Fields(tool, within)
+        kind = one.typed("type", str)
+        if kind in _LEFT_OUT:
+            logger.info("left out a tool of the type %s, which has no JSON schema", kind)
+            continue
+        if kind != "function":
+            raise one.refusal("type", '"function"', kind)
+        name, text, schema = map(one.take, ("name", "description", "parameters"))
+        strict = one.typed("strict", bool) or False
+        definitions.append(make_tool(name, text, schema, within, strict))
+    choice, names = _read_choice(fields.take("tool_choice"))
+    tools = Tools(definitions).choose(choice, names, "tool_choice")
+    is_parallel = fields.typed("parallel_tool_calls", bool)
+    return replace(tools, is_parallel=is_parallel is not False)
+
+
+def _read_choice(choice: object) -> tuple[str, list[str] | None]:
+    if choice in (None, "auto", "none", "required"):
+        return str(choice or "auto"), None
+    asked = Fields(choice, "tool_choice")
+    if asked.one_of("type", ["function", "allowed_tools"]) == "allowed_tools":
+        mode = asked.one_of("mode", ["auto", "required"]) or "auto"
+        tools = asked.typed("tools", list) or []
+        return mode, [Fields(one, "tool_choice.tools").typed("name", str) or "" for one in tools]
+    return "required", [asked.typed("name", str) or ""]

@@ -1,0 +1,94 @@
+"""Tools of a chat, read from OpenAI's definitions, and the calls that a request allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_redrafter.server.fields import Fields
+from mlx_redrafter.server.refusals import Refusal
+
+# Maximum number of tools.
+MAX_TOOLS = 128
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Tools that a model sees, and the calls that it may make.
+
+    Attributes:
+        definitions: Tools in OpenAI's format, for the chat template.
+        names: Names of the tools that may be called; None for all.
+        is_required: Whether the answer must be a call.
+        is_parallel: Whether an answer may have several calls.
+    """
+
+    definitions: list[dict[str, Any]]
+    names: tuple[str, ...] | None = None
+    is_required: bool = False
+    is_parallel: bool = True
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """Functions that may be called, in OpenAI's format."""
+        functions = [one["function"] for one in self.definitions]
+        names = self.names
+        return functions if names is None else [one for one in functions if one["name"] in names]
+
+    def choose(self, choice: str, names: Sequence[str] | None = None, param: str = "") -> Tools:
+        """Return these tools with a choice of the request.
+
+        Args:
+            choice: "auto", "none" or "required".
+            names: Names of the tools that may be called; None for all.
+            param: Field of the request that gives the choice.
+
+        Raises:
+            Refusal: There is no such tool, or no tool to call.
+        """
+        known = [one["function"]["name"] for one in self.definitions]
+        for name in names or ():
+            if name not in known:
+                listed = ", ".join(known[:10]) or "none"
+                raise Refusal(f"{param} names {name!r}, but the tools are {listed}", param)
+        if choice == "none":
+            return Tools([])
+        if choice == "required" and not known:
+            raise Refusal(f"{param} needs tools; give at least one", param)
+        chosen = None if names is None else tuple(names)
+        return replace(self, names=chosen, is_required=choice == "required")
+
+
+def make_tool(
+    name: object, description: object, schema: object, within: str, strict: bool = False
+) -> dict[str, Any]:
+    """Make OpenAI's definition of a tool.
+
+    Args:
+        name: Name of the tool.
+        description: Text about it; None for none.
+        schema: JSON schema of the arguments; None for a tool without arguments.
+        within: Field of the request that describes the tool.
+        strict: Whether a schema that cannot be enforced as a whole is refused.
+
+    Raises:
+        Refusal: A value has another type.
+    """
+    fields = Fields({"name": name, "description": description, "parameters": schema}, within)
+    if not fields.typed("name", str):
+        raise fields.refusal("name", "a text that is not empty", name)
+    function: dict[str, Any] = {"name": name}
+    if (text := fields.typed("description", str)) is not None:
+        function["description"] = text
+    if (parameters := fields.typed("parameters", dict)) is not None:
+        function["parameters"] = parameters
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def check_number(tools: Sequence[object]) -> None:
+    """Raise `Refusal` for more than `MAX_TOOLS` tools."""
+    if len(tools) > MAX_TOOLS:
+        raise Refusal(f"tools must be at most {MAX_TOOLS}, got {len(tools)}", "tools")

@@ -1,0 +1,26 @@
+"""JSON as it is sent: as a response, or as a server-sent event."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+
+def to_text(value: dict[str, Any]) -> str:
+    """Write JSON in ASCII characters, which any text can be encoded in."""
+    return json.dumps(value, allow_nan=False)
+
+
+def event(value: dict[str, Any], name: str = "") -> str:
+    """Format a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {to_text(value)}\n\n"
+
+
+def respond(
+    value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Make a JSON response."""
+    return Response(to_text(value), status, headers, "application/json")

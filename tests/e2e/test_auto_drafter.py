@@ -1,0 +1,174 @@
+"""`--drafter auto` on a fake hub: found, asked for, downloaded, used; offline the second time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from mlx_redrafter.checkpoints.bundled import find_bundled
+from tests.helpers.cli import Result, run
+from tests.helpers.fake_hub import FakeHub
+
+MODEL = "mlx-community/Qwen3-30B-A3B-Instruct-2507-4bit"
+# In the table after a drafter that this hub does not have.
+DRAFTER = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"
+# In the table for another model, whose name is the beginning of this one's.
+UNRELATED = "RedHatAI/Qwen3-30B-A3B-speculator.dflash"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with three repositories, and nothing on this machine."""
+    hub = FakeHub()
+    hub.add(MODEL, find_bundled("target"), license="apache-2.0")
+    hub.add(DRAFTER, find_bundled("drafter"), license="mit")
+    hub.add(UNRELATED, find_bundled("drafter"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with hub.serving():
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield hub
+
+
+def _generate(capsys: pytest.CaptureFixture[str], *options: str) -> Result:
+    arguments = ("generate", "--model", MODEL, "--prompt", "Once", "-m", "8", "--json")
+    return run(capsys, *arguments, *options)
+
+
+def _tokens(result: Result) -> list[int]:
+    assert result.code == 0, result.err
+    tokens: list[int] = json.loads(result.out)["tokens"]
+    return tokens
+
+
+def test_a_newcomer_finds_downloads_and_drafts(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _generate(capsys, "--drafter", "none")
+    assert "drafter:" not in plain.err
+
+    asked = _generate(capsys, "--drafter", "auto")
+    assert f"--yes would download {DRAFTER} (EAGLE-3, " in asked.err
+    assert "licence mit" in asked.err
+    assert f"drafter: prompt lookup; none on this machine is made for {MODEL}" in asked.err
+    assert f"{DRAFTER}/model.safetensors" not in hub.fetched, "only when asked to"
+
+    drafted = _generate(capsys, "--drafter", "auto", "--yes")
+    assert f"drafter: {DRAFTER} (EAGLE-3; made for Qwen/" in drafted.err
+    assert _tokens(plain) == _tokens(asked) == _tokens(drafted)
+    assert not any(name.startswith(UNRELATED) for name in hub.fetched)
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    fetched = list(hub.fetched)
+    for options in ((), ("--drafter", "auto")):
+        again = _generate(capsys, *options)
+        assert f"drafter: {DRAFTER}" in again.err
+        assert _tokens(again) == _tokens(plain)
+    assert hub.fetched == fetched, "nothing is fetched twice"
+
+
+def test_a_terminal_is_asked(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[str] = []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(
+        "mlx_redrafter.cli.choose_drafter.typer.confirm",
+        lambda text, err: bool(questions.append(text)),
+    )
+    declined = _generate(capsys, "--drafter", "auto")
+    assert questions[0].startswith(f"Download {DRAFTER} (EAGLE-3, ")
+    assert "drafter: prompt lookup" in declined.err
+
+
+def test_a_damaged_drafter_is_replaced_by_lookup(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(find_bundled("drafter"), damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    hub.add(DRAFTER, damaged)
+    for options in (("--drafter", "auto", "--yes"), ()):
+        result = _generate(capsys, *options)
+        assert result.code == 0
+        assert "drafter: prompt lookup" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_without_a_network_lookup_drafts(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _generate(capsys, "--drafter", "none")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    result = _generate(capsys, "--drafter", "auto")
+    assert result.code == 0
+    assert "on the Hugging Face Hub" in result.err
+    assert result.err.count("\n") == 2, result.err
+
+
+def test_advice_names_the_drafter_and_whose_figure_its_gain_is(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("advise", MODEL, "--chip", "M4 Pro")
+    told = run(capsys, *arguments)
+    assert f"To download: {DRAFTER} (EAGLE-3, " in told.out
+    assert "Not used: RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash is no" in told.out
+    command = f'redrafter-mlx generate --model {MODEL} --drafter auto --yes --prompt "..."'
+    assert f"Download the drafter and use it: {command}" in told.out
+    advice = json.loads(run(capsys, *arguments, "--json").out)
+    assert advice["command"] == command
+    assert advice["drafter"]["licence"] == "mit"
+    assert advice["drafter"]["stored"] is False
+    assert advice["gain"]["source"].startswith("predicted")
+    assert not any(name.endswith("safetensors") for name in hub.fetched)
+
+    hub.add("mlx-community/Qwen3-8B-4bit", find_bundled("target"))
+    hub.add("RedHatAI/Qwen3-8B-speculator.eagle3", find_bundled("drafter"))
+    gain = json.loads(
+        run(capsys, "advise", "mlx-community/Qwen3-8B-4bit", "--json", *arguments[2:]).out
+    )["gain"]
+    assert gain == {
+        "speedup": "1.5 to 2.5",
+        "source": "GPUs, Red Hat's article of 19 November 2025",
+    }
+
+
+def test_models_are_listed_pulled_and_removed(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "no models on this machine" in run(capsys, "list").err
+    pulled = run(capsys, "pull", MODEL.partition("/")[2])
+    assert f"downloading {MODEL} (" in pulled.err, "the owner is completed"
+    assert "licence apache-2.0" in pulled.err
+    offered = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash (DFlash, to download)"
+    assert f"drafter: {offered}" in pulled.err
+    assert run(capsys, "pull", DRAFTER).code == 0
+    rows = json.loads(run(capsys, "list", "--json").out)["models"]
+    assert [(row["name"], row["kind"]) for row in rows] == [
+        (MODEL, "model"),
+        (DRAFTER, "recurrent drafter"),
+    ]
+    assert rows[0]["drafter"] == f"{DRAFTER} (EAGLE-3, on this machine)"
+    assert rows[0]["bytes"] == sum(path.stat().st_size for path in find_bundled("target").iterdir())
+
+    asked = run(capsys, "rm", DRAFTER)
+    assert (asked.code, asked.err.count("\n")) == (2, 1)
+    assert "add --yes" in asked.err
+    assert run(capsys, "rm", DRAFTER, "--yes").code == 0
+    shutil.copytree(find_bundled("target"), tmp_path / ".lmstudio" / "models" / "org" / "kept")
+    for name, error in (("org/kept", "LM Studio keeps it"), (DRAFTER, "is not in the Hugging")):
+        refused = run(capsys, "rm", name, "--yes")
+        assert (refused.code, refused.err.count("\n")) == (1, 1), refused
+        assert error in refused.err
+    assert "no repository 'nobody/nothing'" in run(capsys, "pull", "nobody/nothing").err

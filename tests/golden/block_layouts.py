@@ -1,0 +1,408 @@
+"""Block drafters with the published names and config keys, with random weights; numpy only.
+
+`record_block.py` gives them to the reference packages, and the tests to this package.
+
+Axes: H hidden size, V vocabulary, S captured layers, r rank of a link.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Config = dict[str, Any]
+
+HIDDEN, WIDTH, HEADS, GROUPS, HEAD_SIZE, VOCAB, REDUCED, RANK = 32, 48, 4, 2, 8, 48, 20, 8
+LAYERS, NUM_TARGET_LAYERS, WINDOW, GROUPS_OF_KERNELS, TAPS = 2, 4, 9, 4, 3
+# Numbers of verified tokens after which a block is compared. Three lie beyond the window.
+LENGTHS = (1, 6, 13, 21)
+# Tokens of the drafts along which linked logits are compared.
+CHAIN = (7, 3, 11, 3, 19, 2, 5, 13)
+# Token id of the root.
+ROOT = 17
+# The four reference packages, on the package index.
+ZLAB, DSPARK, VLM, SPECULATORS = "dflash", "mlx-dspark", "mlx-vlm", "speculators"
+
+
+class Layout(NamedTuple):
+    """A drafter as published.
+
+    Attributes:
+        config: The object in its ``config.json``.
+        shapes: Shapes of its tensors by name.
+        references: The packages that read it, the one to follow first.
+    """
+
+    config: Config
+    shapes: dict[str, tuple[int, ...]]
+    references: tuple[str, ...]
+
+
+LAYER: Config = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": HEAD_SIZE,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "model_type": "qwen3",
+    "attention_bias": False,
+}
+YARN: Config = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 8,
+}
+SLIDING = ["sliding_attention"] * LAYERS
+MIXED = ["full_attention", "sliding_attention"]
+
+
+def backbone(taps: int = 2) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of Qwen 3's decoder layers and of what reads the target."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, taps * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        layer = {
+            "self_attn.q_proj.weight": (HEADS * HEAD_SIZE, HIDDEN),
+            "self_attn.k_proj.weight": (GROUPS * HEAD_SIZE, HIDDEN),
+            "self_attn.v_proj.weight": (GROUPS * HEAD_SIZE, HIDDEN),
+            "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
+            "self_attn.q_norm.weight": (HEAD_SIZE,),
+            "self_attn.k_norm.weight": (HEAD_SIZE,),
+            "mlp.gate_proj.weight": (WIDTH, HIDDEN),
+            "mlp.up_proj.weight": (WIDTH, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, WIDTH),
+            "input_layernorm.weight": (HIDDEN,),
+            "post_attention_layernorm.weight": (HIDDEN,),
+        }
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def selector() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of DFlash 2's selector and convolutions."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "candidate_selector.predecessor_codebook": (VOCAB, RANK),
+        "candidate_selector.successor_codebook": (VOCAB, RANK),
+        "candidate_selector.hidden_projection.weight": (RANK, HIDDEN),
+    }
+    for i in range(LAYERS):
+        for part in ("attention_conv", "mlp_conv"):
+            name = f"layers.{i}.{part}"
+            shapes[f"{name}.base_kernel"] = (2, TAPS, HIDDEN)
+            shapes[f"{name}.kernel_projection.weight"] = (2 * TAPS * GROUPS_OF_KERNELS, HIDDEN)
+    return shapes
+
+
+def markov(kind: str = "vanilla", rows: int = VOCAB) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of DSpark's Markov head and confidence head."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (VOCAB, RANK),
+        "markov_head.markov_w2.weight": (rows, RANK),
+        "confidence_head.proj.weight": (1, HIDDEN + RANK),
+        "confidence_head.proj.bias": (1,),
+    }
+    if kind == "gated":
+        shapes["markov_head.gate_proj.weight"] = (RANK, HIDDEN + RANK)
+        shapes["markov_head.gate_proj.bias"] = (RANK,)
+    if kind == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * RANK, 2 * RANK + HIDDEN)
+        shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
+    return shapes
+
+
+OWN = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+DSPARK_KEYS: Config = {
+    "block_size": 5,
+    "mask_token_id": 47,
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "num_target_layers": NUM_TARGET_LAYERS,
+}
+
+
+def zlab(
+    architecture: str = "DFlashDraftModel", nested: Config | None = None, **top: Any
+) -> Config:
+    """Return the config of a DFlash drafter of z-lab, or of incoai."""
+    own = {"target_layer_ids": [0, 2], "mask_token_id": 47, "block_size": 6, **(nested or {})}
+    count = {"num_target_layers": NUM_TARGET_LAYERS}
+    return {**LAYER, "architectures": [architecture], "dflash_config": own, **count, **top}
+
+
+def deepspec(architecture: str = "Qwen3DSparkModel", **top: Any) -> Config:
+    """Return the config of a DSpark drafter of DeepSpec."""
+    own = {"architectures": [architecture], "target_layer_ids": [0, 2]}
+    return {**LAYER, **DSPARK_KEYS, **own, **top}
+
+
+def speculators(method: str, layer: Config | None = None, **top: Any) -> Config:
+    """Return the config of a drafter of speculators."""
+    names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+    verifier = {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
+    return {
+        "architectures": [f"{names[method]}DraftModel"],
+        "speculators_model_type": method,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": {**LAYER, **(layer or {})},
+        "draft_vocab_size": VOCAB,
+        "block_size": 6,
+        "mask_token_id": 47,
+        "aux_hidden_state_layer_ids": [1, 4],
+        **top,
+    }
+
+
+META_NAMES = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
+REDUCED_HEAD = {"lm_head.weight": (REDUCED, HIDDEN), "d2t": (REDUCED,), "t2d": (VOCAB,)}
+SELECTOR_KEYS: Config = {
+    "conv_kernel_size": TAPS,
+    "conv_group_size": HIDDEN // GROUPS_OF_KERNELS,
+    "selector_rank": RANK,
+    "selector_top_k": 16,
+}
+SANDWICH = {
+    **{
+        f"layers.{i}.{name}": shape
+        for i in range(LAYERS)
+        for name, shape in {
+            "pre_feedforward_layernorm.weight": (HIDDEN,),
+            "post_feedforward_layernorm.weight": (HIDDEN,),
+            "layer_scalar": (1,),
+        }.items()
+    }
+}
+LFM: Config = {
+    **LAYER,
+    "architectures": ["Lfm2DSparkDraftModel"],
+    **{k: v for k, v in DSPARK_KEYS.items() if k not in ("mask_token_id", "num_target_layers")},
+    "dflash_config": {
+        "target_layer_ids": [0, 2],
+        "mask_token_id": 47,
+        "num_target_layers": NUM_TARGET_LAYERS,
+    },
+    "layer_types": ["full_attention"] * LAYERS,
+    "rope_is_neox_style": False,
+}
+SPECFORGE_CONFIG: Config = {
+    **zlab(nested={"projector_type": "dspark"}),
+    **{k: v for k, v in DSPARK_KEYS.items() if k != "mask_token_id"},
+}
+SPECFORGE_CONFIG["dflash_config"].pop("block_size")
+
+
+def _gated() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the Qwen 3.5 fork, whose queries have gates."""
+    shapes = {**backbone(), **markov(), **OWN}
+    for i in range(LAYERS):
+        shapes[f"layers.{i}.self_attn.q_proj.weight"] = (2 * HEADS * HEAD_SIZE, HIDDEN)
+    return shapes
+
+
+def _gemma() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of DeepSpec's Gemma 4, whose values are its keys before their norm."""
+    shapes = {**backbone(), **markov(), **OWN, **SANDWICH}
+    for i in range(LAYERS):
+        del shapes[f"layers.{i}.self_attn.v_proj.weight"]
+        shapes[f"layers.{i}.self_attn.k_proj.weight"] = (HEAD_SIZE, HIDDEN)
+    return shapes
+
+
+def _sinks() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of NVIDIA's Nemotron drafter, which has the target's head and sinks."""
+    shapes = {**backbone(), **markov(), "embed_tokens.weight": (VOCAB, HIDDEN)}
+    for i in range(LAYERS):
+        shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (HEADS,)
+    return shapes
+
+
+LAYOUTS: dict[str, Layout] = {
+    # mlx-vlm reads a block_size at the top only.
+    "z-lab": Layout(zlab(block_size=6), backbone(), (ZLAB, VLM)),
+    "z-lab sliding": Layout(zlab(layer_types=MIXED, sliding_window=WINDOW), backbone(), (ZLAB,)),
+    "z-lab causal": Layout(
+        zlab(layer_types=SLIDING, sliding_window=WINDOW, is_causal=True), backbone(), (ZLAB,)
+    ),
+    "z-lab sliding, not causal": Layout(
+        zlab(layer_types=SLIDING, sliding_window=WINDOW, is_causal=False), backbone(), (ZLAB,)
+    ),
+    "z-lab scales": Layout(
+        zlab(
+            nested={
+                "input_embedding_scale": 2.5,
+                "output_multiplier": 0.5,
+                "final_logit_softcapping": 3.0,
+            },
+            rope_parameters=YARN,
+        ),
+        backbone(),
+        (ZLAB,),
+    ),
+    "incoai": Layout(
+        zlab("DFlash2DraftModel", SELECTOR_KEYS), {**backbone(), **selector()}, (ZLAB, VLM)
+    ),
+    "incoai sliding": Layout(
+        zlab("DFlash2DraftModel", SELECTOR_KEYS, layer_types=SLIDING, sliding_window=WINDOW),
+        {**backbone(), **selector()},
+        (ZLAB,),
+    ),
+    "Meta": Layout(
+        {
+            **LAYER,
+            "model_type": "muse_glimmer_assistant",
+            "architectures": ["MuseGlimmerAssistantForCausalLM"],
+            "layer_types": SLIDING,
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "block_size": 6,
+            "mask_token_id": 47,
+            "target_layer_ids": [0, 2],
+            "num_target_layers": NUM_TARGET_LAYERS,
+        },
+        {META_NAMES.get(name, name): shape for name, shape in backbone().items()},
+        (VLM,),
+    ),
+    "DeepSpec": Layout(deepspec(), {**backbone(), **markov(), **OWN}, (DSPARK,)),
+    "DeepSpec Gemma 4": Layout(
+        {
+            **deepspec("Gemma4DSparkModel", model_type="gemma4_text"),
+            "hidden_activation": "gelu_pytorch_tanh",
+            "global_head_dim": HEAD_SIZE,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1000.0,
+                }
+            },
+        },
+        _gemma(),
+        (DSPARK,),
+    ),
+    "NVIDIA": Layout(
+        {
+            **deepspec(sliding_window=WINDOW, attention_sink_bias=True, dflash_query_causal=True),
+            "layer_types": SLIDING,
+            "sample_from_anchor": False,
+            "dspark_bonus_anchor": True,
+            "has_lm_head": False,
+        },
+        _sinks(),
+        (DSPARK,),
+    ),
+    "SpecForge": Layout(SPECFORGE_CONFIG, {**backbone(), **markov()}, (DSPARK, VLM)),
+    "SpecForge YaRN": Layout(
+        {**SPECFORGE_CONFIG, "rope_parameters": YARN}, {**backbone(), **markov()}, (DSPARK, VLM)
+    ),
+    "LFM2.5": Layout(LFM, {**backbone(), **markov()}, (DSPARK, VLM)),
+    "Qwen3.5": Layout(
+        {
+            **deepspec("Qwen35DSparkModel", model_type="qwen3_5"),
+            "enable_qwen35_gated_q_proj": True,
+            "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+        },
+        _gated(),
+        (DSPARK,),
+    ),
+    "speculators DFlash": Layout(
+        speculators("dflash", sample_from_anchor=False), backbone(), (SPECULATORS,)
+    ),
+    "speculators DFlash at the anchor": Layout(
+        speculators("dflash", sample_from_anchor=True), backbone(), (SPECULATORS,)
+    ),
+    "speculators DFlash 2": Layout(
+        speculators("dflash2", sample_from_anchor=False, **SELECTOR_KEYS),
+        {**backbone(), **selector()},
+        (SPECULATORS,),
+    ),
+    **{
+        f"speculators DSpark {kind}": Layout(
+            speculators(
+                "dspark",
+                sample_from_anchor=kind != "gated",
+                draft_vocab_size=REDUCED if kind == "gated" else VOCAB,
+                markov_rank=RANK,
+                markov_head_type=kind,
+                enable_confidence_head=True,
+                confidence_head_with_markov=True,
+            ),
+            {
+                **backbone(),
+                **markov(kind, REDUCED if kind == "gated" else VOCAB),
+                **(REDUCED_HEAD if kind == "gated" else {}),
+            },
+            (SPECULATORS,),
+        )
+        for kind in ("vanilla", "gated", "rnn")
+    },
+}
+# Token ids of a reduced head's rows.
+REDUCED_IDS = np.arange(REDUCED) * 2 + 1
+
+
+def draw(name: str, shape: tuple[int, ...]) -> Floats:
+    """Draw numbers of unit variance that depend on a name alone."""
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    return generator.standard_normal(shape).astype(np.float32)
+
+
+def tensor(layout: Layout, name: str) -> NDArray[Any]:
+    """Make a tensor: matrices of unit gain, norms around one, tables of a reduced head."""
+    shape = layout.shapes[name]
+    if name == "d2t":
+        return (REDUCED_IDS - np.arange(REDUCED)).astype(np.int64)
+    if name == "t2d":
+        return np.isin(np.arange(VOCAB), REDUCED_IDS)
+    values = draw(name, shape)
+    if name.endswith(("norm.weight", "norm_enc.weight")):
+        offset = 0.0 if layout.config.get("model_type") == "qwen3_5" else 1.0
+        return offset + 0.2 * values
+    if name == "layer_scalar" or len(shape) == 1:
+        return (0.8 + 0.1 * values).astype(np.float32)
+    return (values * shape[-1] ** -0.5).astype(np.float32)
+
+
+def tensors(layout: Layout) -> dict[str, NDArray[Any]]:
+    """Make all tensors of a drafter."""
+    return {name: tensor(layout, name) for name in layout.shapes}
+
+
+def states(count: int, taps: int = 2) -> Floats:
+    """Make the target's states of the first tokens, shape (count, taps H)."""
+    return np.stack([draw(f"state {i}", (taps * HIDDEN,)) for i in range(count)])
+
+
+def target_tables() -> tuple[Floats, Floats]:
+    """Make the target's input embedding and its head, both of shape (V, H)."""
+    scale = HIDDEN**-0.5
+    return draw("embedding", (VOCAB, HIDDEN)), draw("head", (VOCAB, HIDDEN)) * np.float32(scale * 3)

@@ -1,0 +1,67 @@
+"""Random block drafters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map_with_path
+
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.network import BlockNetwork
+
+# Fields of the config for each link.
+LINKS: dict[str, dict[str, Any]] = {
+    "DFlash": {"first_slot": 1, "block_size": 6},
+    "DFlash 2": {
+        "first_slot": 1,
+        "block_size": 6,
+        "link": "selector",
+        "rank": 8,
+        "num_candidates": 12,
+        "conv_taps": 3,
+        "conv_groups": 4,
+    },
+    "vanilla": {"link": "vanilla", "rank": 8},
+    "gated": {"link": "gated", "rank": 8, "num_candidates": 20},
+    "recurrent": {"link": "recurrent", "rank": 8},
+}
+
+
+def block_config(vocab_size: int, hidden_size: int, **changes: Any) -> BlockConfig:
+    """Make a small config of two layers, the second one with a short window."""
+    values: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": 2,
+        "captured_layers": (0, 1),
+        "block_size": 5,
+        "first_slot": 0,
+        "mask_token_id": 1,
+        "windows": (None, 9),
+        "causal": (False, True),
+    }
+    return BlockConfig(**{**values, **changes})
+
+
+def random_block(config: BlockConfig, seed: int = 0) -> BlockNetwork:
+    """Make a network with random weights of unit gain."""
+    network = BlockNetwork(config)
+    keys = iter(mx.random.split(mx.random.key(seed), 256))
+
+    def draw(path: str, leaf: mx.array) -> mx.array:
+        if path == "token_ids":
+            return leaf
+        noise = mx.random.normal(leaf.shape, key=next(keys))
+        if leaf.ndim < 2:
+            return leaf + 0.2 * noise
+        return noise * leaf.shape[-1] ** -0.5
+
+    network.update(tree_map_with_path(draw, network.parameters()))
+    mx.eval(network.parameters())
+    network.eval()
+    return network

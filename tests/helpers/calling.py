@@ -1,0 +1,81 @@
+"""A model that calls a tool when it is given some, and answers "Done." otherwise.
+
+The next token depends on the newest one only, so that a table of weights is the whole model. The
+chat template ends in the token `ASK` if there are tools and no result yet, else in `TELL`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import AddedToken
+
+from mlx_redrafter import Engine
+from tests.helpers.tools import tool_tokenizer
+
+ASK, TELL = "<ask>", "<tell>"
+VOCAB_SIZE = 288
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name[:40] }};{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ (m.content or '')[:40] }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+    "{{ '<ask>' if tools and messages[-1].role != 'tool' else '<tell>' }}"
+)
+
+
+def calling_engine(kind: str = "json_tools", drafter: Any = "lookup", **logits: float) -> Engine:
+    """An engine of such a model.
+
+    Args:
+        kind: Module of mlx-lm's parser.
+        drafter: The drafter.
+        **logits: Further logits of characters after a quotation mark, to choose names by.
+    """
+    tokenizer = tool_tokenizer(kind)
+    tokenizer._tokenizer.add_tokens([AddedToken(mark, special=True) for mark in (ASK, TELL)])
+    tokenizer._tokenizer.chat_template = TEMPLATE
+    return Engine(_model(tokenizer, logits), tokenizer, drafter)
+
+
+def _model(tokenizer: TokenizerWrapper, logits: dict[str, float]) -> llama.Model:
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    table = mx.random.normal((VOCAB_SIZE, VOCAB_SIZE), scale=0.1, key=mx.random.key(0))
+    # Whatever comes before, a quotation mark and a brace end strings and objects soon.
+    table[:, ids('"')[0]] += 4.0
+    table[:, ids("}")[0]] += 3.0
+    chain = [*ids(TELL), *ids("Done."), tokenizer.eos_token_id]
+    for one, after in pairwise(chain):
+        table[one, after] += 9.0
+    table[ids(ASK)[0], tokenizer.tool_call_start_tokens[0]] += 20.0
+    table[tokenizer.tool_call_end_tokens[-1], tokenizer.eos_token_id] += 20.0
+    for character, weight in logits.items():
+        table[ids('"')[0], ids(character)[0]] += weight
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=VOCAB_SIZE,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=False,
+    )
+    model = llama.Model(arguments)
+    model.update(tree_map(mx.zeros_like, model.parameters()))
+    weights: Any = model
+    weights.model.embed_tokens.weight = mx.eye(VOCAB_SIZE)
+    weights.model.norm.weight = mx.ones((VOCAB_SIZE,))
+    weights.lm_head.weight = table.T / VOCAB_SIZE**0.5
+    mx.eval(model.parameters())
+    model.eval()
+    return model

@@ -1,0 +1,137 @@
+"""A Hugging Face Hub on this machine, with the repositories of a test."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+# The one commit of every repository.
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub:
+    """Repositories by name, each a folder.
+
+    Attributes:
+        folders: Folder of every repository.
+        cards: Metadata of every card.
+        fetched: Files that were downloaded, as ``org/name/file``.
+        address: Address of the server.
+    """
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+        self.cards: dict[str, dict[str, Any]] = {}
+        self.fetched: list[str] = []
+        self.address = ""
+
+    def add(self, name: str, folder: Path, **card: Any) -> None:
+        """Publish a folder."""
+        self.folders[name], self.cards[name] = folder, card
+
+    @contextmanager
+    def serving(self) -> Iterator[FakeHub]:
+        """Answer requests on a free port."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.address = f"http://127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def info(self, name: str) -> dict[str, Any]:
+        """Describe a repository, as ``/api/models/NAME`` does."""
+        files = [
+            {"rfilename": path.name, "size": path.stat().st_size}
+            for path in sorted(self.folders[name].iterdir())
+        ]
+        card = self.cards[name]
+        return {
+            "id": name,
+            "modelId": name,
+            "sha": COMMIT,
+            "private": False,
+            "gated": card.get("gated", False),
+            "tags": [],
+            "downloads": 0,
+            "siblings": files,
+            "cardData": {key: value for key, value in card.items() if key != "gated"},
+        }
+
+    def tree(self, name: str) -> list[dict[str, Any]]:
+        """List the files of a repository."""
+        return [
+            {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": _etag(path)}
+            for path in sorted(self.folders[name].iterdir())
+        ]
+
+
+def _etag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def _answer(self, with_body: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
+                self._send_json(match[1], hub.info, with_body)
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
+                self._send_json(match[1], hub.tree, with_body)
+            elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+                self._send_file(match[1], match[2], with_body)
+            else:
+                self._send(404, b"", {}, with_body)
+
+        def _send_json(self, name: str, describe: Any, with_body: bool) -> None:
+            if name not in hub.folders:
+                self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
+                return
+            content = json.dumps(describe(name)).encode()
+            self._send(200, content, {"Content-Type": "application/json"}, with_body)
+
+        def _send_file(self, name: str, file: str, with_body: bool) -> None:
+            path = hub.folders.get(name, Path("/nowhere")) / file
+            if not path.is_file():
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+                return
+            if with_body:
+                hub.fetched.append(f"{name}/{file}")
+            headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT}
+            self._send(200, path.read_bytes(), headers, with_body)
+
+        def _send(
+            self, status: int, content: bytes, headers: dict[str, str], with_body: bool
+        ) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if with_body:
+                self.wfile.write(content)
+
+    return Handler

@@ -1,0 +1,55 @@
+"""Tokenizers of models that call tools, in the formats of mlx-lm's parsers."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import AddedToken
+
+from tests.helpers.models import fast_tokenizer
+
+# Further tokens of each format; those of Mistral and Kimi are special.
+MARKS = {
+    "json_tools": ["<tool_call>", "</tool_call>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
+    "glm47": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ],
+}
+# Template of a chat that shows the tools, the calls and their results.
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content or '' }}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{ c.function.arguments | tojson }}>"
+    "{% endfor %}{% endfor %}[assistant]"
+)
+
+
+def tool_tokenizer(kind: str = "json_tools", thinks: bool = False) -> TokenizerWrapper:
+    """A byte-level tokenizer with the tokens and the parser of one format, and token 0 as the end.
+
+    Args:
+        kind: Module of mlx-lm's parser.
+        thinks: Whether it also has the tokens of thinking.
+    """
+    inner = fast_tokenizer()._tokenizer
+    is_special = kind in ("mistral", "kimi_k2")
+    inner.add_tokens([AddedToken(mark, special=is_special) for mark in MARKS[kind]])
+    if thinks:
+        inner.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    inner.chat_template = TEMPLATE + ("<think>" if thinks else "")
+    parser = import_module(f"mlx_lm.tool_parsers.{kind}")
+    return TokenizerWrapper(
+        inner,
+        tool_call_start=parser.tool_call_start,
+        tool_call_end=parser.tool_call_end,
+        tool_parser=parser.parse_tool_call,
+    )

@@ -1,0 +1,99 @@
+"""Every call of a tool fits its schema, whatever the model is, and drafts change no token."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter import Engine
+from mlx_redrafter.engine.prompt_encoding import encode_chat
+from mlx_redrafter.server.answer_grammar import make_grammar
+from mlx_redrafter.server.parts import Answer, Part
+from mlx_redrafter.server.protocols.openai_chat import read
+from mlx_redrafter.server.requests import ChatRequest
+from tests.helpers.drafts import Scripted
+from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.tools import MARKS, tool_tokenizer
+from tests.property.test_grammars import TREE, fits, random_schema
+from tests.server.serving import DEFAULTS
+
+pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+
+VOCAB_SIZE = 288
+MODEL = tiny_llama(vocab_size=VOCAB_SIZE, spread=2.0, context=1024)
+TOKENIZERS = {(kind, thinks): tool_tokenizer(kind, thinks) for kind in MARKS for thinks in (0, 1)}
+MESSAGES = [{"role": "user", "content": "GO"}]
+
+
+def random_tools(rng: random.Random) -> list[dict[str, Any]]:
+    """One to three tools with bounded arguments."""
+    tools = []
+    for name in rng.sample(["look", "get_weather", "mcp-run"], rng.randint(1, 3)):
+        names = rng.sample(["city", "count", "on", "x-y"], rng.randint(0, 3))
+        schema = {
+            "type": "object",
+            "properties": {key: random_schema(rng) for key in names},
+            "required": [key for key in names if rng.random() < 0.7],
+            "additionalProperties": False,
+        }
+        tools.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    return tools
+
+
+def answer(kind: str, request: ChatRequest, seed: int, drafter: Any, **shape: Any) -> Any:
+    """The tokens of an answer and its parts, added up. The model likes to call a tool."""
+    tokenizer = TOKENIZERS[kind, seed % 2 == 1]
+    engine = Engine(MODEL, tokenizer, drafter)
+    prompt = encode_chat(tokenizer, request.messages, {"tools": request.tools.definitions})
+    grammar = make_grammar(engine, prompt, request.tools, request.format)
+    assert grammar is not None
+    liked = mx.zeros((VOCAB_SIZE,)).at[tokenizer.tool_call_start_tokens[0]].add(4.0)
+    held = Answer(replace(request, grammar=grammar), tokenizer, prompt, 0)
+    tokens, whole = [], None
+    for response in engine.stream(
+        prompt,
+        grammar=grammar,
+        logits_processors=[lambda _, logits: logits + liked],
+        max_tokens=150,
+        temp=1.0,
+        seed=seed,
+        **shape,
+    ):
+        tokens.append(response.token)
+        part: Part = held.add(response)
+        whole = part.copy() if whole is None else whole + part
+    return tokens, whole
+
+
+def check(kind: str, seed: int, choice: Any) -> int:
+    """Check the calls of one answer; return how many there are."""
+    rng = random.Random(seed)
+    body = {"messages": MESSAGES, "tools": random_tools(rng), "tool_choice": choice}
+    if rng.random() < 0.5:
+        body["parallel_tool_calls"] = False
+    request, _ = read(body, DEFAULTS)
+    tokens, whole = answer(kind, request, seed, None)
+    schemas = {tool["name"]: tool["parameters"] for tool in request.tools.callable}
+    for call in whole.tool_calls:
+        assert fits(json.loads(call.arguments), schemas[call.name]), (call, schemas)
+    if whole.finish_reason == "tool_calls":
+        assert tokens[-1] == 0
+        if body.get("parallel_tool_calls") is False:
+            assert len(whole.tool_calls) == 1
+    elif choice == "required":
+        assert whole.finish_reason == "length"
+    script = Scripted(tokens, VOCAB_SIZE)
+    assert answer(kind, request, seed, script, **TREE)[0] == tokens
+    assert answer(kind, request, seed, random_drafter(VOCAB_SIZE, 32), **TREE)[0] == tokens
+    return len(whole.tool_calls)
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_calls_fit_their_schemas(kind: str) -> None:
+    found = sum(check(kind, seed, ["auto", "required"][seed // 2 % 2]) for seed in range(4))
+    assert found > 0

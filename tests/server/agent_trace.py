@@ -1,0 +1,58 @@
+"""A conversation of an agent, as token ids: it grows turn by turn, and branches now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
+
+
+@dataclass
+class Trace:
+    """Prompts of a conversation whose answers are not known before.
+
+    Attributes:
+        num_turns: Number of requests.
+        num_tokens: Length of the last prompt, about.
+        branch_every: Turns after which the conversation goes back to an earlier turn.
+        vocab_size: Number of token ids.
+    """
+
+    num_turns: int
+    num_tokens: int
+    branch_every: int = 5
+    vocab_size: int = 60
+    texts: list[list[int]] = field(default_factory=list)
+    num_prompt: int = 0
+    num_ideal: int = 0
+
+    def replay(self, answer: Callable[[list[int]], list[int]]) -> None:
+        """Send all prompts, one after the other.
+
+        Args:
+            answer: Function that returns the tokens after a prompt.
+        """
+        draw = random.Random(7)
+        system = [draw.randrange(1, self.vocab_size) for _ in range(self.num_tokens // 4)]
+        history, turns = system, []
+        step = (self.num_tokens - len(system)) // self.num_turns
+        for turn in range(self.num_turns):
+            if turns and turn % self.branch_every == self.branch_every - 1:
+                # The user changes an earlier message: what follows it is gone.
+                history = turns[len(turns) // 2]
+            turns.append(history)
+            asked = [draw.randrange(1, self.vocab_size) for _ in range(step)]
+            prompt = [*history, *asked]
+            self.num_prompt += len(prompt)
+            self.num_ideal += len(prompt) - self._longest(prompt)
+            found = answer(prompt)
+            # The last token of a text has been written, but not read by the model.
+            self.texts.append([*prompt, *found])
+            # A template may repeat an answer otherwise than the model wrote it.
+            history = [*prompt, *found[: -draw.choice([0, 0, 0, 2]) or None]]
+
+    def _longest(self, prompt: list[int]) -> int:
+        common = (sum(takewhile(bool, map(eq, prompt, text))) for text in self.texts)
+        return min(len(prompt) - 1, max(common, default=0))

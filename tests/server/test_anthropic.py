@@ -1,0 +1,148 @@
+"""Anthropic's protocol, spoken by its own client over a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.calling import calling_engine
+from tests.server.serving import KEY, Served, serving
+
+pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+
+TOOL: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Rome", "Oslo"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+ASKED = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Weather?"}]}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(calling_engine()) as one:
+        yield one
+
+
+@pytest.fixture
+def client(served: Served) -> Any:
+    anthropic = pytest.importorskip("anthropic", reason="the client of this protocol")
+    address = served.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as one:
+        yield one
+
+
+def test_a_tool_is_called_and_its_result_answered(client: Any) -> None:
+    first = client.messages.create(**ASKED, system="Be short.", tools=[TOOL])
+    assert first.stop_reason == "tool_use"
+    (call,) = first.content
+    assert call.name == "get_weather"
+    assert call.input["city"] in ("Rome", "Oslo")
+    assert 1 <= call.input["days"] <= 9
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny."}
+    messages = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    second = client.messages.create(**{**ASKED, "messages": messages}, tools=[TOOL])
+    assert (second.content[0].text, second.stop_reason) == ("Done.", "end_turn")
+    assert second.usage.input_tokens + second.usage.cache_read_input_tokens > 0
+    assert second.usage.output_tokens == 6
+
+
+def test_a_stream_is_the_same_answer(client: Any) -> None:
+    whole = client.messages.create(**ASKED, tools=[TOOL])
+    with client.messages.stream(**ASKED, tools=[TOOL]) as stream:
+        kinds = [one.type for one in stream]
+        final = stream.get_final_message()
+    assert final.content[0].input == whole.content[0].input
+    assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", whole.usage.output_tokens)
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    with client.messages.stream(**ASKED, stop_sequences=["n"]) as stream:
+        assert "".join(stream.text_stream) == "Do"
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "n")
+
+
+def test_tokens_are_counted(client: Any, served: Served) -> None:
+    counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], tools=[TOOL])
+    prompt = "get_weather;[user]Weather?<ask>"
+    tokenizer = served.engine.tokenizer
+    assert counted.input_tokens == len(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+TURNS = [{"role": role, "content": "W"} for role in ("user", "assistant")]
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "field": ("colour is not supported", {"colour": "red"}),
+    "no length": ("max_tokens must be", {"max_tokens": None}),
+    "image": (
+        "reads neither images",
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+    ),
+    "id": (
+        "the id of a call before it",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}
+            ]
+        },
+    ),
+    "schema": (
+        "get_weather: grammar cannot be used",
+        {"tools": [{**TOOL, "input_schema": {"properties": {"a": {"type": "nothing"}}}}]},
+    ),
+    "tool": ("tools[0].type must be", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+    "choice": (
+        "tool_choice names 'fly'",
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}},
+    ),
+    "long": ("prompt is too long: ", {"messages": TURNS * 8_000}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_have_its_shape(served: Served, name: str) -> None:
+    message, fields = BAD[name]
+    status, reply = served.send("/v1/messages", {**ASKED, **fields})
+    assert (status, reply["type"], reply["error"]["type"]) == (
+        400,
+        "error",
+        "invalid_request_error",
+    )
+    assert message in reply["error"]["message"]
+
+
+def test_thinking_comes_first(served: Served) -> None:
+    """The events of a model that thinks, from parts as the worker makes them."""
+    from mlx_redrafter.server.parts import Part
+    from mlx_redrafter.server.protocols.anthropic import MessageWriter
+    from mlx_redrafter.server.protocols.writer import Usage
+
+    writer, usage = MessageWriter("tiny"), Usage(9, 0, 3)
+    parts = [
+        Part(0, False, 1, 0, 0, 1, reasoning="Hm"),
+        Part(0, False, 2, 0, 0, 2, content="Yes"),
+        Part(0, False, 3, 0, 0, 3, finish_reason="length"),
+    ]
+    sent = [*writer.keep_alive(usage)]
+    for part in parts:
+        sent += writer.add(part, usage)
+    sent += writer.end(usage)
+    events = [json.loads(one.partition("data: ")[2]) for one in sent]
+    blocks = [one["content_block"]["type"] for one in events if "content_block" in one]
+    assert blocks == ["text", "thinking", "text"]
+    assert [one["index"] for one in events if one["type"] == "content_block_stop"] == [0, 1, 2]
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"

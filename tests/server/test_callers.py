@@ -1,0 +1,219 @@
+"""Who may use the server: hosts, origins and keys, names of models and paths, and rude clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import time
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from mlx_redrafter.engine.prompt_encoding import LongPromptError, encode_prompt
+from mlx_redrafter.server.limits import Limits
+from tests.server.serving import KEY, Served, make_engine, serving
+
+TEXT = {"prompt": "A", "max_tokens": 2}
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def quick() -> Any:
+    """A server whose clients have half a second."""
+    with serving(make_engine(), Limits(client_timeout=0.5)) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("localhost", None, 200),
+        ("LocalHost:1234", None, 200),
+        ("[::1]:8080", None, 200),
+        ("named.example:80", "https://named.example:80", 200),
+        ("127.0.0.1:8080", "http://127.0.0.1:8080", 200),
+        ("localhost", "http://page.example", 200),
+        ("evil.example", None, 403),
+        ("evil.example", "http://evil.example", 403),
+        ("localhost.evil.example", None, 403),
+        ("127.0.0.1@evil.example", None, 403),
+        ("10.0.0.1", None, 403),
+        ("localhost", "http://evil.example", 403),
+        ("localhost:80", "http://localhost:81", 403),
+        ("localhost", "null", 403),
+    ],
+)
+def test_hosts_and_origins(quick: Served, host: str, origin: str | None, status: int) -> None:
+    headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
+    for path, body in (("/", None), ("/v1/models", None), (PATH, TEXT)):
+        found, reply = quick.send(path, body, **headers)
+        assert found == status
+        if status == 403:
+            assert reply["error"]["code"] in ("host_not_allowed", "origin_not_allowed")
+
+
+def test_a_server_for_all_addresses() -> None:
+    from starlette.datastructures import Headers
+
+    from mlx_redrafter.server.callers import Callers
+    from mlx_redrafter.server.refusals import Refusal
+
+    callers = Callers(host="0.0.0.0")
+    callers.check_host(Headers({"host": "192.168.1.5:8080"}))
+    with pytest.raises(Refusal):
+        callers.check_host(Headers({"host": "evil.example"}))
+
+
+def test_keys_of_both_protocols(quick: Served) -> None:
+    assert quick.send("/v1/models", key=None, **{"x-api-key": KEY})[0] == 200
+    assert quick.send("/v1/models", key=None, **{"x-api-key": "other"})[0] == 401
+
+
+def test_names_and_paths(
+    served: Served, caplog: pytest.LogCaptureFixture, strict_names: Served
+) -> None:
+    with caplog.at_level(logging.INFO, "mlx_redrafter"):
+        for name in ("gpt-4o", "gpt-4o", "", "default_model", "tiny"):
+            status, reply = served.send("/completions", {**TEXT, "model": name})
+            assert (status, reply["model"]) == (200, "tiny")
+    assert caplog.text.count("answers requests for the model") == 1
+    assert served.send("/v1/models/tiny")[1]["id"] == "tiny"
+    assert served.send("/models")[1] == served.send("/v1/models")[1]
+    assert strict_names.send("/v1/models/org/other")[0] == 404
+    assert strict_names.send(PATH, {**TEXT, "model": "default_model"})[0] == 200
+    status, reply = served.send("/v1/nothing", TEXT)
+    assert status == 404
+    assert "/v1/chat/completions" in reply["error"]["message"]
+    assert "docs/" not in reply["error"]["message"]
+    assert served.send(f"{PATH}/", TEXT)[0] == 404  # no redirect to the host that a client names
+
+
+@pytest.fixture(scope="module")
+def strict_names() -> Any:
+    with serving(make_engine(), is_strict=True) as one:
+        yield one
+
+
+@contextmanager
+def _half_sent(served: Served, head: str) -> Any:
+    """A connection that has sent a head and no body, and its response."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        connection.sendall(f"{head} HTTP/1.1\r\nHost: localhost\r\n".encode())
+        connection.sendall(b"Content-Length: 1000\r\n\r\n")
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        response.read()
+        yield connection, response
+
+
+@pytest.mark.parametrize(
+    ("head", "status"), [(f"POST {PATH}", 401), ("POST /nothing", 404), ("GET /health", 200)]
+)
+def test_a_body_that_never_comes(quick: Served, head: str, status: int) -> None:
+    """The connection ends with the early answer, and one more byte does not keep it open."""
+    with _half_sent(quick, head) as (connection, response):
+        assert response.status == status
+        assert response.getheader("Connection") == "close"
+        begin = time.monotonic()
+        try:
+            connection.sendall(b"x")
+            rest = connection.recv(1)
+        except ConnectionError:
+            rest = b""
+        assert rest == b""
+        assert time.monotonic() - begin < 10
+
+
+def test_a_body_that_comes_late_keeps_the_connection(quick: Served) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", quick.port, timeout=10)) as connection:
+        for _ in range(2):
+            connection.request("POST", PATH, b"x" * 300_000, {"Content-Type": "text/plain"})
+            response = connection.getresponse()
+            assert (response.status, response.getheader("Connection")) == (401, None)
+            response.read()
+
+
+def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest silent ones make room."""
+    from mlx_redrafter.server import listening
+
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 10)
+    with serving(make_engine()) as served:
+        silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
+        assert served.send("/health", key=None)[0] == 200
+        with pytest.raises(ConnectionError):
+            raise ConnectionError if silent[0].recv(1) == b"" else AssertionError
+        for one in silent:
+            one.close()
+
+
+def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    import asyncio
+
+    from mlx_redrafter.server.listening import make_server
+
+    server = make_server(lambda *_: None, 1, 1)  # type: ignore[arg-type, return-value]
+    loop = asyncio.new_event_loop()
+    for _ in range(1000):
+        server._report(loop, {"message": "accept failed", "exception": OSError("too many files")})
+    loop.close()
+    assert caplog.text.count("too many files") == 1
+
+
+def test_long_prompts_are_not_encoded_whole(quick: Served) -> None:
+    lengths = []
+
+    class Counting:
+        bos_token = None
+
+        def encode(self, text: str, **options: Any) -> list[int]:
+            lengths.append(len(text))
+            return [0] * len(text)
+
+    counting: Any = Counting()
+    with pytest.raises(LongPromptError):
+        encode_prompt(counting, "AB" * 1_000_000, limit=512)
+    assert sum(lengths) < 200_000
+    status, reply = quick.send(PATH, {"prompt": "AB" * 1_000_000})
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert "this model's maximum context length is 512 tokens" in reply["error"]["message"].lower()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(
+    quick: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoding of a large body lasts until the small one has its answer."""
+    import threading
+
+    from mlx_redrafter.server import application
+
+    fit, is_answered, began = application.fit, threading.Event(), threading.Event()
+
+    def slowly(request: Any, *rest: Any) -> Any:
+        if len(request.prompts[0]) > 1000:
+            began.set()
+            assert is_answered.wait(20)
+        return fit(request, *rest)
+
+    monkeypatch.setattr(application, "fit", slowly)
+    found: list[Any] = []
+    large = threading.Thread(
+        target=lambda: found.append(quick.send(PATH, {"prompt": "A" * 1_000_000}))
+    )
+    large.start()
+    assert began.wait(20)
+    assert quick.send(PATH, TEXT)[0] == 200
+    is_answered.set()
+    large.join()
+    assert found[0][0] == 400
+
+
+def test_json_of_all_errors(quick: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", quick.port, timeout=10)
+    with closing(connection):
+        connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
+        error = json.loads(connection.getresponse().read())["error"]
+    assert error["type"] == "permission_error"

@@ -1,0 +1,100 @@
+"""The end of the server by a signal: every client gets an answer, in bounded time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.limits import Limits
+from tests.server.processes import process
+from tests.server.serving import KEY, Served, make_engine, serving
+
+PATH = "/v1/completions"
+LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
+
+
+def _ask(port: int, answers: list[Any], **fields: Any) -> threading.Thread:
+    def ask() -> None:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            connection.request("POST", PATH, json.dumps(LONG | fields), headers)
+            response = connection.getresponse()
+            answers.append((response.status, response.read().decode()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def test_texts_that_outlast_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams get an event, whole texts and those that wait a status, and the thread ends."""
+    answers: list[Any] = []
+    with serving(make_engine(context=4096), Limits(max_running=2), grace=0.3) as served:
+        _slow_down(served, monkeypatch)
+        ways = [{"stream": True}, {"stream": False}, {"stream": True}, {"stream": False}]
+        threads = [_ask(served.port, answers, prompt="A", max_tokens=4000, **way) for way in ways]
+        while served.worker.gauges()["waiting_requests"] < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(30)
+    streams = [text for status, text in answers if status == 200]
+    wholes = [(status, text) for status, text in answers if status != 200]
+    assert len(streams) == len(wholes) == 2
+    for text in streams:
+        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "shutting_down"
+    for status, text in wholes:
+        assert (status, json.loads(text)["error"]["code"]) == (503, "shutting_down")
+
+
+def _slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = served.worker._step
+
+    def slowly(job: Job) -> None:
+        time.sleep(0.01)
+        step(job)
+
+    monkeypatch.setattr(served.worker, "_step", slowly)
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGHUP, signal.SIGTERM], 0),
+    ],
+    ids=["Ctrl-C twice", "SIGHUP and SIGTERM"],
+)
+def test_a_second_signal_ends_texts_at_once(
+    tmp_path: Path, signals: list[signal.Signals], code: int
+) -> None:
+    with process(tmp_path, "--drafter", "none") as (server, port):
+        answers: list[Any] = []
+        threads = [_ask(port, answers, stream=stream) for stream in (True, True, False)]
+        time.sleep(0.5)
+        begin = time.monotonic()
+        for one in signals:
+            server.send_signal(one)
+            time.sleep(0.2)
+        assert server.wait(20) == code
+        assert time.monotonic() - begin < 10
+        for thread in threads:
+            thread.join(20)
+        assert server.stderr is not None
+        log = server.stderr.read()
+    assert "Traceback" not in log
+    assert "terminate" not in log
+    assert len(answers) == 3
+    for status, text in answers:
+        assert status in (200, 503)
+        assert "shutting_down" in text

@@ -1,0 +1,100 @@
+"""``redrafter-mlx launch``: an agent gets a server and its settings, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.cli.agents import AGENTS, Address
+from tests.helpers.calling import calling_engine
+from tests.helpers.cli import run
+from tests.server.serving import ABSENT, KEY, serving
+
+# A program in place of an agent: it says how it was started, and asks the server.
+FAKE = f"""#!{sys.executable}
+import json, os, sys, urllib.request
+base = os.environ["ANTHROPIC_BASE_URL"]
+headers = {{
+    "Authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"],
+    "Content-Type": "application/json",
+}}
+body = {{
+    "model": os.environ["ANTHROPIC_MODEL"],
+    "max_tokens": 20,
+    "messages": [{{"role": "user", "content": sys.argv[1]}}],
+}}
+asked = urllib.request.Request(base + "/v1/messages", json.dumps(body).encode(), headers)
+print(json.load(urllib.request.urlopen(asked))["content"][0]["text"])
+sys.exit(7)
+"""
+
+
+def test_an_agent_uses_the_server_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "claude"
+    program.write_text(FAKE)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with serving(calling_engine()) as served:
+        port = str(served.port)
+        result = run(capfd, "launch", "claude", "--port", port, "--api-key", KEY, "--", "Hello")
+        assert (result.code, result.out) == (7, "Done.\n")
+        assert "ANTHROPIC_AUTH_TOKEN=***" in result.err
+        assert KEY not in result.err
+        for options, message in (
+            ((), "answers with status 401; give its --api-key"),
+            (("--api-key", KEY, "--model", "org/other"), "serves tiny; leave --model out"),
+        ):
+            result = run(capfd, "launch", "claude", "--port", port, *options)
+            assert result.code == 2
+            assert message in result.err
+    result = run(capfd, "launch", "codex", "--port", port)
+    assert "npm install -g @openai/codex" in result.err
+
+
+def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason=ABSENT)
+    program = tmp_path / "claude"
+    program.write_text(FAKE)
+    program.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_redrafter", "launch", "claude", "--port", str(port)]
+    done = subprocess.run(
+        [*command, "--drafter", "none"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
+        timeout=120,
+    )
+    assert "starting a server" in done.stderr
+    assert "bundled has no chat template, which agents need" in done.stderr
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_settings_are_printed_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "launch", "codex", "--port", "1", "--print", "--", "exec", "a b")
+    words = shlex.split(result.out)
+    assert words[0] == "codex"
+    assert words[-2:] == ["exec", "a b"]
+    assert 'model_providers.redrafter.base_url="http://127.0.0.1:1/v1"' in words
+    result = run(capsys, "launch", "emacs", "--print")
+    assert "agent must be claude or codex or opencode or qwen" in result.err
+
+
+def test_every_agent_gets_the_address_and_the_model() -> None:
+    for agent in AGENTS.values():
+        for key in (None, "secret"):
+            settings = agent.configure(Address("http://127.0.0.1:9", "org/model", key, 4096))
+            text = json.dumps([settings.variables, settings.arguments])
+            assert "http://127.0.0.1:9" in text
+            assert "org/model" in text
+            assert ("secret" in text) == (key is not None)

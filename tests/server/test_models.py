@@ -1,0 +1,109 @@
+"""Several models: loaded at their first request, unloaded if others need the memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.server.limits import Limits
+from tests.helpers.models import tiny_llama
+from tests.server.serving import Served, make_engine, serving
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
+
+
+def _other(seed: int) -> Engine:
+    one = make_engine()
+    return Engine(tiny_llama(seed=seed), one.tokenizer, "lookup")
+
+
+def _missing() -> Engine:
+    raise CheckpointError("no such folder: /secret")
+
+
+def _models(*names: str) -> list[Any]:
+    pytest.importorskip("starlette")
+    from mlx_redrafter.server.models import Model
+
+    loads = {"second": lambda: _other(7), "third": lambda: _other(8), "missing": _missing}
+    return [Model(name, loads[name]) for name in names]
+
+
+def _states(served: Served) -> dict[str, str]:
+    return {one["id"]: one["state"] for one in served.send("/v1/models")[1]["data"]}
+
+
+def test_models_take_turns() -> None:
+    with serving(make_engine(), others=_models("second", "third")) as served:
+        assert set(_states(served).values()) == {"not_loaded"}
+        expected = {
+            name: served.send(PATH, {**BODY, "model": name})[1]["choices"][0]["text"]
+            for name in ("tiny", "second", "third")
+        }
+        assert len(set(expected.values())) == 3
+        assert set(_states(served).values()) == {"loaded"}
+        shown = served.send("/v1/models/second")[1]
+        assert shown["tokens_per_step"] >= 1
+        sizes = [model.loaded.nbytes for model in served.models]
+    limits = Limits(max_model_bytes=max(sizes))
+    with serving(make_engine(), limits, others=_models("second", "third")) as served:
+        answers: list[Any] = []
+
+        def ask(name: str) -> None:
+            for _ in range(4):
+                _, reply = served.send(PATH, {**BODY, "model": name})
+                answers.append((name, reply["choices"][0]["text"]))
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in expected]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(answers) == sorted([*expected.items()] * 4)
+        assert list(_states(served).values()).count("loaded") == 1
+
+
+def test_a_model_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(make_engine(), others=_models("missing")) as served:
+        status, reply = served.send(PATH, {**BODY, "model": "missing"})
+        assert (status, reply["error"]["code"]) == (503, "model_not_loaded")
+        assert "secret" not in reply["error"]["message"]
+        assert "no such folder: /secret" in caplog.text
+        assert served.send(PATH, BODY)[0] == 200
+
+
+def test_idle_models_are_unloaded() -> None:
+    with serving(make_engine(), Limits(keep_alive=0.2)) as served:
+        first = served.send(PATH, BODY)[1]["choices"]
+        end = time.monotonic() + 20
+        while _states(served)["tiny"] == "loaded":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert served.send(PATH, BODY)[1]["choices"] == first
+
+
+def test_folders_and_names(tmp_path: Path) -> None:
+    from mlx_redrafter.cli.serve import ServedModels, _name_models
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    pairs = ServedModels([str(tmp_path), "org/other"], ["lookup"]).pairs()
+    assert [model.name for model in _name_models(pairs, None)] == ["one", "two", "org/other"]
+    assert {pair.drafter for pair in pairs} == {"lookup"}
+    with pytest.raises(ConfigError, match="found none"):
+        ServedModels([str(tmp_path / "empty")]).pairs()
+    with pytest.raises(ConfigError, match="once for each of the 2 models"):
+        ServedModels([str(tmp_path)], ["lookup"] * 3).pairs()
+    with pytest.raises(ConfigError, match="names of their own"):
+        _name_models(ServedModels([str(tmp_path / "one"), str(tmp_path)]).pairs(), None)
+    with pytest.raises(ConfigError, match="single model"):
+        _name_models(pairs, "name")

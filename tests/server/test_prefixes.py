@@ -1,0 +1,236 @@
+"""Kept prompts: texts are those of a cold start, and little is processed twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter import DraftModel
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.counters import Counters
+from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.models import LoadedModel
+from mlx_redrafter.server.prefix_store import PrefixStore
+from mlx_redrafter.server.protocols.openai_completions import read
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.models.test_quantised_rows import wide_config
+from tests.models.test_recurrent import long_config
+from tests.models.tiny_models import VOCAB_SIZE, build, windowed_config
+from tests.property.test_lossless_block import network_for
+from tests.property.test_lossless_eagle import _head
+from tests.server.agent_trace import Trace
+
+STEP = 32
+OPTIONS = GenerationOptions(max_tokens=9, prefill_step_size=STEP)
+QUANTISED = GenerationOptions(
+    max_tokens=9, prefill_step_size=STEP, kv_bits=8, kv_group_size=32, quantized_kv_start=40
+)
+
+
+def _llama() -> nn.Module:
+    return tiny_llama(seed=4, vocab_size=VOCAB_SIZE, context=4096)
+
+
+def _long(config: dict[str, Any]) -> nn.Module:
+    return build({**config, "max_position_embeddings": 4096})
+
+
+def _with(make: Callable[..., Any], name: str) -> tuple[nn.Module, Any]:
+    model = _llama()
+    return model, make(model, name)
+
+
+TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
+KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "plain": lambda: (_llama(), random_drafter(VOCAB_SIZE, 32)),
+    "draft model": lambda: (_llama(), DraftModel(_llama(), TOKENIZER)),
+    "EAGLE": lambda: _with(_head, "EAGLE-3"),
+    "block": lambda: _with(network_for, "DFlash 2"),
+    "windows": lambda: (_long(windowed_config("gemma3_text")), "lookup"),
+    "chunks": lambda: (_long(windowed_config("llama4")), "lookup"),
+    "hybrid": lambda: (build(long_config("qwen3_5")), "lookup"),
+    "states and windows": lambda: (build(long_config("recurrent_gemma")), None),
+    "quantised": lambda: (build(wide_config("phi3")), None),
+}
+# Kinds of which not every position can be continued.
+WITH_STATES = ("windows", "chunks", "hybrid", "states and windows")
+
+
+def _load(kind: str, store: PrefixStore) -> LoadedModel:
+    model, drafter = KINDS[kind]()
+    engine = Engine(model, TOKENIZER, drafter)
+    return LoadedModel(engine, QUANTISED if kind == "quantised" else OPTIONS, store)
+
+
+def _write(
+    loaded: LoadedModel, prompt: list[int], options: GenerationOptions, owner: str = ""
+) -> tuple[list[int], int]:
+    """Write a text as the worker does; return its tokens and the number of cached ones."""
+    request, _ = read({"prompt": list(prompt)}, options)
+    text = ""
+
+    def receive(part: Any) -> None:
+        nonlocal text
+        text += part.content
+
+    job = Job(loaded, request, [list(prompt)], receive)
+    job.owner = owner
+    limits = random.Random(len(prompt))
+    job.open(Counters(), lambda done, total: None, lambda: limits.choice([5, 1000]))
+    while job.step():
+        pass
+    return TOKENIZER.encode(text), job.num_cached
+
+
+def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
+    """Replay a trace; return the number of tokens processed. Every text is that of a cold start."""
+    options = QUANTISED if kind == "quantised" else OPTIONS
+    store = PrefixStore(1 << 30, folder, 1 << 30)
+    loaded, cold = _load(kind, store), _load(kind, PrefixStore(0))
+    processed = 0
+
+    def answer(prompt: list[int]) -> list[int]:
+        nonlocal processed
+        found, num_cached = _write(loaded, prompt, options)
+        expected, _ = _write(cold, prompt, options)
+        assert found == expected, (kind, len(prompt), num_cached)
+        processed += len(prompt) - num_cached
+        return found
+
+    trace.replay(answer)
+    store.close()
+    return processed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
+    """Hardly a token is processed twice, also after a restart."""
+    num_turns, length = (8, 300)
+    trace = Trace(num_turns, length)
+    processed = _replay(kind, tmp_path, trace)
+    # Windows and states cannot be shortened, where an answer is repeated otherwise.
+    assert trace.num_ideal / processed >= (0.85 if kind in WITH_STATES else 0.98)
+    again = Trace(num_turns, length)
+    assert _replay(kind, tmp_path, again) == num_turns  # the last token of every prompt
+
+
+PROMPT = [1 + i % 50 for i in range(100)]
+
+
+def test_another_clients_prompts_are_not_used(tmp_path: Path) -> None:
+    for _ in range(2):
+        store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+        loaded = _load("plain", store)
+        cached = [_write(loaded, PROMPT, OPTIONS, owner)[1] for owner in ("one", "two", "one")]
+        assert cached in ([0, 0, 99], [99, 99, 99])
+        assert _write(loaded, PROMPT, OPTIONS, "three" + str(len(list(tmp_path.iterdir()))))[1] == 0
+        store.close()
+    assert cached == [99, 99, 99]
+
+
+def test_another_models_prompts_are_not_used(tmp_path: Path) -> None:
+    for seed in (4, 5, 4):
+        store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+        engine = Engine(tiny_llama(seed, VOCAB_SIZE, 4096), TOKENIZER, None)
+        cached = _write(LoadedModel(engine, OPTIONS, store), PROMPT, OPTIONS)[1]
+        assert cached in (0, 99)
+        store.close()
+        files = list(tmp_path.glob("*.safetensors"))
+        assert len(files) == (1 if seed == 4 and not cached else 2)
+    assert cached == 99
+
+
+@pytest.mark.parametrize("kind", ["plain", "hybrid"])
+@pytest.mark.parametrize("damage", ["bit", "cut", "foreign"])
+def test_damaged_files(
+    kind: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+    expected, _ = _write(_load(kind, store), PROMPT, OPTIONS)
+    store.close()
+    files = sorted(tmp_path.glob("*.safetensors"))
+    for path in files:
+        raw = bytearray(path.read_bytes())
+        if damage == "bit":
+            raw[-5] ^= 1
+        elif damage == "cut":
+            del raw[len(raw) // 2 :]
+        else:  # of another model, with a name that fits
+            arrays, metadata = mx.load(str(path), return_metadata=True)  # type: ignore[misc]
+            halves = {name: one[..., : one.shape[-1] // 2] for name, one in arrays.items()}  # type: ignore[union-attr]
+            mx.save_safetensors(str(path), halves, metadata)  # type: ignore[arg-type]
+            raw = bytearray(path.read_bytes())
+            path.unlink()
+            path = path.with_name(
+                f"{path.name.partition('.')[0]}.{zlib.crc32(raw):08x}.safetensors"
+            )
+        path.write_bytes(raw)
+    store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+    found, num_cached = _write(_load(kind, store), PROMPT, OPTIONS)
+    store.close()
+    assert (found, num_cached) == (expected, 0)
+    assert "set aside" in caplog.text
+    assert list((tmp_path / "damaged").iterdir())
+
+
+def test_a_full_disk_ends_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str, *rest: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(mx, "save_safetensors", fail)
+    store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+    loaded = _load("hybrid", store)
+    for count in (30, 60, 90):
+        _write(loaded, PROMPT[:count], OPTIONS)
+    assert _write(loaded, PROMPT, OPTIONS)[1] == 89  # memory goes on
+    store.close()
+    assert caplog.text.count("not kept on the disk any more") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bounds_in_bytes(tmp_path: Path) -> None:
+    """The oldest texts go first, and a prefix that is gone is processed again."""
+    store = PrefixStore(300_000, tmp_path, 400_000)
+    loaded = _load("plain", store)
+    for start in range(1, 40):
+        _write(loaded, [start, *PROMPT], OPTIONS)
+        assert store.nbytes <= 300_000
+    assert _write(loaded, [39, *PROMPT], OPTIONS)[1] == 100
+    store.close()
+    assert 200_000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 400_000
+    assert _write(loaded, [1, *PROMPT], OPTIONS)[1] == 0
+
+
+def test_prompts_that_end_in_the_words_before_an_answer() -> None:
+    """A hybrid learns where later prompts part from earlier ones, and keeps the states there."""
+    loaded = _load("hybrid", PrefixStore(1 << 30))
+    prompt, cached = list(PROMPT), []
+    for turn in range(5):
+        answer, num_cached = _write(loaded, [*prompt, 55, 56, 57], OPTIONS)
+        cached.append((num_cached, len(prompt)))
+        prompt += [54, *answer, *(1 + (turn * i) % 50 for i in range(20))]
+    assert cached[0][0] == 0
+    assert [num for num, _ in cached[2:]] == [length for _, length in cached[1:-1]]
+
+
+def test_nothing_is_kept_if_it_is_switched_off(tmp_path: Path) -> None:
+    store = PrefixStore(0, tmp_path, 1 << 30)
+    loaded = _load("plain", store)
+    assert [_write(loaded, PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]
+    assert list(tmp_path.iterdir()) == []
+    memory = PrefixStore(1 << 30, tmp_path, 0)
+    assert [_write(_load("plain", memory), PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]
+    assert list(tmp_path.iterdir()) == []

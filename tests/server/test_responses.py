@@ -1,0 +1,133 @@
+"""OpenAI's responses, asked for by its own client over a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.calling import calling_engine
+from tests.server.serving import KEY, Served, serving
+
+openai: Any = pytest.importorskip("openai", reason="the client of this protocol")
+pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+ASKED: dict[str, Any] = {"model": "tiny", "input": "Weather?"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(calling_engine()) as one:
+        yield one
+
+
+@pytest.fixture
+def client(served: Served) -> Any:
+    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as one:
+        yield one
+
+
+def test_a_call_and_its_result_in_a_stored_conversation(client: Any) -> None:
+    first = client.responses.create(**ASKED, tools=[TOOL], instructions="Be short.")
+    (call,) = first.output
+    assert (call.type, call.name, first.status) == ("function_call", "get_weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    second = client.responses.create(
+        model="tiny", previous_response_id=first.id, input=[result], tools=[TOOL]
+    )
+    assert second.output_text == "Done."
+    assert second.usage.output_tokens == 6
+    whole = client.responses.create(
+        model="tiny",
+        instructions="Be short.",
+        input=[{"role": "user", "content": "Weather?"}, call.model_dump(), result],
+        tools=[TOOL],
+        store=False,
+    )
+    assert whole.output_text == "Done."
+    assert client.responses.retrieve(second.id).output_text == "Done."
+    client.responses.delete(second.id)
+    for response_id in (whole.id, second.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response_id)
+
+
+def test_a_stream_is_the_same_response(client: Any) -> None:
+    for options, kind in ({}, "message"), ({"tools": [TOOL]}, "function_call"):
+        whole = client.responses.create(**ASKED, **options)
+        with client.responses.stream(**ASKED, **options) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert [one.sequence_number for one in events] == list(range(len(events)))
+        assert [one.type for one in final.output] == [kind]
+        assert final.output_text == whole.output_text
+        assert events[-1].type == "response.completed"
+        done = [one.item for one in events if one.type == "response.output_item.done"]
+        assert [one.id for one in done] == [one.id for one in final.output]
+
+
+def test_formats_and_lengths(client: Any) -> None:
+    schema = {**TOOL["parameters"], "type": "object"}
+    form = {"type": "json_schema", "name": "city", "schema": schema}
+    made = client.responses.create(**ASKED, text={"format": form, "verbosity": "low"})
+    assert json.loads(made.output_text)["city"] in ("Rome", "Oslo")
+    cut = client.responses.create(**ASKED, max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    chosen = client.responses.create(
+        **ASKED,
+        tools=[TOOL, {**TOOL, "name": "fly"}],
+        tool_choice={"type": "function", "name": "fly"},
+    )
+    assert [one.name for one in chosen.output] == ["fly"]
+
+
+BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "field": ("colour", "is not supported", {"colour": "red"}),
+    "no input": ("input", "must have at least one item", {"input": []}),
+    "image": (
+        "input[0].content",
+        "neither images nor files",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    ),
+    "item": ("input[0].type", "must be", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+    "call": (
+        "input[0].call_id",
+        "id of a call before it",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
+    ),
+    "response": (
+        "previous_response_id",
+        "id of a stored response",
+        {"previous_response_id": "resp_1"},
+    ),
+    "tool": ("tools[0].type", "must be", {"tools": [{"type": "telepathy"}]}),
+    "schema": ("tools", "fly: ", {"tools": [{**TOOL, "name": "fly", "parameters": {"type": 1}}]}),
+    "format": (
+        "text.format",
+        "Invalid type",
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_have_its_shape(served: Served, name: str) -> None:
+    param, message, fields = BAD[name]
+    status, reply = served.send("/v1/responses", {**ASKED, **fields})
+    assert (status, reply["error"]["param"]) == (404 if name == "response" else 400, param)
+    assert message in reply["error"]["message"]

@@ -1,0 +1,157 @@
+"""Block drafters while they learn: as in decoding, calibrated, and continued."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache
+
+from mlx_redrafter import load, stream_generate
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.block.along_text import read_blocks
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
+from mlx_redrafter.proposers.fit import Prediction, fit_depths
+from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
+from tests.helpers.models import shared_model, tiny_llama
+from tests.training.conftest import small_request
+from tests.training.pieces import Silent
+
+VOCAB, BLOCK = 12, 4
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "captured_layers": (1, 2),
+    "block_size": BLOCK,
+    "first_slot": 0,
+    "mask_token_id": VOCAB - 1,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {"windows": (4, None), "causal": (True, False)},
+    "sinks": {"has_sinks": True, "is_gated": True},
+    "gemma4": {"layer_type": "gemma4", "has_values": False},
+    "convolutions": {"conv_taps": 2, "conv_groups": 4, "first_slot": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama(vocab_size=VOCAB))
+
+
+def _network(**values: Any) -> BlockNetwork:
+    """Make a network whose weights are all random, sinks and kernels too."""
+    network = BlockNetwork(BlockConfig(**{**SIZES, **values}))
+    mx.random.seed(1)
+    network.update(
+        tree_map(lambda x: x + 0.3 * mx.random.normal(x.shape), network.trainable_parameters())
+    )
+    return network
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_along_a_text_are_those_of_decoding(target: Target, layout: str) -> None:
+    network = _network(**LAYOUTS[layout])
+    rng = np.random.default_rng(0)
+    states = mx.array(rng.normal(size=(9, 64)).astype(np.float32))
+    roots = mx.array(rng.integers(0, VOCAB, 9).astype(np.int32))
+    levels = network.config.num_drafts
+    found = read_blocks(network, target, roots, states, mx.array([1] * 4 + [2] * 5), levels)
+    masks = [network.config.mask_token_id] * (network.block_size(levels) - 1)
+    slot = network.config.first_slot
+    for start, end in ((0, 4), (4, 9)):
+        for position in range(start, end):
+            features = network.fuse(states[start : position + 1])[None]
+            around = DecodingSurroundings(
+                network.layers,
+                [KVCache() for _ in network.layers],
+                features,
+                0,
+                0,
+                mx.array([position - start]),
+                1 + len(masks),
+            )
+            block = network.embed(mx.array([roots[position].item(), *masks]), target)[None]
+            expected = network.outputs(block, around)[0, slot : slot + levels]
+            np.testing.assert_allclose(np.array(found[position]), np.array(expected), atol=2e-5)
+
+
+def test_calibration_finds_the_factor_of_each_depth() -> None:
+    """Of tokens that are drawn with probabilities sharper, or flatter, than those of a network."""
+    factors, count = (0.5, 1.0, 2.0, 4.0), 1500
+    log_probs = mx.zeros((count, 1))
+    depths = []
+    for depth, factor in enumerate(factors):
+        logits = mx.random.normal((count, VOCAB), key=mx.random.key(depth))
+        drawn = mx.random.categorical(factor * logits, key=mx.random.key(9 + depth))
+        depths.append(Prediction(logits, drawn[:, None].astype(mx.int32), log_probs))
+    calibration, scales = fit_depths(_network(), [depths])
+    assert scales == pytest.approx(factors, rel=0.2)
+    assert min(scales) < calibration.inverse_temperature < max(scales)
+
+
+@pytest.fixture(scope="module")
+def earlier(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingRequest:
+    """Train a DSpark drafter of five drafts for some seconds."""
+    folder = tmp_path_factory.mktemp("blocks")
+    request = small_request(stories_file, folder / "earlier")
+    network = NetworkOptions("dspark", beam_length=6)
+    data = replace(request.data_options, max_tokens=4000, answer_tokens=48, held_out=6)
+    training = replace(request.training, epochs=2, num_evaluations=1)
+    request = replace(
+        request, network=network, cache=folder / "cache", data_options=data, training=training
+    )
+    assert train_drafter(request, Silent()) is not None
+    return request
+
+
+def test_a_trained_drafter_is_calibrated_and_its_trees_pay(earlier: TrainingRequest) -> None:
+    model, tokenizer, drafter = load(str(shared_model("stories260k")), drafter=str(earlier.out))
+    assert isinstance(drafter, BlockNetwork)
+    assert drafter.config.has_confidence
+    scales = drafter.config.depth_scales
+    assert scales is not None
+    assert len(set(scales)) > 1
+    plain = list(stream_generate(model, tokenizer, "Once", drafter=None, max_tokens=80))
+    rates = []
+    for width, nodes in ((1, 6), (4, 16)):
+        options = {"beam_width": width, "beam_length": 6, "tree_nodes": nodes, "max_tokens": 80}
+        drafted = list(stream_generate(model, tokenizer, "Once", drafter=drafter, **options))
+        assert [r.token for r in drafted] == [r.token for r in plain]
+        rates.append(drafted[-1].tokens_per_step)
+    assert rates[1] >= rates[0] > 1.2
+
+
+def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_path: Path) -> None:
+    start = replace(earlier, out=tmp_path / "more", start_from=str(earlier.out))
+    with pytest.raises(ConfigError, match="for --head dflash, found one for --head dspark"):
+        train_drafter(replace(start, network=NetworkOptions("dflash")), Silent())
+    training = replace(earlier.training, epochs=1)
+    more = replace(start, network=NetworkOptions("dspark"), training=training)
+    result = train_drafter(more, Silent())
+    assert result is not None
+    # The length is the earlier drafter's, and so is what it knows.
+    assert list(result.measured) == ["chain of 5"]
+    first = (more.out / "curves.csv").read_text().splitlines()[1]
+    assert float(first.split(",")[-1]) > 1.2
+    network = BlockNetwork(result.student.network.config)
+    quantize_drafter(network, 8, 32)
+    result.student.holding(network).save(tmp_path / "quantised", {})
+    with pytest.raises(ConfigError, match="which is quantised"):
+        train_drafter(
+            replace(more, out=tmp_path / "third", start_from=str(tmp_path / "quantised")), Silent()
+        )

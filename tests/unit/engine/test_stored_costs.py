@@ -1,0 +1,182 @@
+"""Costs of steps by their parts, stored for the next run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_redrafter.engine.engine
+from mlx_redrafter import Drafter, Engine
+from mlx_redrafter.bench.lab.scenarios import step_seconds
+from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.engine import profiling, stored_costs
+from mlx_redrafter.engine.profiling import Kind
+from mlx_redrafter.measured import MOST_RUNS
+from mlx_redrafter.policy.plans import SIZES
+from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.target.target import Target
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+
+VOCAB_SIZE = 64
+KINDS = profiling.kinds_of(random_drafter(64, 32))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "mlx-redrafter"
+
+
+def _proposer(dtype: mx.Dtype = mx.float32) -> Drafter:
+    return random_drafter(64, 32, dtype=dtype)
+
+
+def _timed(
+    per_node: float = 0.01, per_level: float = 0.1, read: float = 0.3, max_length: int = 99
+) -> dict[Kind, float]:
+    """Times of a machine where plain decoding takes 1, and searches take longer by their width."""
+
+    def seconds(kind: Kind) -> float:
+        if kind.plan is None:
+            return 1.0
+        shape = kind.plan.within(max_length).shape
+        drafting = 0.4 + per_level * shape.levels * shape.width / 2 + 0.05 * (shape.width - 2)
+        if not kind.verifies:
+            return 1 + drafting
+        return 2 + per_node * kind.plan.num_nodes + drafting + read * kind.waits
+
+    return {kind: seconds(kind) for kind in KINDS}
+
+
+def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, proposer = Target(tiny_llama()), _proposer()
+    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
+    costs = stored_costs.step_costs(target, proposer)
+    assert costs.plain > 0
+    assert set(costs.verify) == set(SIZES)
+    assert len(list(folder.iterdir())) == 1
+
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: pytest.fail("timed again"))
+    assert stored_costs.step_costs(target, proposer) == costs
+
+
+def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> None:
+    costs = stored_costs.step_costs(Target(tiny_llama()), None)
+    assert set(costs.verify) == set(SIZES)
+    assert not costs.level
+    assert costs.wait == 0
+
+
+@pytest.mark.parametrize("max_length", [2, 3, 5, 99])
+def test_parts_add_up_to_the_steps_that_were_timed(
+    monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    timed, proposer = _timed(max_length=max_length), _proposer()
+    monkeypatch.setattr(Drafter, "max_length", max_length)
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [timed])
+    costs = stored_costs.step_costs(Target(tiny_llama()), proposer)
+    for kind, seconds in timed.items():
+        plan = kind.plan
+        num_nodes = plan.num_nodes if plan and kind.verifies else 1
+        shape = plan and plan.within(max_length).shape
+        found = step_seconds(costs, shape, num_nodes, kind.waits)
+        assert found == pytest.approx(seconds)
+    if max_length < 6:
+        return
+    between = costs.drafting(DraftShape(3, 6)) - costs.drafting(DraftShape(2, 6))
+    assert between == pytest.approx(0.1 * 5 / 2 + 0.05), "widths in between are interpolated"
+
+
+def test_a_long_context_is_timed_when_a_text_begins_with_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, proposer = Target(tiny_llama()), _proposer()
+    target.context_length = None
+    short = _timed()
+    long = {kind: seconds + 0.5 for kind, seconds in short.items()}
+    long[profiling.VERIFY[2]] = 0.1  # noise
+    timed = {stored_costs.CONTEXT: short, stored_costs.LONG_CONTEXT: long}
+    monkeypatch.setattr(
+        stored_costs, "time_steps", lambda target, proposer, context, how: [timed[context]]
+    )
+    costs = stored_costs.step_costs(target, proposer)
+    assert stored_costs.step_costs(target, proposer, stored_costs.MIN_LONG - 1) == costs
+    assert len(list(folder.iterdir())) == 1
+    after = stored_costs.step_costs(target, proposer, stored_costs.LONG_CONTEXT)
+    assert len(list(folder.iterdir())) == 2
+    assert after.plain == 1.5
+    assert after.verify[8] == pytest.approx(costs.verify[8] + 0.5)
+    assert after.verify[2] == pytest.approx(costs.verify[2]), "no context makes a step faster"
+    assert after.level == costs.level, "or a level slower"
+    twice = stored_costs.step_costs(
+        target, proposer, 2 * stored_costs.LONG_CONTEXT - stored_costs.CONTEXT
+    )
+    assert twice.plain == pytest.approx(2.0)
+
+
+def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for per_level, read in ((-0.5, -3.0), (9.0, 0.0)):
+        timed = _timed(per_level=per_level, read=read)
+        monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
+        costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+        assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
+        assert min(costs.level.values()) >= 0
+        assert costs.wait >= 0
+        assert costs.drafting(DraftShape(1, 2)) >= 0
+
+
+def test_drafting_is_never_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}  # something disturbed it
+    monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: timed)
+    costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+    for width, seconds in costs.level.items():
+        assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds
+
+
+def test_positions_that_a_model_need_not_know_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, proposer = Target(tiny_llama()), _proposer()
+    target.context_length = 2 * stored_costs.LONG_CONTEXT - 1
+    monkeypatch.setattr(
+        stored_costs,
+        "time_steps",
+        lambda target, proposer, context, how: [{stored_costs.CONTEXT: _timed()}[context]],
+    )
+    assert stored_costs.step_costs(target, proposer, 4000).plain == 1
+
+
+def test_another_drafter_or_dtype_is_timed_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
+    target, proposer = Target(tiny_llama()), _proposer()
+    stored_costs.step_costs(target, proposer)
+    quantize_drafter(proposer, 4, 32)
+    stored_costs.step_costs(target, proposer)
+    stored_costs.step_costs(target, _proposer(mx.float16))
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_times_that_use_shows_to_be_too_long_are_measured_once_more_by_a_later_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was busy all the while it was timed, so that no turn differs from another."""
+    model, runs = tiny_llama(vocab_size=VOCAB_SIZE), []
+
+    def busy(*_: object) -> list[dict[Kind, float]]:
+        runs.append(len(runs))
+        return [{kind: 100 * seconds for kind, seconds in _timed().items()}]
+
+    monkeypatch.setattr(stored_costs, "time_steps", busy)
+    monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", stored_costs.step_costs)
+    for run in range(4):
+        engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
+        for _ in range(2):
+            engine.generate([5, 6, 7], max_tokens=60)
+            assert len(runs) == min(1 + run, MOST_RUNS), "not in a run that has timed"
+    (path,) = folder.iterdir()
+    assert json.loads(path.read_text())["runs"] == MOST_RUNS
