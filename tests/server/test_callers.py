@@ -23,7 +23,11 @@ PATH = "/v1/completions"
 @pytest.fixture(scope="module")
 def quick() -> Any:
     """A server whose clients have half a second."""
-    with serving(make_engine(), Limits(client_timeout=0.5)) as one:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(make_engine(), Limits(client_timeout=0.5)) as one,
+    ):
+        patch.setattr("mlx_redrafter.server.callers.DRAIN_SECONDS", 0.3)
         yield one
 
 
