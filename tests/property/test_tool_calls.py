@@ -100,6 +100,11 @@ def test_calls_fit_their_schemas(kind: str) -> None:
     assert found > 0
 
 
+def test_a_tree_of_which_some_nodes_are_held() -> None:
+    """Drafts that begin a call stand next to thinking, in which the text may not end."""
+    check("kimi_k2", 1007, "required")
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_an_answer_is_a_call_or_fits_its_format(seed: int) -> None:
     rng = random.Random(seed)
