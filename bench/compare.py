@@ -11,8 +11,8 @@ from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import Arm, CommonSettings, EncodedPrompt
 from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.bench.turns import decode_in_turns, make_turns, reference_arm
-from mlx_redrafter.policy.profiling import time_steps
-from mlx_redrafter.policy.step_costs import contexts, step_costs
+from mlx_redrafter.engine.profiling import time_steps
+from mlx_redrafter.engine.stored_costs import contexts, step_costs
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 

@@ -25,7 +25,7 @@ from mlx_redrafter.bench.predict import (
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate
-from mlx_redrafter.policy.step_costs import step_costs
+from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.duration import Timetable
 from mlx_redrafter.training.rehearsal import rehearse

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.model_options import NamedModel, WritingPair
+from mlx_redrafter.cli.model_options import CONTEXT, NamedModel, WritingPair
 from mlx_redrafter.cli.prompt_options import (
     ChatTemplateConfig,
     SystemPrompt,
@@ -53,7 +53,9 @@ def chat(
             "chat needs a model that answers, found no --model, and the bundled one only continues "
             "prose; give --model FOLDER or --model ORG/NAME"
         )
-    model, tokenizer, drafter = pair.load_writer()
+    model, tokenizer, drafter = pair.load_writer(
+        CONTEXT + max(0, options.max_tokens), options.kv_bits
+    )
 
     from mlx_redrafter.engine.conversation import Conversation
     from mlx_redrafter.engine.engine import Engine

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.model_options import Predraft, WritingPair
+from mlx_redrafter.cli.model_options import CONTEXT, Predraft, WritingPair
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
     MODEL,
@@ -57,9 +57,11 @@ class GeneratingPair(WritingPair):
         if self.predraft and not self.drafts:
             raise ConfigError("--predraft needs a drafter, found --drafter none; leave one out")
 
-    def load_writer(self) -> tuple[nn.Module, TokenizerWrapper, Any]:
+    def load_writer(
+        self, context: int = CONTEXT, kv_bits: int | None = None
+    ) -> tuple[nn.Module, TokenizerWrapper, Any]:
         """Load the pair, and add the further stop tokens to the tokenizer."""
-        model, tokenizer, drafter = super().load_writer()
+        model, tokenizer, drafter = super().load_writer(context, kv_bits)
         for token in self.extra_eos_token or ():
             _add_stop_token(tokenizer, token)
         if self.predraft and drafter is not None:
@@ -177,7 +179,8 @@ def _generate(
     from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.engine.generation import stream_generate
 
-    model, tokenizer, drafter = pair.load_writer()
+    context = CONTEXT + max(0, options.max_tokens)
+    model, tokenizer, drafter = pair.load_writer(context, options.kv_bits)
     cache = prompt.load_cache(pair.model)
     ids = prompt.encode(tokenizer)
     text, tokens = "", []

@@ -23,6 +23,7 @@ from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
 from mlx_redrafter.cli.models import list_models, pull, remove
+from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
 from mlx_redrafter.cli.typer_app import Application
@@ -35,6 +36,7 @@ app = Application(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("run")(run_model)
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)

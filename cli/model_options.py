@@ -14,6 +14,7 @@ from mlx_redrafter.errors import (
     CheckpointError,
     ConfigError,
     NonFiniteError,
+    ResourceError,
     UnsupportedTargetError,
 )
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
 
+# Tokens of a text for which there must be memory, unless a command knows better.
+CONTEXT = 4096
 # The drafter's name that stands for plain decoding.
 NO_DRAFTER = "none"
 
@@ -48,10 +51,11 @@ def _drafter_option(more: str = "") -> Any:
     return typer.Option(
         "--drafter",
         "--draft-model",
-        help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, SpecFormer) or a smaller "
-        "model with the same tokens: a folder or a hub repository. Or a word: auto for one that is "
-        "made for the target, on this machine or published; lookup for prompt lookup; mtp for the "
-        f"module in the target's own files{more}. By default one on this machine, or lookup.",
+        help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, block, SpecFormer) or a "
+        "smaller model with the same tokens: a folder or a hub repository. Or a word: auto for one "
+        "that is made for the target, on this machine or published; lookup for prompt lookup; mtp "
+        f"for the module in the target's own files{more}. By default one on this machine, or "
+        "lookup.",
         show_default=False,
         rich_help_panel=MODEL,
     )
@@ -116,31 +120,38 @@ class Pair:
     def _chooses(self) -> bool:
         return self.model is not None and self.drafter in (None, AUTO)
 
-    def load(self, **options: Any) -> Loaded:
-        """Load the target, its tokenizer and the drafter.
+    def load(self, context: int = CONTEXT, kv_bits: int | None = None, **options: Any) -> Loaded:
+        """Load the target, its tokenizer and the drafter, if there is memory for a text.
 
         Args:
+            context: Number of tokens of the text.
+            kv_bits: Bits of its K/V entries; None if they are not quantised.
             **options: Further options of `mlx_redrafter.load`.
 
         Raises:
             ConfigError: The drafter is "none", where there must be one.
+            ResourceError: The machine has too little memory.
         """
         if self.drafter == NO_DRAFTER:
             raise ConfigError("expected a drafter, found --drafter none; name one, or lookup")
-        return self._load(self.drafter_name, **options)
+        return self._load(self.drafter_name, context, kv_bits, **options)
 
-    def _load(self, drafter: str | None, **options: Any) -> Loaded:
+    def _load(
+        self, drafter: str | None, context: int, kv_bits: int | None, **options: Any
+    ) -> Loaded:
         """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
         from mlx_redrafter.checkpoints.loading import load
         from mlx_redrafter.proposers.lookup import Lookup
 
         try:
+            if self.model is not None:
+                _check_memory(self.model, drafter, context, kv_bits)
             model, tokenizer, loaded = load(self.model, drafter, **options)
-        except (CheckpointError, NonFiniteError, UnsupportedTargetError) as error:
+        except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
                 raise
             typer.echo(f"drafter: prompt lookup; {error}", err=True)
-            return self._load(LOOKUP, **options)
+            return self._load(LOOKUP, context, kv_bits, **options)
         if self.model is None:
             _say_bundled(model)
         return model, tokenizer, Lookup() if loaded is None else loaded
@@ -153,9 +164,11 @@ class AdaptedPair(Pair):
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
 
-    def _load(self, drafter: str | None, **options: Any) -> Loaded:
+    def _load(
+        self, drafter: str | None, context: int, kv_bits: int | None, **options: Any
+    ) -> Loaded:
         own = {"adapter_path": self.adapter_path, "trust_remote_code": self.trust_remote_code}
-        return super()._load(drafter, **{**own, **options})
+        return super()._load(drafter, context, kv_bits, **{**own, **options})
 
 
 @dataclass(frozen=True)
@@ -171,10 +184,31 @@ class WritingPair(AdaptedPair):
         """Whether there is a drafter."""
         return self.drafter != NO_DRAFTER
 
-    def load_writer(self) -> tuple[nn.Module, TokenizerWrapper, Proposer | None]:
-        """Load the target, its tokenizer and the drafter, which is None for plain decoding."""
-        model, tokenizer, drafter = self._load(self.drafter_name if self.drafts else None)
+    def load_writer(
+        self, context: int = CONTEXT, kv_bits: int | None = None
+    ) -> tuple[nn.Module, TokenizerWrapper, Proposer | None]:
+        """Load as `load` does; the drafter is None for plain decoding."""
+        name = self.drafter_name if self.drafts else None
+        model, tokenizer, drafter = self._load(name, context, kv_bits)
         return model, tokenizer, drafter if self.drafts else None
+
+
+def _check_memory(model: str, drafter: str | None, context: int, kv_bits: int | None) -> None:
+    """Refuse a model that is too large, and warn about one that is nearly so."""
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    from mlx_redrafter.checkpoint_files import find_checkpoint
+    from mlx_redrafter.checkpoints.memory_check import check_memory
+    from mlx_redrafter.checkpoints.memory_estimate import Context
+    from mlx_redrafter.proposers import WORDS
+    from mlx_redrafter.proposers.checkpoint import PATTERNS
+
+    folder = find_checkpoint(model, DEFAULT_ALLOW_PATTERNS)
+    has_files = drafter is not None and drafter not in WORDS
+    beside = find_checkpoint(str(drafter), PATTERNS) if has_files else None
+    warning = check_memory(folder, beside, Context(context, kv_bits=kv_bits))
+    if warning is not None:
+        typer.echo(warning, err=True)
 
 
 def _say_bundled(model: nn.Module) -> None:

@@ -57,7 +57,7 @@ def pull(name: Name) -> None:
     from mlx_redrafter.memory_sizes import format_bytes
 
     patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
-    full = _complete(name)
+    full = complete_name(name)
     repository = describe_repository(full)
     if repository is None:
         raise CheckpointError(f"there is no repository {full!r} on the hub; check the name")
@@ -72,21 +72,19 @@ def pull(name: Name) -> None:
 
 def remove(name: Name, yes: Yes = False) -> None:
     """Delete a model or a drafter from the Hugging Face cache, in all its versions."""
-    from huggingface_hub import scan_cache_dir
-
     from mlx_redrafter.memory_sizes import format_bytes
-    from mlx_redrafter.model_store import stored_models
+    from mlx_redrafter.model_store import cached_repository, stored_models
 
-    full = _complete(name)
-    models = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
-    repository = next((repo for repo in models if repo.repo_id == full), None)
-    if repository is None:
+    full = complete_name(name)
+    folder = cached_repository(full)
+    if not folder.is_dir():
         others = [f"{one.place} keeps it" for one in stored_models() if one.name == full]
         hint = f"{others[0]}: delete it there" if others else "see redrafter-mlx list"
         raise CheckpointError(f"{full!r} is not in the Hugging Face cache; {hint}")
-    if _agrees(f"Delete {full} ({format_bytes(repository.size_on_disk)})?", yes):
-        # Not by commit, as the library does: copies of a repository have the same commits.
-        shutil.rmtree(repository.repo_path)
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    size = format_bytes(sum(path.stat().st_size for path in files))
+    if agrees(f"Delete {full} ({size})?", yes):
+        shutil.rmtree(folder)
         typer.echo(f"deleted {full}", err=True)
 
 
@@ -132,7 +130,7 @@ def _drafter_of(name: str) -> str | None:
     return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"
 
 
-def _complete(name: str) -> str:
+def complete_name(name: str) -> str:
     """Complete a repository's name by models on this machine, or else by the default owner."""
     from mlx_redrafter.model_store import find_stored, repository_of
 
@@ -147,7 +145,7 @@ def _complete(name: str) -> str:
     return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
 
 
-def _agrees(question: str, yes: bool) -> bool:
+def agrees(question: str, yes: bool) -> bool:
     """Ask the user; without a terminal ``--yes`` must have answered."""
     if yes:
         return True

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mlx_redrafter.engine.engine import Engine
     from mlx_redrafter.server.models import Model
 
+# Environment variable with the key.
+KEY_VARIABLE = "REDRAFTER_API_KEY"
 # Hosts that only this machine reaches.
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -129,7 +131,7 @@ class AddressOptions:
         typer.Option(
             help="Key that every request must send. Without a key, anyone who reaches the address "
             "may use the server.",
-            envvar="REDRAFTER_API_KEY",
+            envvar=KEY_VARIABLE,
             show_envvar=True,
             show_default=False,
             rich_help_panel=SERVER,
@@ -172,10 +174,12 @@ class AddressOptions:
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
-        if self.api_key is not None and not self.api_key.strip():
+        # Typer takes an empty variable for none at all, which would open the server.
+        key = os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key
+        if key is not None and not key.strip():
             raise ConfigError(
-                f"api_key must be at least one character long, got {self.api_key!r}; leave it out "
-                "to serve without a key"
+                f"api_key must be at least one character long, got {key!r}; leave it out and unset "
+                f"{KEY_VARIABLE} to serve without a key"
             )
 
     @property

@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
-from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all
+from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all, with_layers
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
@@ -92,7 +91,7 @@ def try_readings(network: BlockNetwork, target: Target, tokenizer: TokenizerWrap
     texts = decode_all(target, tokenizer, layers)
 
     def read(config: BlockConfig) -> list[ReadSequence]:
-        return [_with_layers(text, layers, config.captured_layers) for text in texts]
+        return [with_layers(text, layers, config.captured_layers) for text in texts]
 
     found = {
         reading: _first_matches(network, config, target, read(config))
@@ -118,15 +117,15 @@ def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockC
             yield name, replace(config, captured_layers=layers)
     other = "halves" if config.rope_traditional else "neighbours"
     yield f"{other} rotated", replace(config, rope_traditional=not config.rope_traditional)
-    if not config.has_embedding and target.embedding_scale != 1:
+    if config.has_embedding:
+        return
+    if target.has_embedding_norm:
+        other = "normalised" if config.skips_embedding_norm else "not normalised"
+        skips = not config.skips_embedding_norm
+        yield f"embeddings {other}", replace(config, skips_embedding_norm=skips)
+    elif target.embedding_scale != 1:
         scale = config.embed_scale / target.embedding_scale
         yield "embeddings not scaled", replace(config, embed_scale=scale)
-
-
-def _with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) -> ReadSequence:
-    """Keep the states of some layers of those that were read."""
-    parts = mx.split(text.states, len(read), axis=-1)
-    return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
 
 
 def _first_matches(

@@ -1,5 +1,7 @@
 """Conversion of EAGLE heads.
 
+Programs disagree whether a layer's number means its input or its output, so the self-test also
+tries the neighbouring layers, and the result has those that the target clearly accepts more often.
 The config of a head may name another rotary embedding than the one it was trained with, so the
 self-test tries two: the head's own and the target's.
 """
@@ -12,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
+from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.names import NamedTensors
 from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, fill
-from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
+from mlx_redrafter.convert.selftest import SelfTest, compare, decode_all, with_layers
 from mlx_redrafter.convert.shapes import check_dtypes
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.stored import read_weights
@@ -32,6 +35,7 @@ from mlx_redrafter.proposers.eagle.published import (
     target_of,
 )
 from mlx_redrafter.proposers.layer_sizes import build
+from mlx_redrafter.target.target import FINAL, Target
 
 # Advice for a head that drafts better with the target's rotary embedding.
 ROPE_REMEDY = (
@@ -72,22 +76,48 @@ def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafte
     weights = read_weights(named.sources, source.tensors, options.dtype)
     resolve_offsets(weights, named.sources)
     fill(eagle, weights, source.name, options.quantization)
-    measured = None if options.target is None else _test(eagle, options.target)
-    return ConvertedDrafter(
-        eagle,
-        named.name_set,
-        measured,
-        named.notes,
-        () if measured is None else measured.warnings(ROPE_REMEDY),
-    )
+    if options.target is None:
+        return ConvertedDrafter(eagle, named.name_set, None, named.notes)
+    measured, note = _test(eagle, options.target)
+    notes = (*named.notes, note)
+    return ConvertedDrafter(eagle, named.name_set, measured, notes, measured.warnings(ROPE_REMEDY))
 
 
-def _test(eagle: Eagle, name: str | Path) -> SelfTest:
-    target, texts = decode_texts(eagle, name)
-    found = compare(eagle, target, texts)
+def _test(eagle: Eagle, name: str | Path) -> tuple[SelfTest, str]:
+    """Choose the layers that the target accepts most, and try its rotary embedding with them."""
+    model, tokenizer, _ = load(name)
+    target = Target(model)
+    eagle.check_fit(target, tokenizer)
+    readings = _readings(eagle, target)
+    layers = sorted({layer for read in readings.values() for layer in read})
+    target.watch(layers)
+    decoded = decode_all(target, tokenizer, layers)
+    texts = {
+        reading: [with_layers(text, layers, own) for text in decoded]
+        for reading, own in readings.items()
+    }
+    found = {reading: compare(eagle, target, texts[reading]) for reading in readings}
+    own, *others = found
+    best = max(others, key=lambda reading: sum(found[reading]), default=own)
+    if SelfTest.of(found[own], found[best]).other_is_better:
+        eagle.config, own = replace(eagle.config, captured_layers=readings[best]), best
     values = read_config(find_checkpoint(name, CONFIG_ONLY))
     other = with_rope(eagle, rope_of(values.get("text_config", values)))
-    return SelfTest.of(found, None if other is None else compare(other, target, texts))
+    turned = None if other is None else compare(other, target, texts[own])
+    tried = ", ".join(f"{name} {sum(one) / len(one):.0%}" for name, one in found.items())
+    note = f"first drafts accepted by reading of the layers' numbers: {tried}"
+    return SelfTest.of(found[own], turned), note
+
+
+def _readings(eagle: Eagle, target: Target) -> dict[str, tuple[int, ...]]:
+    """List the layers that a head may read, first those that its config names."""
+    own = tuple(eagle.captured_layers(target))
+    readings = {"as they are": own}
+    for name, step in (("earlier layers", -1), ("later layers", 1)):
+        shifted = tuple(layer + step for layer in own)
+        if FINAL not in own and 0 <= min(shifted) and max(shifted) <= len(target.blocks):
+            readings[name] = shifted
+    return readings
 
 
 def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:

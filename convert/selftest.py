@@ -206,6 +206,12 @@ def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSeq
         outputs = target.advance(token, cache, layers)
 
 
+def with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) -> ReadSequence:
+    """Keep the states of some layers of those that were read."""
+    parts = mx.split(text.states, len(read), axis=-1)
+    return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
+
+
 def _find_matches(
     drafter: Drafter, target: Target, texts: Sequence[ObservedSequence]
 ) -> tuple[list[int], list[int]]:

@@ -80,6 +80,11 @@ def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
     return None
 
 
+def cached_repository(name: str) -> Path:
+    """Return the folder that a repository has in the Hugging Face cache, or would have."""
+    return Path(constants.HF_HUB_CACHE) / f"{CACHED}{name.replace('/', '--')}"
+
+
 def repository_of(folder: Path) -> str:
     """Name the repository of a folder in one of the stores; for others the folder's name."""
     folder = folder.resolve()

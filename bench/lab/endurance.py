@@ -29,11 +29,11 @@ from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
+from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.step_costs import step_costs
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup

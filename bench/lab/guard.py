@@ -30,7 +30,7 @@ from mlx_redrafter.bench.runs import (
 )
 from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
 from mlx_redrafter.bench.turns import reference_arm
-from mlx_redrafter.policy.step_costs import CONTEXT
+from mlx_redrafter.engine.stored_costs import CONTEXT
 
 # Minimum median of mlx-lm's time relative to the default's.
 MIN_RATIO = 0.97

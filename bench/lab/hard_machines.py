@@ -1,6 +1,6 @@
 """Simulated machines whose steps cost something else than was timed, and what a policy loses there.
 
-    python -m mlx_redrafter.bench.lab.hard_machines 30
+    python -m mlx_redrafter.bench.lab simulate --hard machines --scenarios 30
 
 prints, for each case, a policy's time as a multiple of plain decoding's: of first sequences of 250
 tokens, and of later ones of 200.
@@ -9,7 +9,7 @@ tokens, and of later ones of 200.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -159,19 +159,17 @@ def times_by_plain(number: int, case: str, begin: Begin) -> list[tuple[float, fl
     return found
 
 
-def main(scenarios: int) -> None:
-    """Print the mean, the 95th percentile and the maximum for each case."""
+def report(numbers: Sequence[int]) -> None:
+    """Print the mean, the 95th percentile and the maximum for each case.
+
+    Args:
+        numbers: Numbers of the scenarios.
+    """
     for case in CASES:
-        times = np.array(
-            [one for n in range(scenarios) for one in times_by_plain(n, case, begin_policy)]
-        )
+        times = np.array([one for n in numbers for one in times_by_plain(n, case, begin_policy)])
         columns = [
             f"{column.mean():.3f} {np.quantile(column, 0.95):.3f} {column.max():.3f}"
             for column in times.T
         ]
         sys.stdout.write(f"{case:<46} first {columns[0]}  later {columns[1]}\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Simulated drafters whose scores of siblings mislead.
 
-    python -m mlx_redrafter.bench.lab.hard_siblings 60
+    python -m mlx_redrafter.bench.lab simulate --hard siblings --scenarios 60
 
 prints, for each case, the median, 95th percentile and maximum of the default's regret, and its
 least speed if nothing pays.
@@ -9,7 +9,7 @@ least speed if nothing pays.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -87,11 +87,15 @@ def _at_bound(levels: int, rng: np.random.Generator) -> Floats:
     return np.concatenate([first, later], axis=1)
 
 
-def main(scenarios: int) -> None:
-    """Play every case."""
+def report(numbers: Sequence[int]) -> None:
+    """Play every case.
+
+    Args:
+        numbers: Numbers of the scenarios.
+    """
     for case in CASES:
         make_text = partial(MisleadingText, case=case)
-        found = [play(make_scenario(n), begin_policy, make_text) for n in range(scenarios)]
+        found = [play(make_scenario(n), begin_policy, make_text) for n in numbers]
         regret = [one.regret for one in found]
         plain = [one.speed for one in found if one.best is None]
         sys.stdout.write(
@@ -99,7 +103,3 @@ def main(scenarios: int) -> None:
             f"worst {max(regret):.1%} least plain {min(plain, default=1.0):.3f}\n"
         )
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -32,7 +32,7 @@ from mlx_redrafter.bench.turns import decode_in_turns, make_turns, part_of, refe
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.step_costs import step_costs
+from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.target import Target
 

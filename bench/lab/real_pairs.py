@@ -6,7 +6,8 @@
 PAIRS.json is a list of pairs, in the order to measure: objects with "name", "target", "drafter"
 (folders beside the file, or "lookup"), "prompts" (a file beside it) and perhaps "change", a key of
 `altered_drafters.CHANGES`. OUT receives one file per pair and temperature; a pair with such a file
-is not measured again. Then a table of all files in OUT is printed.
+is not measured again. Step times are stored in OUT, too, and not shared with other runs. Then a
+table of all files in OUT is printed.
 
 Runs are interleaved: all methods decode a text before the next one begins, each time in another
 order. After every second text the slower half of the fixed shapes leaves, until two are left. With
@@ -187,13 +188,18 @@ def run(
     """Measure the pairs that have no file yet, until the time is spent; print the table."""
     deadline = time.perf_counter() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(out.resolve())
     for pair in json.loads(pairs.read_text()):
         for temp in temps if not names or pair["name"] in names else []:
             kind = " first" * options["is_first"]
             path = out / f"{pair['name']} {temp:g}{kind}.json".replace(" ", "-")
             if path.exists() or time.perf_counter() > deadline:
                 continue
-            result = measure(pair, pairs.parent, temp, **options)
+            try:
+                result = measure(pair, pairs.parent, temp, **options)
+            except RedrafterError as error:  # such as a drafter that is not there yet
+                _print(f"{pair['name']}: FAILED: {error}")
+                continue
             path.write_text(json.dumps(asdict(result)))
             _print(result.row())
     _print(f"\n{HEADING}")

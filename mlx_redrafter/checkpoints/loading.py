@@ -47,10 +47,10 @@ def load(
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None for the
             bundled one.
-        drafter: A recurrent drafter, an EAGLE head, Medusa heads, an MTP module, a SpecFormer or a
-            smaller model of the same token ids, likewise a folder or a repository; "mtp" for the
-            module in the model's own files, or "lookup" for prompt lookup. None loads none, or the
-            bundled drafter for the bundled model.
+        drafter: Likewise a folder or a repository, of a drafter of any kind in `proposers` or of a
+            smaller model with the same token ids. "mtp" stands for the module in the model's own
+            files, "lookup" for prompt lookup. None loads none, or the bundled drafter for the
+            bundled model.
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.

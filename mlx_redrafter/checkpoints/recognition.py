@@ -24,7 +24,6 @@ PICKLES = (".bin", ".pt")
 KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
 REFUSED: Mapping[str, str] = {
-    "gemma4assistant": "Gemma 4 assistant, which reads the target's own keys and values",
     "mlpspeculator": "MLP speculator",
 }
 
@@ -55,8 +54,8 @@ def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
     if refused is not None:
         raise CheckpointError(
             f"{drafter} is a {refused}, which is not supported; use a recurrent drafter, an EAGLE "
-            "head, Medusa heads, an MTP module, a block drafter (DFlash, DSpark), a SpecFormer or "
-            "a smaller model of the same tokens"
+            "head, Medusa heads, an MTP module, a block drafter (DFlash, DSpark), a Gemma 4 "
+            "assistant, a SpecFormer or a smaller model of the same tokens"
         )
     # `load` downloads the weights of a repository after its config has named the kind.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}

@@ -33,8 +33,9 @@ class ShapeStats(NamedTuple):
             search = f"{self.plan.shape.width}x{self.plan.shape.length}"
             name = f"{'lookup' if self.plan.from_text else search}:{self.plan.num_nodes}"
         return (
-            f"{self.steps} x {name} {self.tokens / steps:.2f} ({self.expected_tokens / steps:.2f}) "
-            f"tokens {1e3 * self.seconds:.1f} ({1e3 * self.expected_seconds:.1f}) ms"
+            f"{name}, {self.steps} steps: {self.tokens / steps:.2f} "
+            f"({self.expected_tokens / steps:.2f}) tokens, {1e3 * self.seconds:.1f} "
+            f"({1e3 * self.expected_seconds:.1f}) ms"
         )
 
 

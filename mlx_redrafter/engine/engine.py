@@ -37,6 +37,7 @@ from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
+from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.grammar import Grammar, read_vocabulary
@@ -45,7 +46,7 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST
-from mlx_redrafter.policy.step_costs import CONTEXT, StepCosts, doubt_times, step_costs
+from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.target.target import Target
@@ -67,8 +68,8 @@ class Engine:
         drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for prompt lookup, None
             for plain decoding.
         memory: Learned state of earlier texts; a new one by default.
-        step_costs: Function with the arguments of `step_costs.step_costs` that returns the costs of
-            steps; by default they are measured, once per model and machine.
+        step_costs: Function with the arguments of `stored_costs.step_costs`, which is the default:
+            it returns the costs of steps, measured once per model and machine.
 
     Raises:
         CheckpointError: The drafter was made for another model.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mlx_redrafter.engine.stored_costs import Known
 from mlx_redrafter.policy.adaptive import Experience
-from mlx_redrafter.policy.step_costs import Known
 from mlx_redrafter.proposers.lookup import Lookup
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 Floats = npt.NDArray[np.float64]
@@ -24,26 +23,19 @@ WINDOW = 256
 # Mean and standard deviation of the weights before any observation, see `Regression`: the
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
-# Maximum number of drafts per tree that the host scores; more cost it up to a millisecond.
-MAX_DRAFTS = 48
+
+# Maximum number of drafts per tree that the host scores: as many as a step verifies.
+MAX_DRAFTS = SIZES[-1] - 1
 
 _MEAN, _DEVIATION = np.array(PRIOR).T
-_PRECISION = _DEVIATION**-2
+_PRECISION = np.diag(_DEVIATION**-2)
 _SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 
 
-class Features(NamedTuple):
-    """Regressors of one draft.
-
-    Attributes:
-        has_better_sibling: Whether the proposer gives a sibling a higher probability.
-        log_odds: Log-odds of its probability among what its better siblings leave.
-        place: Depth below the root's children, or logarithm of the rank for later siblings.
-    """
-
-    has_better_sibling: bool
-    log_odds: float
-    place: float
+# Regressors of one draft: whether a sibling has a higher probability, the log-odds of its
+# probability among what its better siblings leave, and its place. The place is the depth below the
+# root's children for a first child, and the logarithm of the rank for a later one.
+Features = tuple[bool, float, float]
 
 
 class Regression:
@@ -52,18 +44,14 @@ class Regression:
     Higher scores never make a draft less likely, so the weight of the log-odds is at least 0.
 
     Args:
-        before: Regression of the previous sequence.
         max_place: Upper bound of the weight of the place.
     """
 
-    def __init__(self, before: Regression | None = None, max_place: float = math.inf):
-        self.weights: Floats = np.array([mean for mean, _ in PRIOR])
+    def __init__(self, max_place: float = math.inf):
+        self.weights: Floats = _MEAN
         self._rows: Floats = np.zeros((WINDOW, 4))
         # Number of observations so far, and at the last fit.
         self._count = self._fitted = 0
-        if before is not None:
-            self.weights, self._rows = before.weights, before._rows.copy()
-            self._count = self._fitted = before._count
         self._low = np.array([-math.inf, 0.0, -math.inf])
         self._high = np.array([math.inf, math.inf, max_place])
 
@@ -73,15 +61,16 @@ class Regression:
         self._count += 1
 
     def fit(self) -> None:
-        """Improve the weights by one Newton step if there are new observations."""
-        if self._count == self._fitted:
+        """Improve the weights by one Newton step, once a thirtieth of what counts is new."""
+        known = min(self._count, WINDOW)
+        if self._count - self._fitted <= known // 30:
             return
         self._fitted = self._count
-        rows = self._rows[: self._count]
+        rows = self._rows[:known]
         inputs, right = rows[:, :3], rows[:, 3]
         p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
-        slope = inputs.T @ (right - p) - _PRECISION * (self.weights - _MEAN)
-        curve = (inputs.T * (p * (1 - p) + 1e-4)) @ inputs + np.diag(_PRECISION)
+        slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
+        curve = (inputs.T * (p * (1 - p) + 1e-4)) @ inputs + _PRECISION
         wanted = np.linalg.solve(curve, slope)
         step = np.clip(wanted, self._low - self.weights, self._high - self.weights)
         free = step == wanted
@@ -96,14 +85,11 @@ class Acceptance:
 
     First children and later siblings have a regression each: what they have in common is little
     where scores are far off. Later siblings do not get likelier with their rank.
-
-    Args:
-        before: Acceptance of the previous sequence.
     """
 
-    def __init__(self, before: Acceptance | None = None):
-        self.first: Regression = Regression(None if before is None else before.first)
-        self.later: Regression = Regression(None if before is None else before.later, max_place=0.0)
+    def __init__(self) -> None:
+        self.first = Regression()
+        self.later = Regression(max_place=0.0)
 
     def probabilities(self, features: Sequence[Features], parents: Sequence[int]) -> list[float]:
         """Return the probability that each draft is accepted.
@@ -126,7 +112,7 @@ class Acceptance:
         return reached[1:]
 
     def learn(self, features: Sequence[Features], found: Iterable[tuple[int, bool]]) -> None:
-        """Store which drafts the text has proved right or wrong."""
+        """Store which drafts the sequence has proved right or wrong."""
         for draft, is_right in found:
             is_later, log_odds, place = features[draft]
             (self.later if is_later else self.first).add(log_odds, place, is_right)
@@ -147,14 +133,14 @@ def features_of(drafts: Drafts) -> list[Features]:
         share = min(max(share, _SMALLEST), 1 - _SMALLEST)
         is_later = rank[parent] > 0
         place = math.log(rank[parent]) if is_later else depth - 1.0
-        found.append(Features(is_later, math.log(share / (1 - share)), place))
+        found.append((is_later, math.log(share / (1 - share)), place))
         left[parent] -= q
         rank[parent] += 1
     return found
 
 
 class ScoredDrafts:
-    """The best drafts of one step, and the text that follows them.
+    """The best drafts of one step, and the tokens that follow them.
 
     Args:
         plan: Plan of the drafts.
@@ -162,9 +148,9 @@ class ScoredDrafts:
 
     Attributes:
         plan: Plan of the drafts.
-        node: Node that the text has reached; None once the text has left the tree.
-        right: Drafts that the text has proved right.
-        probabilities: The newest result of `score`.
+        node: Node that the sequence has reached; None once it has left the tree.
+        right: Drafts that the sequence has proved right.
+        probabilities: The newest result of `score`; empty before.
     """
 
     def __init__(self, plan: DraftPlan, tree: TokenTree):
@@ -172,26 +158,18 @@ class ScoredDrafts:
         self.node: int | None = 0
         self.right: set[int] = set()
         self.probabilities: list[float] = []
-        self._tree: TokenTree | None = tree
-        self._drafts: Drafts
-        self._features: list[Features]
-
-    @property
-    def drafts(self) -> Drafts:
-        """The drafts."""
-        if self._tree is not None:
-            self._drafts = self._tree.read().first(MAX_DRAFTS)
-            self._features, self._tree = features_of(self._drafts), None
-        return self._drafts
+        self._tree = tree
 
     def score(self, acceptance: Acceptance) -> list[float]:
         """Estimate each draft's probability of being accepted."""
-        parents = self.drafts.parents
-        self.probabilities = acceptance.probabilities(self._features, parents)
+        if not self.probabilities:
+            self.drafts = self._tree.read().first(MAX_DRAFTS)
+            self._features = features_of(self.drafts)
+        self.probabilities = acceptance.probabilities(self._features, self.drafts.parents)
         return self.probabilities
 
     def follow(self, tokens: Iterable[int], acceptance: Acceptance) -> None:
-        """Compare the next tokens of the text with the drafts, and learn from every sibling."""
+        """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
         found: list[tuple[int, bool]] = []
         drafts = self.drafts
         for token in tokens:
@@ -210,10 +188,5 @@ class ScoredDrafts:
 
 
 def most_probable(probabilities: Sequence[float]) -> list[int]:
-    """Indices of drafts, the most probable first and among equals their parents."""
+    """Sort the indices of drafts, the most probable first and among equals their parents."""
     return sorted(range(len(probabilities)), key=lambda draft: -probabilities[draft])
-
-
-def cumulative(values: Iterable[float]) -> list[float]:
-    """Sums of the first 0, 1, 2, ... values."""
-    return list(accumulate(values, initial=0.0))

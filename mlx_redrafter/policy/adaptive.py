@@ -17,25 +17,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts, cumulative, most_probable
-from mlx_redrafter.policy.plans import (
-    COUNTS,
-    FITS,
-    LOOKUP,
-    PLACES,
-    PLAIN,
-    PLANS,
-    SIZES,
-    Choice,
-    probe,
-)
+from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts, most_probable
+from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLACES, PLAIN, PLANS, SHORTEST, Choice, probe
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import (
     LOOKED_UP,
@@ -45,13 +38,7 @@ from mlx_redrafter.policy.step_times import (
     Guard,
     TimeRatios,
 )
-from mlx_redrafter.policy.value import (
-    BUCKETS,
-    MEMORY,
-    Correction,
-    ExpectedDrafts,
-    LookupCorrection,
-)
+from mlx_redrafter.policy.value import ALL, COUNTED, LOOKUPS, Correction, ExpectedDrafts, Floats
 from mlx_redrafter.trees.tree import TokenTree
 
 # Share of the time for exploring, half for probes and surveys and half for trials.
@@ -63,38 +50,57 @@ MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
 
+# Whether a size verifies any drafts, by entry of COUNTS.
+_VERIFIES = np.array(COUNTS) > 0
 
+
+@dataclass
 class Experience:
     """Estimates that one sequence hands to the next.
 
-    Args:
-        before: Experience of the previous sequence.
-        window: Number of trees that means are over.
+    Attributes:
+        probes: Seconds saved for probes and surveys.
+        trials: Seconds saved for trials.
+        num_surveys: Number of surveys so far.
     """
 
-    def __init__(self, before: Experience | None = None, window: int = MEMORY):
-        self.acceptance = Acceptance()
-        self.correction = Correction()
-        self.lookups = LookupCorrection()
-        self.drafts = ExpectedDrafts(window=window)
-        self.ratios = TimeRatios()
-        self.guard: Guard | None = None
-        # Seconds saved for probes and surveys, and for trials.
-        self.probes, self.trials = 0.0, 0.0
-        self.num_surveys = 0
-        if before is not None:
-            self.acceptance = Acceptance(before.acceptance)
-            self.correction = Correction(before.correction)
-            self.lookups = LookupCorrection(before.lookups)
-            self.drafts = ExpectedDrafts(before.drafts, window)
-            self.ratios = TimeRatios(before.ratios)
-            self.guard = before.guard
-            self.probes, self.trials = before.probes, before.trials
-            self.num_surveys = before.num_surveys
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    correction: Correction = field(default_factory=lambda: Correction(COUNTED))
+    lookups: Correction = field(default_factory=lambda: Correction(LOOKUPS, ALL))
+    drafts: ExpectedDrafts = field(default_factory=ExpectedDrafts)
+    ratios: TimeRatios = field(default_factory=TimeRatios)
+    guard: Guard | None = None
+    probes: float = 0.0
+    trials: float = 0.0
+    num_surveys: int = 0
 
-    def forget_times(self) -> None:
-        """Forget time ratios, as steps will be timed again."""
-        self.ratios, self.guard = TimeRatios(), None
+    def for_next(self) -> Experience:
+        """Return a copy for the next sequence, in which counts weigh half."""
+        following = deepcopy(self)
+        following.correction.fade(0.5)
+        following.lookups.fade(0.5)
+        following.drafts.fade()
+        following.ratios.fade()
+        if following.guard is not None:
+            following.guard.fade()
+        return following
+
+    def without_times(self) -> Experience:
+        """Return a copy for steps whose costs are others."""
+        return replace(deepcopy(self), ratios=TimeRatios(), guard=None)
+
+
+class Rated(NamedTuple):
+    """A choice, its expected tokens, the target's own one included, and its cost in seconds."""
+
+    choice: Choice
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
 @dataclass
@@ -105,13 +111,13 @@ class Decision:
         choice: The choice.
         tokens: Expected tokens, the target's own one included.
         waits: Whether the host waited for the drafts.
-        promised: Accepted drafts that prompt lookup expects, without correction.
+        looked_up: Probabilities of the drafts of a prompt lookup that are verified.
     """
 
     choice: Choice = PLAIN
     tokens: float = 1.0
     waits: bool = False
-    promised: float = 0.0
+    looked_up: Sequence[float] = ()
 
 
 class PendingDrafts:
@@ -127,48 +133,6 @@ class PendingDrafts:
         self.open: list[ScoredDrafts] = []
 
 
-@dataclass
-class Total:
-    """Sums over the steps of one kind, for statistics."""
-
-    steps: int = 0
-    tokens: int = 0
-    expected_tokens: float = 0.0
-    seconds: float = 0.0
-    expected_seconds: float = 0.0
-
-    def add(self, step: Step, decision: Decision, expected_seconds: float) -> None:
-        """Add a step; one without a measured time counts as it was expected."""
-        self.steps += 1
-        self.tokens += len(step.tokens)
-        self.expected_tokens += decision.tokens
-        self.seconds += expected_seconds if step.seconds is None else step.seconds
-        self.expected_seconds += expected_seconds
-
-
-@dataclass
-class _Best:
-    """The plans between which the policy decides.
-
-    Attributes:
-        choice: The choice with the highest rate.
-        tokens: Its expected tokens.
-        rate: Its tokens per second; drafting must exceed that of plain decoding by MARGIN.
-        fixed: The best drafting choice whose number of nodes is fixed.
-        fixed_tokens: Its expected tokens.
-        fixed_seconds: Its cost.
-        probed: The plan to probe while decoding plainly.
-    """
-
-    choice: Choice
-    tokens: float
-    rate: float
-    fixed: Choice = PLAIN
-    fixed_tokens: float = 1.0
-    fixed_seconds: float = math.inf
-    probed: DraftPlan = PLANS[0, 0]
-
-
 class AdaptivePolicy:
     """A `DraftPolicy` that learns; no text depends on what it decides.
 
@@ -177,7 +141,6 @@ class AdaptivePolicy:
         before: Experience of the previous sequence.
         clock: Function that returns the time in seconds, to limit the host's learning.
         max_length: Longest beams that the proposer can draft; None if it has no bound.
-        window: Number of trees that means are over.
 
     Attributes:
         experience: Experience of this sequence so far.
@@ -190,15 +153,13 @@ class AdaptivePolicy:
         before: Experience | None = None,
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
-        window: int = MEMORY,
     ):
-        self.experience = Experience(before, window)
+        self.experience = Experience() if before is None else before.for_next()
         self.waits = False
         self._timed = costs
         self._costs = CurrentCosts(costs, max_length)
         self._costs.update(self.experience.ratios)
-        self._guard = Guard(self._costs.plain, self.experience.guard)
-        self.experience.guard = self._guard
+        self._guard = self.experience.guard = self.experience.guard or Guard(self._costs.plain)
         # The choice under trial and its remaining steps.
         self._trial, self._trial_steps = PLAIN, 0
         # Decisions whose steps have not been observed, and the newest one.
@@ -210,9 +171,8 @@ class AdaptivePolicy:
         self._outcomes: list[tuple[PendingDrafts, ScoredDrafts | None, Sequence[int]]] = []
         self._was_plain = False
         self._clock, self._learning, self._elapsed = clock, 0.0, 0.0
-        self._totals: dict[tuple[DraftPlan | None, int], Total] = {}
-        # Expected tokens of plans with a fixed number of nodes, shape (W, L, S).
-        self._tokens = np.ones(FITS.shape)[..., 1:]
+        # Steps, tokens, expected tokens, seconds and expected seconds by kind of step.
+        self._totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
         self._decide()
 
     @property
@@ -227,10 +187,9 @@ class AdaptivePolicy:
 
     def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
         self._learn()
-        allowed = self._guard.allows_drafts
-        expected = self._lookup_tokens(outlook) if outlook and allowed else 0.0
-        if expected:
-            self._newest = Decision(Choice(LOOKUP), expected)
+        tokens = self._lookup_tokens(outlook) if outlook and self._guard.allows_drafts else 0.0
+        if tokens:
+            self._newest = Decision(Choice(LOOKUP), tokens)
         else:
             choice = self._explore()
             self._newest = Decision(choice, self._expected_tokens(choice))
@@ -251,11 +210,10 @@ class AdaptivePolicy:
         decision, self.waits = self._newest, False
         if plan.from_text:
             probabilities = [math.exp(score) for score in tree.read().scores]
-            share = [self.experience.lookups.share] * COUNTS[-1]
-            _, decision.tokens, kept = self._worth(probabilities, share, self._costs.lookup)
-            decision.waits, decision.promised = True, sum(probabilities[i] for i in kept)
+            _, decision.tokens, kept = self._worth(probabilities, is_lookup=True)
+            decision.waits, decision.looked_up = True, [probabilities[draft] for draft in kept]
             return tree.subtree(kept)
-        pending.newest = ScoredDrafts(replace(plan, num_nodes=plan.shape.max_nodes), tree)
+        pending.newest = ScoredDrafts(plan.searched, tree)
         wanted = decision.choice.num_nodes
         if wanted != 1 and not self._guard.allows_drafts:
             # The step in flight when this one was chosen has cost too much.
@@ -263,8 +221,7 @@ class AdaptivePolicy:
         if wanted is None:
             self.waits = decision.waits = True
             probabilities = pending.newest.score(self.experience.acceptance)
-            share = self.experience.correction.share[1][BUCKETS].tolist()
-            _, decision.tokens, kept = self._worth(probabilities, share, self._costs.verify)
+            _, decision.tokens, kept = self._worth(probabilities)
             return tree.subtree(kept)
         most = min(wanted, tree.size)
         return tree.first(max(size for size in (1, *self._timed.verify) if size <= most))
@@ -277,8 +234,24 @@ class AdaptivePolicy:
         """Learn from the cost of a step, at once: `keep` of the next one depends on it."""
         # The last step of a sequence is observed without having been chosen.
         decision = self._in_flight.popleft() if self._in_flight else Decision()
-        self._is_stale |= step.plan is not None
-        self._learn_time(step, decision)
+        plan, kind, num_tokens = step.plan, step.num_nodes, len(step.tokens)
+        if plan is not None and plan.from_text:
+            kind = LOOKED_UP
+            accepted = [place < num_tokens - 1 for place in range(len(decision.looked_up))]
+            self.experience.lookups.learn(decision.looked_up, accepted)
+        elif plan is not None and kind == 1:
+            kind = PROBE
+        self._is_stale |= plan is not None
+        timed = self._costs.timed(plan, step.num_nodes, decision.waits)
+        expected = timed * self.experience.ratios.of(kind)
+        seconds = expected if step.seconds is None else step.seconds
+        total = self._totals.setdefault((plan, step.num_nodes), [0.0] * 5)
+        news = 1, num_tokens, decision.tokens, seconds, expected
+        total[:] = [known + new for known, new in zip(total, news, strict=True)]
+        self._guard.count(num_tokens)
+        if step.seconds is not None:
+            self._save(step, decision)
+            self._learn_time(step, kind, timed)
 
     def observe_tokens(self, pending: PendingDrafts, tokens: Sequence[int]) -> None:
         """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
@@ -297,66 +270,50 @@ class AdaptivePolicy:
         plain = self._costs.plain
         found = [] if (None, 1) in self._totals else [ShapeStats(None, plain, 0, 0, plain, 0.0)]
         for (plan, num_nodes), total in sorted(self._totals.items(), key=_place_of_kind):
-            kind = None if plan is None else DraftPlan(plan.shape, num_nodes, plan.from_text)
-            found.append(
-                ShapeStats(
-                    kind,
-                    total.seconds / total.steps,
-                    total.steps,
-                    total.tokens,
-                    total.expected_seconds / total.steps,
-                    total.expected_tokens,
-                )
-            )
+            steps, tokens, expected, seconds, expected_seconds = total
+            kind = None if plan is None else replace(plan, num_nodes=num_nodes)
+            means = seconds / steps, int(steps), int(tokens), expected_seconds / steps
+            found.append(ShapeStats(kind, *means, expected))
         return found
 
     def _decide(self) -> None:
         """Find the best choices by the current estimates."""
         experience, costs = self.experience, self._costs
         costs.update(experience.ratios)
-        best = _Best(PLAIN, 1.0, (1 + MARGIN) / costs.plain)
-        self._best = best
+        self._best = Rated(PLAIN, 1 + MARGIN, costs.plain)
         if not self._timed.level:
             return
         # A fixed number of nodes: the host is ahead of the device.
-        tokens = 1 + experience.correction.apply(experience.drafts.mean)[0, ..., 1:]
-        self._tokens = tokens
-        rates = tokens / costs.step[..., 1:]
-        w, n, size = np.unravel_index(int(rates.argmax()), rates.shape)
-        rate, place = float(rates[w, n, size]), (int(w), int(n))
-        best.fixed = Choice(PLANS[place], SIZES[size])
-        best.fixed_tokens = float(tokens[w, n, size])
-        best.fixed_seconds = best.fixed_tokens / rate
-        if rate > best.rate:
-            best.choice, best.tokens, best.rate = best.fixed, best.fixed_tokens, rate
+        self._tokens = 1 + experience.correction.apply(experience.drafts.mean)
+        w, n, size = place = _largest(self._tokens * _VERIFIES / costs.step)
+        choice = Choice(PLANS[w, n], 1 + COUNTS[size])
+        self._fixed = Rated(choice, float(self._tokens[place]), float(costs.step[place]))
         # As many nodes as pay, once the host knows the drafts.
         drafts, relative = experience.drafts.chosen
-        rates = (1 + drafts) / (relative * costs.fewest) * costs.offered
-        w, n = np.unravel_index(int(rates.argmax()), rates.shape)
-        if rates[w, n] > rate:
-            place = int(w), int(n)
-        if rates[w, n] > best.rate:
-            best.choice = Choice(PLANS[place])
-            best.tokens, best.rate = 1 + float(drafts[w, n]), float(rates[w, n])
-        best.probed = PLANS[place]
+        seconds = relative * costs.waiting[..., 1]
+        w, n = place = _largest((1 + drafts) / seconds * costs.offered)
+        waiting = Rated(Choice(PLANS[w, n]), 1 + float(drafts[place]), float(seconds[place]))
+        self._best = max(self._best, self._fixed, waiting, key=lambda rated: rated.rate)
+        best = max(self._fixed, waiting, key=lambda rated: rated.rate)
+        self._probed = best.choice.plan or SHORTEST
 
     def _explore(self) -> Choice:
         """Return the best choice, or now and then one that shows more."""
         best, plain, trials = self._best, self._costs.plain, self.experience.trials
         if not self._timed.level:
             return PLAIN
-        if self._trial_steps and (self._trial.plan is None or self._guard.allows_drafts):
+        allowed = self._guard.allows_drafts
+        if self._trial_steps and (self._trial.plan is None or allowed):
             self._trial_steps -= 1
             return self._trial
         if best.choice.plan is None:
-            # Seconds that a trial is expected to lose.
-            loss = TRIAL * max(0.0, best.fixed_seconds - best.fixed_tokens * plain)
-            is_sure = self.experience.ratios.knows(1) and self._guard.allows_drafts
-            if is_sure and trials >= loss:
-                return self._begin_trial(best.fixed)
-            cost = float(self._costs.step[PLACES[best.probed.shape]][0]) - plain
-            return self._pay(probe(best.probed), cost, PLAIN)
-        if not self._guard.allows_drafts:
+            loss = self._fixed.seconds - self._fixed.tokens * plain
+            if allowed and self.experience.ratios.knows(1) and trials >= TRIAL * loss:
+                return self._begin_trial(self._fixed.choice)
+            w, n = PLACES[self._probed.shape]
+            cost = float(self._costs.step[w, n, 0]) - plain
+            return self._pay(cost, probe(self._probed), PLAIN)
+        if not allowed:
             return PLAIN
         if trials >= TRIAL * (plain - 1 / best.rate):
             return self._begin_trial(PLAIN)
@@ -366,73 +323,65 @@ class AdaptivePolicy:
         """Draft longer and wider in turns, if the budget pays for it."""
         assert choice.plan is not None
         w, n = PLACES[choice.plan.shape]
-        further = [PLANS[place] for place in ((w, n + 1), (w + 1, n)) if place in PLANS]
-        further = [plan for plan in further if self._costs.offered[PLACES[plan.shape]]]
+        further = [place for place in ((w, n + 1), (w + 1, n)) if place in PLANS]
+        further = [place for place in further if self._costs.offered[place]]
         if not further:
             return choice
-        plan = further[self.experience.num_surveys % len(further)]
-        cost = self._drafting(plan) - self._drafting(choice.plan)
+        place = further[self.experience.num_surveys % len(further)]
+        cost = float(self._costs.drafting[place] - self._costs.drafting[w, n])
         if choice.num_nodes is not None:  # what its first nodes are expected to yield less
-            cost = max(cost, self._loss(plan, choice.num_nodes))
-        chosen = self._pay(choice._replace(plan=plan), cost, choice)
+            w, n = place
+            size = w, n, COUNTS.index(choice.num_nodes - 1)
+            cost = max(cost, float(self._costs.step[size] - self._tokens[size] / self._best.rate))
+        chosen = self._pay(cost, choice._replace(plan=PLANS[place]), choice)
         self.experience.num_surveys += chosen is not choice
         return chosen
-
-    def _loss(self, plan: DraftPlan, num_nodes: int) -> float:
-        """Seconds that a step of a plan is expected to lose to the best choice."""
-        w, n = PLACES[plan.shape]
-        size = SIZES.index(num_nodes)
-        seconds, tokens = self._costs.step[w, n, 1 + size], self._tokens[w, n, size]
-        return float(seconds - tokens / self._best.rate)
 
     def _begin_trial(self, choice: Choice) -> Choice:
         self._trial, self._trial_steps = choice._replace(is_trial=True), TRIAL - 1
         return self._trial
 
-    def _pay(self, choice: Choice, seconds: float, otherwise: Choice) -> Choice:
+    def _pay(self, seconds: float, choice: Choice, otherwise: Choice) -> Choice:
         if self.experience.probes < seconds:
             return otherwise
         self.experience.probes -= seconds
         return choice
 
-    def _drafting(self, plan: DraftPlan) -> float:
-        return float(self._costs.drafting[PLACES[plan.shape]])
-
     def _expected_tokens(self, choice: Choice) -> float:
         if choice.plan is None or choice.num_nodes == 1:
             return 1.0
-        return self._best.fixed_tokens if choice.is_trial else self._best.tokens
+        return self._fixed.tokens if choice.is_trial else self._best.tokens
 
     def _lookup_tokens(self, outlook: Sequence[float]) -> float:
         """Expected tokens of a prompt lookup if it is faster than the best choice; else 0."""
-        share = [self.experience.lookups.share] * COUNTS[-1]
-        surplus, tokens, _ = self._worth(outlook, share, self._costs.lookup)
+        surplus, tokens, _ = self._worth(outlook, is_lookup=True)
         if surplus > 0:
             return tokens
-        self.experience.lookups.forget()
+        self.experience.lookups.fade(1 - 1 / LOOKUPS)  # the text has moved on
         return 0.0
 
     def _worth(
-        self, probabilities: Sequence[float], share: Sequence[float], seconds: np.ndarray
+        self, probabilities: Sequence[float], is_lookup: bool = False
     ) -> tuple[float, float, list[int]]:
         """Find the number of drafts with the most tokens beyond what their time yields otherwise.
 
         Args:
             probabilities: Probability of each draft that it is accepted.
-            share: Share of it to expect, by place in the order.
-            seconds: Cost of the step, by entry of COUNTS.
+            is_lookup: Whether the drafts come from prompt lookup.
 
         Returns:
             Tokens beyond those, expected tokens, and the drafts.
         """
+        experience, costs, rate = self.experience, self._costs, self._best.rate
+        share = (experience.lookups if is_lookup else experience.correction).share.tolist()
+        seconds = (costs.lookup if is_lookup else costs.verify).tolist()
         order = most_probable(probabilities)
-        shares = zip(order, share, strict=False)
-        sums = cumulative(probabilities[draft] * part for draft, part in shares)
-        rate = self._best.rate
-        options = zip(COUNTS, seconds.tolist(), strict=True)
-        values = [1 + sums[count] - rate * cost for count, cost in options if count < len(sums)]
-        best = max(range(len(values)), key=values.__getitem__)
-        return values[best], 1 + sums[COUNTS[best]], order[: COUNTS[best]]
+        expected = (probabilities[i] * part for i, part in zip(order, share, strict=False))
+        sums = list(accumulate(expected, initial=1.0))
+        options = zip(COUNTS, seconds, strict=True)
+        surplus = {count: sums[count] - rate * cost for count, cost in options if count < len(sums)}
+        best = max(surplus, key=surplus.__getitem__)
+        return surplus[best], sums[best], order[:best]
 
     def _learn(self) -> None:
         """Learn from the drafts of all steps since the last time."""
@@ -445,53 +394,60 @@ class AdaptivePolicy:
             return
         start, experience = self._clock(), self.experience
         for pending, newest, tokens in outcomes:
-            if newest is not None:
-                newest.score(experience.acceptance)
-                rate = self._best.rate
-                experience.drafts.learn(newest, experience.correction, self._costs, rate)
-                pending.open.append(newest)
-            for scored in pending.open:
-                scored.follow(tokens, experience.acceptance)
-                if scored.node is None:
-                    experience.correction.learn(scored.probabilities, scored.right)
-            pending.open = [scored for scored in pending.open if scored.node is not None]
-        if any(newest is not None for _, newest, _ in outcomes):
+            self._learn_drafts(pending, newest, tokens)
+        if outcomes:
             experience.acceptance.fit()
         self._is_stale = False
         self._decide()
         self._learning += self._clock() - start
 
-    def _learn_time(self, step: Step, decision: Decision) -> None:
-        """Learn from the cost of a step, and save for the budget."""
-        plan, num_tokens, plain = step.plan, len(step.tokens), self._costs.plain
-        kind = step.num_nodes if plan is None or step.num_nodes > 1 else PROBE
-        if plan is not None and plan.from_text:
-            kind = LOOKED_UP
-            self.experience.lookups.learn(decision.promised, num_tokens - 1)
-        timed = self._costs.timed(plan, step.num_nodes, decision.waits)
-        total = self._totals.setdefault((plan, step.num_nodes), Total())
-        total.add(step, decision, timed * self.experience.ratios.of(kind))
-        self._guard.count(num_tokens)
-        if step.seconds is None:
-            return
+    def _learn_drafts(
+        self, pending: PendingDrafts, newest: ScoredDrafts | None, tokens: Sequence[int]
+    ) -> None:
+        """Learn from one step's drafts, and from its tokens about all drafts that are open."""
+        experience = self.experience
+        if newest is not None:
+            newest.score(experience.acceptance)
+            experience.drafts.learn(newest, experience.correction, self._costs, self._best.rate)
+            pending.open.append(newest)
+        for scored in pending.open:
+            scored.follow(tokens, experience.acceptance)
+            if scored.node is None:
+                order = most_probable(scored.probabilities)
+                expected = [scored.probabilities[draft] for draft in order]
+                experience.correction.learn(expected, [draft in scored.right for draft in order])
+        pending.open = [scored for scored in pending.open if scored.node is not None]
+
+    def _save(self, step: Step, decision: Decision) -> None:
+        """Save a share of a step's seconds for exploring, and charge a trial what it has lost."""
+        assert step.seconds is not None
+        experience, plain = self.experience, self._costs.plain
         self._elapsed += step.seconds
-        saved, experience = EXPLORE / 2 * step.seconds, self.experience
-        experience.probes = min(SPARE * plain, experience.probes + saved)
-        experience.trials = min(SPARE * plain, experience.trials + saved)
-        if decision.choice.is_trial:  # pays what it has lost; what is left or gained is not kept
-            rate = self._best.rate if plan is None else 1 / plain
-            experience.trials = min(0.0, experience.trials - step.seconds + num_tokens / rate)
-        if plan is not None:
-            self._was_plain = False
+        saved, most = EXPLORE / 2 * step.seconds, SPARE * plain
+        experience.probes = min(most, experience.probes + saved)
+        experience.trials = min(most, experience.trials + saved)
+        if decision.choice.is_trial:  # what is left, or was gained, is not kept
+            rate = self._best.rate if step.plan is None else 1 / plain
+            lost = step.seconds - len(step.tokens) / rate
+            experience.trials = min(0.0, experience.trials - lost)
+
+    def _learn_time(self, step: Step, kind: int, timed: float) -> None:
+        """Learn from the cost of a step."""
+        assert step.seconds is not None
+        was_plain, self._was_plain = self._was_plain, step.plan is None
+        if step.plan is not None:
             self.experience.ratios.learn(kind, step.seconds / timed)
-            self._guard.learn_drafted(step.seconds, num_tokens, kind != PROBE)
-            return
-        # A plain step is dispatched before the one before is read: in a row of them the first seems
-        # longer and the last shorter than they are.
-        if self._was_plain and self._newest.choice.plan is None:
-            self.experience.ratios.learn(1, step.seconds / self._timed.plain)
+            self._guard.learn_drafted(step.seconds, len(step.tokens), kind != PROBE)
+        elif was_plain and self._newest.choice.plan is None:
+            # A plain step is dispatched before the one before is read: in a row of them the first
+            # seems longer and the last shorter than they are.
+            self.experience.ratios.learn(1, step.seconds / timed)
             self._guard.learn_plain(step.seconds)
-        self._was_plain = True
+
+
+def _largest(values: Floats) -> tuple[int, ...]:
+    """Return the indices of the largest value."""
+    return tuple(int(index) for index in np.unravel_index(int(values.argmax()), values.shape))
 
 
 def _place_of_kind(item: tuple[tuple[DraftPlan | None, int], object]) -> tuple[int, ...]:

@@ -108,15 +108,11 @@ class BatchPolicy:
         slots = max(1, self._size)
         begin = self._batches.get(self._size)
         if begin is None and before is not None:
-            begin = Experience(before, MEMORY * slots)
-            begin.forget_times()
-        self._policy = AdaptivePolicy(
-            batch_costs(self._costs, slots),
-            begin,
-            max_length=self._max_length,
-            window=MEMORY * slots,
-        )
-        self._batches[self._size] = self._policy.experience
+            begin = before.without_times()
+        costs = batch_costs(self._costs, slots)
+        self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
+        experience = self._batches[self._size] = self._policy.experience
+        experience.drafts.window = MEMORY * slots
         self._timed = None
 
 

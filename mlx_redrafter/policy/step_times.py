@@ -28,12 +28,13 @@ LARGE = 0.4
 # Plain steps that each budget may save up, and that drafting may lose at once.
 SPARE = 8.0
 # Share of all tokens, in plain steps, that drafting may lose besides.
-LOSS = 0.05
+LOSS = 0.03
 
 # Kind of step of a probe; other kinds are numbers of nodes.
 PROBE = 0
 # Kind of step of a prompt lookup.
 LOOKED_UP = -1
+_NEVER = 1e9  # seconds of a plan that is not offered
 
 
 class TimeRatios:
@@ -42,16 +43,12 @@ class TimeRatios:
     Its logarithm is a part common to all kinds, such as a hot chip, other work or a long context,
     plus one of the kind's own. A filter with two gains divides a surprise by their variances. One
     slow step changes nothing: each ratio is cut to between the estimate and the one before.
-
-    Args:
-        before: Ratios of the previous sequence; half of the common part stays, as the rest may be
-            that sequence's length.
     """
 
-    def __init__(self, before: TimeRatios | None = None):
-        self._common: float = 0.0 if before is None else before._common / 2
+    def __init__(self) -> None:
+        self._common = 0.0
         # Logarithm and variance by kind.
-        self._own: dict[int, tuple[float, float]] = {} if before is None else dict(before._own)
+        self._own: dict[int, tuple[float, float]] = {}
         self._newest: dict[int, float] = {}
 
     def of(self, kind: int) -> float:
@@ -67,6 +64,11 @@ class TimeRatios:
         """Whether some kind of step, after many of them, costs far less than was timed."""
         known = (kind for kind, (_, variance) in self._own.items() if variance < 2 / KNOWN)
         return any(self.of(kind) < 0.75 for kind in known)
+
+    def fade(self) -> None:
+        """Forget half of the common part, as the rest may be the length of the sequence."""
+        self._common /= 2
+        self._newest.clear()
 
     def learn(self, kind: int, ratio: float) -> None:
         """Learn from one step."""
@@ -89,26 +91,26 @@ class CurrentCosts:
         max_length: Longest beams that the proposer can draft; None if it has no bound.
 
     Attributes:
+        offered: Whether the proposer can draft a plan, bool, shape (W, L).
         plain: A plain step.
         drafting: Drafting alone, shape (W, L).
         verify: Verifying, by entry of COUNTS; at least a plain step.
         lookup: Verifying the drafts of a prompt lookup, by entry of COUNTS.
-        step: Drafting and verifying, infinite if the plan has too few drafts, (W, L, 1 + S).
+        step: Drafting and verifying, shape (W, L, 1 + S); without end if the plan has fewer drafts.
         waiting: The same if the host waits for the drafts.
-        fewest: Drafting, waiting and verifying the smallest size, shape (W, L).
-        offered: Whether the proposer can draft a plan, bool, shape (W, L).
     """
 
     def __init__(self, costs: StepCosts, max_length: int | None = None):
         self._costs = costs
         short = np.array(LENGTHS)[:, None] <= (max_length or LENGTHS[-1])
         fits = FITS & short & bool(costs.level)
-        self._unfit = np.where(fits, 0.0, np.inf)
+        self._unfit = np.where(fits, 0.0, _NEVER)
         self.offered = fits[..., 1]
         self._drafting: Floats = np.zeros(FITS.shape[:2])
         for place, plan in PLANS.items() if costs.level else ():
             self._drafting[place] = costs.drafting(plan.shape)
-        self._verify = np.array([costs.plain, *(costs.verify.get(n, np.inf) for n in SIZES)])
+        verify = costs.plain, *(costs.verify.get(size, _NEVER) for size in SIZES)
+        self._verify = np.array(verify)
         self.update(TimeRatios())
 
     def update(self, ratios: TimeRatios) -> None:
@@ -120,10 +122,9 @@ class CurrentCosts:
         self.lookup: Floats = np.maximum(self._verify * ratios.of(LOOKED_UP), self.plain) + wait
         self.step: Floats = self._drafting[..., None] * slowed + self._unfit + self.verify
         self.waiting: Floats = self.step + wait
-        self.fewest: Floats = self._drafting * slowed[1] + self.verify[1] + wait
 
     def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
-        """Seconds of a step as timed beforehand."""
+        """Return the seconds of a step as timed beforehand."""
         drafts = plan is not None and not plan.from_text
         drafting = float(self._drafting[PLACES[plan.shape]]) if plan and drafts else 0.0
         verify = float(self._verify[COUNTS.index(num_nodes - 1)])
@@ -137,36 +138,39 @@ class Guard:
     LOSS of the tokens, and the cost of one step. Losses count since drafting last had lost nothing.
 
     Args:
-        plain: Seconds of a plain step, until some are measured.
-        before: Guard of the previous sequence, of whose losses half count.
+        plain: Seconds of a plain step as timed. Half of it counts as the first measurement: other
+            work may have disturbed the timing, and if drafting is not twice as fast, the guard will
+            soon have plain steps measured.
     """
 
-    def __init__(self, plain: float, before: Guard | None = None):
-        self._plain = [plain]
+    def __init__(self, plain: float):
+        # Seconds of the newest plain steps.
+        self._plain = [plain / 2]
         # Seconds and tokens of drafted steps, and the two newest of those steps.
         self._seconds = self._tokens = 0.0
-        self._newest: list[tuple[float, int]] = []
+        self._newest: list[tuple[float, float]] = []
         self._emitted = 0
-        self._is_measured = False
-        if before is not None:
-            self._seconds, self._tokens = before._seconds / 2, before._tokens / 2
-            self._newest, self._is_measured = before._newest, before._is_measured
+
+    def fade(self) -> None:
+        """Begin the next sequence, for which half of the losses count.
+
+        After one step of a thousand plain ones, such as one that has waited for a kernel to be
+        compiled, some seven sequences are decoded plainly.
+        """
+        self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
+        self._newest = [(seconds / 2, tokens / 2) for seconds, tokens in self._newest]
+        self._emitted, self._plain = 0, self._plain[-2:]
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain step: the median of the newest five.
-
-        Until one is measured, half of what was timed: the timing may have been disturbed, and if
-        drafting is not twice as fast, the guard will soon have plain steps measured.
-        """
-        return median_low(self._plain) if self._is_measured else self._plain[0] / 2
+        """Seconds of a plain step: the median of the newest five, the lower one of two."""
+        return median_low(self._plain)
 
     def learn_plain(self, seconds: float) -> None:
         """Learn the cost of a plain step between plain ones."""
-        self._plain = [*self._plain[-4:], seconds] if self._is_measured else [seconds]
-        self._is_measured = True
+        self._plain = [*self._plain[-4:], seconds]
 
-    def learn_drafted(self, seconds: float, num_tokens: int, is_verified: bool = True) -> None:
+    def learn_drafted(self, seconds: float, num_tokens: float, is_verified: bool = True) -> None:
         """Count a drafted step and its tokens; a probe's drafts are not verified."""
         if is_verified:
             self._newest = [*self._newest[-1:], (seconds, num_tokens)]

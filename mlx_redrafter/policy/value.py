@@ -1,7 +1,6 @@
 """Expected number of accepted drafts of every plan.
 
-Axes: W widths, L lengths, S sizes, K ways to choose the nodes: 0 in the proposer's order, 1 by
-probability of being accepted, n drafts of a tree.
+Axes: W widths, L lengths, S sizes, n drafts of a tree.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.policy.acceptance import MAX_DRAFTS, ScoredDrafts, most_probable
 from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES
 from mlx_redrafter.policy.step_times import CurrentCosts
 from mlx_redrafter.trees.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 # Window of the running means, in trees: twice as many follow a changing text too slowly.
 MEMORY = 10
@@ -29,12 +28,19 @@ PRIOR_TREE = 1.15
 SMALL = 0.05
 # Weight of a further level's likeness to the last one seen, beside its own mean.
 DOUBT = 0.2
-# Window of the counts that correct expectations, in trees.
+# Window of the counts that correct the expectations of a drafter's trees, in trees.
 COUNTED = 100
+# Window of the counts that correct the expectations of prompt lookup, in lookups.
+LOOKUPS = 16
 
-_NW, _NL, _NS = FITS.shape[0], FITS.shape[1], FITS.shape[2] - 1
+_NW, _NL, _NC = FITS.shape
+_ROWS = np.ogrid[:_NW, :_NL]
 # Index in SIZES of the smallest size that verifies the i-th draft in order.
-BUCKETS = np.searchsorted(COUNTS[1:], np.arange(1, MAX_DRAFTS + 1)).clip(max=_NS - 1)
+BUCKETS = np.searchsorted(COUNTS[1:], np.arange(1, MAX_DRAFTS + 1))
+# One class for all drafts.
+ALL = np.zeros_like(BUCKETS)
+# Place of the last draft that each size verifies.
+_LAST = np.array(COUNTS[1:]) - 1
 
 
 class Correction:
@@ -44,78 +50,45 @@ class Correction:
     deviations. Trees that were not verified count as well.
 
     Args:
-        before: Correction of the previous sequence, of which half counts.
+        window: Number of trees that count.
+        buckets: Class of each place, whose counts are added up.
+
+    Attributes:
+        share: The share, by place, shape (MAX_DRAFTS,).
     """
 
-    def __init__(self, before: Correction | None = None):
-        self._expected: Floats = np.zeros((2, _NS)) if before is None else before._expected / 2
-        self._accepted: Floats = np.zeros((2, _NS)) if before is None else before._accepted / 2
-        self.share: Floats = np.ones((2, _NS))
-        self._update()
+    def __init__(self, window: int, buckets: Ints = BUCKETS):
+        self._window, self._buckets = window, buckets
+        # Expected and accepted drafts by class.
+        self._counts: Floats = np.zeros((2, buckets[-1] + 1))
+        self.share: Floats = np.ones(len(buckets))
 
-    def learn(self, probabilities: Sequence[float], right: set[int]) -> None:
-        """Count the drafts of one tree, whose text is known.
+    def learn(self, expected: Sequence[float], accepted: Sequence[bool]) -> None:
+        """Count the drafts of one tree, whose outcome is known, in the order of verification.
 
         Args:
-            probabilities: Probability of each draft that it is accepted.
-            right: Drafts that were right.
+            expected: Probability of each draft that it is accepted.
+            accepted: Whether it was.
         """
-        values = np.array([probabilities, [i in right for i in range(len(probabilities))]])
-        order = most_probable(probabilities)
-        for kind, column in enumerate((values, values[:, order])):
-            expected, accepted = column[:, : COUNTS[-1]]
-            places = BUCKETS[: len(expected)]
-            self._expected[kind] += np.bincount(places, expected, _NS)
-            self._accepted[kind] += np.bincount(places, accepted, _NS)
-        self._expected *= 1 - 1 / COUNTED
-        self._accepted *= 1 - 1 / COUNTED
-        self._update()
+        places, classes = self._buckets[: len(expected)], self._counts.shape[1]
+        self._counts[0] += np.bincount(places, expected, classes)
+        self._counts[1] += np.bincount(places, accepted, classes)
+        self.fade(1 - 1 / self._window)
 
-    def _update(self) -> None:
-        expected, accepted = np.maximum(self._expected, 1e-9), self._accepted
+    def fade(self, factor: float) -> None:
+        """Reduce the weight of all counts."""
+        self._counts *= factor
+        expected, accepted = np.maximum(self._counts, 1e-9)
         low = np.maximum(0.0, accepted - 2 * np.sqrt(accepted)) / expected
         high = (accepted + 2 * np.sqrt(accepted + 1)) / expected
-        self.share = np.clip(1.0, low, high)
+        self.share = np.clip(1.0, low, high)[self._buckets]
 
     def apply(self, drafts: Floats) -> Floats:
-        """Correct sums of expected drafts by size, shape (..., 1 + S) with K first or no K."""
-        share = self.share.reshape(2, *[1] * (drafts.ndim - 2), _NS)
-        steps = np.diff(drafts, axis=-1) * share
-        return np.concatenate([np.zeros_like(drafts[..., :1]), steps.cumsum(-1)], axis=-1)
-
-
-class LookupCorrection:
-    """Accepted drafts of prompt lookup as a share of those it expects.
-
-    A lookup that is used is one that promises much, so fewer are accepted than expected.
-
-    Args:
-        before: Correction of the previous sequence, of which half counts.
-    """
-
-    # Lookups that count, and expected drafts that are believed before the first one.
-    WINDOW = 16
-    BELIEVED = 4.0
-
-    def __init__(self, before: LookupCorrection | None = None):
-        self._expected: float = 0.0 if before is None else before._expected / 2
-        self._accepted: float = 0.0 if before is None else before._accepted / 2
-
-    @property
-    def share(self) -> float:
-        """The share to expect of the next lookup."""
-        return (self.BELIEVED + self._accepted) / (self.BELIEVED + self._expected)
-
-    def learn(self, expected: float, accepted: int) -> None:
-        """Count a lookup that was verified."""
-        self.forget()
-        self._expected += expected
-        self._accepted += accepted
-
-    def forget(self) -> None:
-        """Let old counts fade, also with lookups that are not used: the text has moved on."""
-        self._expected *= 1 - 1 / self.WINDOW
-        self._accepted *= 1 - 1 / self.WINDOW
+        """Correct sums of expected drafts by number of drafts, shape (..., 1 + S)."""
+        corrected = np.zeros_like(drafts)
+        added = drafts[..., 1:] - drafts[..., :-1]
+        np.cumsum(added * self.share[_LAST], axis=-1, out=corrected[..., 1:])
+        return corrected
 
 
 class ExpectedDrafts:
@@ -123,27 +96,24 @@ class ExpectedDrafts:
 
     Each tree shows that for the plans within its shape; ratios to the means extrapolate to others.
 
-    Args:
-        before: Means of the previous sequence, which count as half of a full window.
-        window: Number of trees that the means are over.
-
     Attributes:
-        mean: Accepted drafts by way to choose nodes, plan and size, shape (K, W, L, 1 + S).
-        chosen: If the policy verifies as many as pay: accepted drafts, and the cost of the step
-            as a multiple of `CurrentCosts.fewest`, shape (2, W, L).
+        window: Number of trees that the means are over.
+        mean: Accepted drafts by plan and size, in the proposer's order, shape (W, L, 1 + S).
+        chosen: If the policy verifies as many as pay: accepted drafts, and the cost of the step as
+            a multiple of that of verifying one draft, shape (2, W, L).
     """
 
-    def __init__(self, before: ExpectedDrafts | None = None, window: int = MEMORY):
+    def __init__(self) -> None:
         count = np.minimum(np.array(LENGTHS)[:, None] - 1, COUNTS)
         chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**count) / (1 - PRIOR_CHAIN)
-        widths = [chain, *[PRIOR_TREE * chain] * (_NW - 1)]
-        self.mean: Floats = np.array([widths] * 2)
+        self.mean: Floats = np.array([chain, *[PRIOR_TREE * chain] * (_NW - 1)])
         self.chosen: Floats = np.stack([np.full((_NW, _NL), -1.0), np.ones((_NW, _NL))])
-        self._window = window
+        self.window = MEMORY
         self._count = 0
-        if before is not None:
-            self.mean, self.chosen = before.mean, before.chosen
-            self._count = min(before._count, window // 2)
+
+    def fade(self) -> None:
+        """Let the means count as half of a full window."""
+        self._count = min(self._count, self.window // 2)
 
     def learn(
         self, scored: ScoredDrafts, correction: Correction, costs: CurrentCosts, rate: float
@@ -156,48 +126,45 @@ class ExpectedDrafts:
             costs: Current costs of steps.
             rate: Tokens per second that the time of a draft yields otherwise.
         """
-        found = self._extrapolate(_within(scored), scored.plan.shape)
-        self._count = min(self._count + 1, self._window)
-        self.mean = self.mean + (found - self.mean) / self._count
-        drafts = correction.apply(found)[1]
-        best = (drafts - rate * costs.waiting).argmax(-1)[..., None]
-        relative = np.take_along_axis(costs.waiting, best, -1)[..., 0] / costs.fewest
-        relative = np.where(costs.offered, relative, 1.0)  # other plans have no cost
-        newest = np.array([np.take_along_axis(drafts, best, -1)[..., 0], relative])
+        found = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
+        self._count = min(self._count + 1, self.window)
+        self.mean = self.mean + (found[0] - self.mean) / self._count
+        drafts = correction.apply(found[1])
+        best = *_ROWS, (drafts - rate * costs.waiting).argmax(-1)
+        newest = np.array([drafts[best], costs.waiting[best] / costs.waiting[..., 1]])
         self.chosen = self.chosen + (newest - self.chosen) / self._count
 
-    def _extrapolate(self, found: Floats, shape: DraftShape) -> Floats:
-        """Fill in longer and wider plans than ``shape``."""
-        (w, n), mean = PLACES[shape], self.mean
+    def _extrapolate(self, found: Floats, place: tuple[int, int]) -> Floats:
+        """Fill in the plans that are longer or wider than the one at ``place``."""
+        (w, n), mean = place, self.mean
         if n + 1 < _NL:
             # Drafts that a chain's last level adds in this tree, the level before, and the mean.
-            *_, before, last = 1.0, *np.diff(found[0, 0, : n + 1, -1], prepend=0.0)
-            usual = np.diff(mean[0, 0, : n + 1, -1], prepend=0.0)[-1]
+            *_, above, before, last = 0.0, 0.0, *found[0, 0, : n + 1, -1]
+            before, last = before - above if n else 1.0, last - before
+            usual = mean[0, n, -1] - (mean[0, n - 1, -1] if n else 0.0)
             # Further levels add their mean, scaled by the last level, and a part of what they would
             # add if they were as likely as it was: a mean that no tree has shown lately is doubted.
-            further = mean[:, :, n + 1 :] - mean[:, :, n : n + 1]
-            scale = (SMALL + last) / (SMALL + max(0.0, usual))
+            further = mean[:, n + 1 :] - mean[:, n : n + 1]
+            scale = (1 - DOUBT) * (SMALL + last) / (SMALL + max(0.0, usual))
             added = last * min(1.0, last / (SMALL + before)) * (np.array(COUNTS) >= LENGTHS[n])
-            found[:, :, n + 1 :] = (
-                found[:, :, n : n + 1] + (1 - DOUBT) * scale * further + DOUBT * added
-            )
+            found[:, :, n + 1 :] = found[:, :, n : n + 1] + scale * further + DOUBT * added
         for wider in range(w + 1, _NW):
-            ratio = (SMALL + mean[:, wider]) / (SMALL + mean[:, w])
-            found[:, wider] = found[:, w] * ratio
+            found[:, wider] = found[:, w] * (SMALL + mean[wider]) / (SMALL + mean[w])
         return found
 
 
 def _within(scored: ScoredDrafts) -> Floats:
-    """Sums of probabilities of the drafts that each plan within a tree's shape verifies."""
+    """Sum the probabilities of the drafts that each plan within a tree's shape verifies.
+
+    Returns:
+        Sums in the proposer's order and by probability, shape (2, W, L, 1 + S).
+    """
     (w, n), drafts = PLACES[scored.plan.shape], scored.drafts
-    probabilities, depths = np.array(scored.probabilities), np.array(drafts.depths)
-    found = np.zeros((2, _NW, _NL, _NS + 1))
-    chain = _sums(probabilities, depths, _chain(drafts), n)
-    found[:, : w + 1, : n + 1] = chain
+    found = np.zeros((2, *FITS.shape))
+    found[:, : w + 1, : n + 1] = _sums(scored, _chain(drafts), n)
     if w:
-        found[0, w, : n + 1] = _sums(probabilities, depths, range(len(depths)), n)
-        by_probability = most_probable(scored.probabilities)
-        found[1, w, : n + 1] = _sums(probabilities, depths, by_probability, n)
+        found[0, w, : n + 1] = _sums(scored, range(len(drafts.tokens)), n)
+        found[1, w, : n + 1] = _sums(scored, most_probable(scored.probabilities), n)
     return found
 
 
@@ -211,13 +178,13 @@ def _chain(drafts: Drafts) -> list[int]:
     return chain
 
 
-def _sums(probabilities: Floats, depths: Floats, order: Sequence[int], longest: int) -> Floats:
-    """Sums over the first drafts in an order, for each length up to a place and each count."""
-    places = np.array(order, dtype=np.int64)
-    inside = depths[places] < np.array(LENGTHS[: longest + 1])[:, None]
+def _sums(scored: ScoredDrafts, order: Sequence[int], longest: int) -> Floats:
+    """Sum over the first drafts in an order, for each length up to a place and each count."""
+    places = np.array(order)
+    depths = np.array(scored.drafts.depths)[places]
+    inside = depths < np.array(LENGTHS[: longest + 1])[:, None]
     sums = np.zeros((longest + 1, len(order) + 1))
     rows = np.arange(longest + 1)[:, None]
-    sums[rows, inside.cumsum(axis=-1)] = (inside * probabilities[places]).cumsum(axis=-1)
-    sums = np.maximum.accumulate(sums, axis=-1)
-    found: Floats = sums[:, np.minimum(COUNTS, len(places))]
-    return found
+    sums[rows, inside.cumsum(-1)] = (inside * np.array(scored.probabilities)[places]).cumsum(-1)
+    np.maximum.accumulate(sums, axis=-1, out=sums)
+    return sums[:, np.minimum(COUNTS, len(places))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_redrafter.proposers import (
+    assistant,
     block,
     draft_model,
     eagle,
@@ -21,6 +22,16 @@ from mlx_redrafter.proposers import (
 from mlx_redrafter.proposers.kind import Kind
 
 # Every kind that `load` reads.
-KINDS: tuple[Kind, ...] = (redrafter, eagle, medusa, mtp, block, specformer, draft_model, lookup)
+KINDS: tuple[Kind, ...] = (
+    redrafter,
+    eagle,
+    medusa,
+    mtp,
+    block,
+    specformer,
+    assistant,
+    draft_model,
+    lookup,
+)
 # Kinds that a word stands for, instead of a folder or repository.
 WORDS: Mapping[str, Kind] = {"lookup": lookup, "mtp": mtp}

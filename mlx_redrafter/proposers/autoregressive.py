@@ -18,7 +18,6 @@ from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
-from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.target.target import Target
 
 
@@ -58,9 +57,7 @@ class _Levels:
 
     def first(self) -> mx.array:
         self._outputs = self.drafting.read_flight(self.flight)
-        length = self.drafting.length
-        root = length + self.flight.num_accepted
-        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
+        self._lineage = self.drafting.lineage_after(self.flight)
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:

@@ -2,11 +2,9 @@
 
 Axes: W beam width, L beam length, V token ids that both models have, n tokens.
 
-The state of a sequence is the K/V entries of its committed tokens. After a tree, one pass of L rows
-reads the accepted drafts again together with the new root, and only the device knows how many of
-the rows count. Entries beyond are junk that no query sees, until later ones overwrite it. So
-rolling back sets an offset, and the host reads nothing. Drafts of a chain have their entries in the
-order of the sequence, so accepted ones stay, as in mlx-lm, and the host has to know their number.
+After a tree, the pass over the accepted path processes its drafts again, together with the new
+root. Drafts of a chain have their entries in the order of the sequence, so accepted ones stay, as
+in mlx-lm, and the host has to know their number.
 """
 
 from __future__ import annotations
@@ -20,26 +18,22 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.decoding.records import PendingPass
-from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
-from mlx_redrafter.proposers.expansion import build_tree
+from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
+from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.kv_drafting import READ_STEP_SIZE
-from mlx_redrafter.proposers.scores import Rank, log_probs, ranking
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import LevelScorer, search
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
 from mlx_redrafter.target.caches.draft_cache import (
-    DraftCache,
-    DraftLineage,
     DraftMask,
     hook_attention,
 )
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import TokenTree
 
 NAME = "draft model"
 
@@ -112,7 +106,7 @@ def _other_caches(layers: Sequence[Any]) -> str:
     return ", ".join(sorted({describe(layer) for layer in layers if type(layer) is not KVCache}))
 
 
-class ModelDrafting:
+class ModelDrafting(CachedDrafting):
     """Drafts of one sequence."""
 
     reader = None
@@ -127,7 +121,6 @@ class ModelDrafting:
     ):
         self.model = model
         self.num_rows = min(vocab_size, model.vocab_size)
-        self.couple_noise = couple_noise
         layers = model.stock_cache(cached or None)
         others = _other_caches(layers)
         if others:
@@ -135,61 +128,50 @@ class ModelDrafting:
                 f"expected KVCache() in the draft model's layers of prompt_cache, found {others}; "
                 "leave these layers out, or make them with make_prompt_cache(draft_model)"
             )
-        self.cache = DraftCache(layers)
-        self._is_shared = bool(cached)
-        # Number of entries whose tokens the host knows.
-        self.length = self.cache.num_rows
+        super().__init__(couple_noise, layers, bool(cached))
         # Tokens that the host knows and that have no entry yet.
         self._unread = list(prompt)
-        # Number of entries beyond the target's; not 0 if a prompt cache held the target's alone.
-        self._excess: int | None = None
-        # Number of entries of a chain's drafts, after those.
+        # Number of entries of a chain's drafts, after those of known tokens.
         self._ahead = 0
-        # The pass after which the model drafted a tree last. The entries of its tokens exist
-        # already, and the host reads their number later.
-        self._flight: PendingPass | None = None
 
-    def outlook(self) -> None:
-        """Return None, as a network always has something to propose."""
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        self._count_flight(flight)
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
         levels: LevelScorer
-        if plan.shape.width == 1:
+        if shape.width == 1:
+            self._flight = None  # a chain counts its tokens by itself
             levels = _ChainLevels(self, flight)
         else:
-            levels, self._flight, self._ahead = _TreeLevels(self, flight), flight, 0
-        return build_tree(search(levels, plan.shape, self.rank(noise)), flight.root, plan)
+            self._ahead = 0
+            levels = _TreeLevels(self, flight)
+        return search(levels, shape, rank)
 
-    def rank(self, noise: GumbelNoise | None) -> Rank | None:
-        """Return the function that ranks drafts, given the noise of the target's choices."""
-        return ranking(noise if self.couple_noise else None, None)
+    def note(self, flight: PendingPass) -> None:
+        """Count a pass's tokens: the accepted drafts of a chain have their entries already."""
+        num_there = min(self._ahead, len(flight.tokens) - 1)
+        self.length += num_there
+        self._unread += flight.tokens[num_there:]
+        self._ahead = 0
 
-    def skip(self, flight: PendingPass) -> None:
-        self._count_flight(flight)
-        self._take(flight.tokens)
-
-    def settle(self, length: int) -> None:
-        """Make the entries that are missing, and keep exactly those of the sequence."""
-        if not self._is_shared or self._excess is None:
-            return
-        self._count_flight()
-        num_rows = length + self._excess
+    def process_unread(self, *following: mx.array) -> mx.array:
+        """Process known tokens without an entry, then others; logits after the newest ones."""
         self.cache.keep(self.length)
-        missing = self._unread[: max(0, num_rows - self.length)]
-        for start in range(0, len(missing), READ_STEP_SIZE):
-            self.read(missing[start : start + READ_STEP_SIZE])
-        self.cache.keep(min(num_rows, self.cache.num_rows))
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Process tokens after the entries that exist; waits for the device."""
-        self._forward(mx.array(list(tokens), dtype=mx.int32))
-        mx.eval([layer.stock.state for layer in self.cache.layers])
+        while len(self._unread) > READ_STEP_SIZE:
+            self._forward(mx.array(self._unread[:READ_STEP_SIZE], dtype=mx.int32))
+            mx.eval([layer.stock.state for layer in self.cache.layers])
+            self.length += READ_STEP_SIZE
+            del self._unread[:READ_STEP_SIZE]
+        known = mx.array(self._unread, dtype=mx.int32)
+        self.length += len(self._unread)
+        self._unread = []
+        return self._forward(mx.concatenate([known, *following]))
 
     def read_flight(self, flight: PendingPass) -> mx.array:
         """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
         following = flight.following_tokens
-        logits = self._read_unread(following)
+        logits = self.process_unread(following)
         return logits[logits.shape[0] - following.shape[0] + flight.num_accepted]
 
     def read_level(self, tokens: mx.array, mask: DraftMask, positions: TreePositions) -> mx.array:
@@ -198,16 +180,16 @@ class ModelDrafting:
         with tree_positions(positions):
             return self._forward(tokens)
 
-    def read_tokens(self, tokens: Sequence[int]) -> mx.array:
+    def read_tokens(self, flight: PendingPass) -> mx.array:
         """Process a pass's tokens, which the host knows; logits after them, shape (1, V)."""
-        self._take(tokens)
-        return self._read_unread()[-1:]
+        self.note(flight)
+        return self.process_unread()[-1:]
 
     def read_known(self) -> None:
         """Process all tokens that the host knows, and forget the entries of drafts aside."""
-        self._count_flight()
+        self.count_flight()
         if self._unread:
-            self._read_unread()
+            self.process_unread()
         self.cache.keep(self.cache.num_rows)
 
     def read_draft(self, token: mx.array) -> mx.array:
@@ -218,34 +200,8 @@ class ModelDrafting:
         mx.async_eval(logits)
         return logits
 
-    def _take(self, tokens: Sequence[int]) -> None:
-        """Count a pass's tokens: the accepted drafts of a chain have their entries already."""
-        num_there = min(self._ahead, len(tokens) - 1)
-        self.length += num_there
-        self._unread += tokens[num_there:]
-        self._ahead = 0
-
-    def _read_unread(self, *following: mx.array) -> mx.array:
-        """Process known tokens without an entry, then others; logits after the newest ones."""
-        self.cache.keep(self.length)
-        while len(self._unread) > READ_STEP_SIZE:
-            self.read(self._unread[:READ_STEP_SIZE])
-            self.length += READ_STEP_SIZE
-            del self._unread[:READ_STEP_SIZE]
-        known = mx.array(self._unread, dtype=mx.int32)
-        self.length += len(self._unread)
-        self._unread = []
-        return self._forward(mx.concatenate([known, *following]))
-
     def _forward(self, tokens: mx.array) -> mx.array:
         return self.model.model(tokens[None], cache=self.cache.layers)[0]
-
-    def _count_flight(self, following: PendingPass | None = None) -> None:
-        if self._flight is not None:
-            self.length += len(self._flight.tokens)
-            self._flight = None
-        if following is not None:  # its root is the newest token that the host knows
-            self._excess = self.length + len(self._unread) - (following.length + 1)
 
 
 class DraftLevels:
@@ -267,7 +223,7 @@ class _ChainLevels(DraftLevels):
         self.flight = flight
 
     def first(self) -> mx.array:
-        return log_probs(self.drafting.read_tokens(self.flight.tokens), self.num_rows)
+        return log_probs(self.drafting.read_tokens(self.flight), self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         return log_probs(self.drafting.read_draft(tokens), self.num_rows)
@@ -282,13 +238,9 @@ class _TreeLevels(DraftLevels):
 
     def first(self) -> mx.array:
         logits = self.drafting.read_flight(self.flight)
-        length = self.drafting.length
-        root = length + self.flight.num_accepted
-        self._lineage = DraftLineage(length, root, self.drafting.cache.num_rows)
+        self._lineage = self.drafting.lineage_after(self.flight)
         return log_probs(logits, self.num_rows)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        logits = self.drafting.read_level(
-            tokens, *self._lineage.extend(beams, tokens.shape[0], depth)
-        )
-        return log_probs(logits, self.num_rows)
+        level = self._lineage.extend(beams, tokens.shape[0], depth)
+        return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)

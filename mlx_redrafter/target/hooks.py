@@ -247,12 +247,12 @@ def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def capture_input(call: MethodType, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a layer, for `captured_inputs`."""
+def capture_input(call: MethodType, *args: Any, **kwargs: Any) -> Any:
+    """Hook for a layer, for `captured_inputs`: its first argument, named or not."""
     inputs = _inputs.get()
     if inputs is not None:
-        inputs[id(call.__self__)] = x
-    return call(x, *args, **kwargs)
+        inputs[id(call.__self__)] = next(iter((*args, *kwargs.values())))
+    return call(*args, **kwargs)
 
 
 def _nodes_as_batch(x: mx.array) -> mx.array:

@@ -49,8 +49,12 @@ ProgressCallback = Callable[[int, int], None]
 ChunkSize = Callable[[int], int]
 StatesCallback = Callable[[mx.array], None]
 
-# Largest relative error of embeddings that count as scaled: rounding of bfloat16.
-SCALE_TOLERANCE = 0.02
+# Terms under the root of a norm of embeddings that models may have; None for no norm.
+ENTRY_TERMS = (None, 1e-6, 1e-5)
+# Largest relative error of inputs of the first layer that are computed so, by bfloat16's rounding.
+ENTRY_TOLERANCE = 0.01
+# Number of tokens to compare for it.
+ENTRY_TOKENS = 8
 # Minimum correlation of two heads' logits that differ by a scale or a limit only.
 MIN_CORRELATION = 0.9
 
@@ -205,6 +209,22 @@ class Target:
             logits: mx.array = self.model(tokens)
         return logits[0]
 
+    def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
+
+        Args:
+            layer: A layer with entries of its own.
+            inputs: Its inputs at consecutive tokens, shape (n, H).
+            offset: Position of the first of them.
+
+        Returns:
+            Keys and values, shape (1, key heads, n, head size).
+        """
+        recorder = _Recorder(offset)
+        self.blocks[layer](inputs.astype(self.dtype)[None], None, recorder)
+        assert recorder.entries is not None
+        return recorder.entries
+
     def project(self, hidden_states: mx.array) -> mx.array:
         """Apply the matrix of the LM head alone, from shape (n, H) to (n, V).
 
@@ -214,12 +234,31 @@ class Target:
         projected: mx.array = self._head_matrix(hidden_states.astype(self.dtype))
         return projected
 
-    def embed_input(self, tokens: mx.array) -> mx.array:
+    def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
         """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
 
-        The first call blocks until MLX has computed these of two tokens.
+        ``normed=False`` leaves out a norm of embeddings, but no scale.
+
+        The first call blocks until MLX has computed those of some tokens.
         """
-        return self.embed(tokens) * self.embedding_scale
+        term, factor = self._entry
+        rows = self.embed(tokens)
+        if term is not None and not normed:
+            return rows
+        return _normed(rows, term) * factor
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        """Whether embeddings are normalised before the first layer; see `embedding_scale`."""
+        return self._entry[0] is not None
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings before the first layer.
+
+        The first use blocks until MLX has computed some tokens.
+        """
+        return self._entry[1]
 
     def normalise(self, states: mx.array) -> mx.array:
         """Apply the final norm to the last layer's output, shape (n, H).
@@ -382,8 +421,13 @@ class Target:
                     "drafter trained for this model"
                 )
             install(HookPoint(self._reader_of(layer), "__call__", capture_input))
-        states = self._process(mx.array([[0]]), None, layers).alone.states
-        if states is None or states.shape != (1, self.hidden_size * len(layers)):
+        with captured_output() as outputs, captured_inputs() as inputs:
+            self.model(mx.array([[0]]))
+        watched = [
+            outputs[-1] if layer == FINAL else inputs.get(id(self._reader_of(layer)))
+            for layer in layers
+        ]
+        if any(one is None or one.shape != (1, 1, self.hidden_size) for one in watched):
             raise UnsupportedTargetError(
                 f"expected inputs of {self.hidden_size} numbers per token in layers {list(layers)} "
                 "of the target, found others; use a recurrent drafter for this model"
@@ -423,26 +467,28 @@ class Target:
         return reader
 
     @cached_property
-    def embedding_scale(self) -> float:
-        """Factor of the embeddings before the first layer.
-
-        The first use blocks until MLX has computed two tokens.
-        """
-        tokens = mx.array([0, 1])
+    def _entry(self) -> tuple[float | None, float]:
+        """Term of the norm of embeddings before the first layer, or None, and their factor."""
+        tokens = mx.arange(min(ENTRY_TOKENS, self.vocab_size))
         self.watch([0])
         inputs, rows = (
             array.astype(mx.float32)
             for array in (self.layer_inputs(tokens, [0]), self.embed(tokens))
         )
-        scale = mx.sum(inputs * rows) / mx.sum(rows * rows)
-        is_scaled = mx.abs(inputs - rows * scale) <= SCALE_TOLERANCE * mx.abs(inputs)
-        if not mx.all(is_scaled).item():
+        errors, factors = [], []
+        for term in ENTRY_TERMS:
+            given = _normed(rows, term)
+            factors.append(mx.sum(inputs * given) / mx.sum(given * given))
+            error = mx.max(mx.abs(inputs - given * factors[-1]))
+            errors.append(error / mx.max(mx.abs(inputs)))
+        found = to_floats(mx.stack(errors))
+        best = found.index(min(found))
+        if found[best] > ENTRY_TOLERANCE:
             raise UnsupportedTargetError(
-                "expected a model that at most scales its embeddings, found another; use another "
-                "kind of drafter for it"
+                "expected a model that at most normalises and scales its embeddings, found "
+                "another; use another kind of drafter for it"
             )
-        (factor,) = to_floats(scale[None])
-        return factor
+        return ENTRY_TERMS[best], to_floats(mx.stack(factors))[best]
 
     @cached_property
     def _head_matrix(self) -> Callable[[mx.array], mx.array]:
@@ -450,8 +496,7 @@ class Target:
         state = mx.random.normal((1, self.hidden_size), key=mx.random.key(0)).astype(self.dtype)
         expected = self.logits(state).astype(mx.float32)
         for module in self.model.modules():
-            weight = module.get("weight")
-            if weight is None or weight.ndim != 2 or weight.shape[0] != expected.shape[-1]:
+            if not _is_matrix(module, (expected.shape[-1], self.hidden_size)):
                 continue
             head: Callable[[mx.array], mx.array] = getattr(module, "as_linear", module)
             if _correlation(head(state), expected) > MIN_CORRELATION:
@@ -480,9 +525,35 @@ class Target:
         )
 
 
+class _Recorder:
+    """A cache that records the entries of one pass."""
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.entries: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.entries = keys, values
+        return self.entries
+
+
 def _is_norm(module: Any, hidden_size: int) -> bool:
     weight = module.get("weight") if isinstance(module, nn.Module) else None
     return weight is not None and weight.shape == (hidden_size,)
+
+
+def _normed(rows: mx.array, term: float | None) -> mx.array:
+    """Apply an RMS norm without weights, unless ``term`` is None."""
+    return rows if term is None else mx.fast.rms_norm(rows, None, term)
+
+
+def _is_matrix(module: Any, shape: tuple[int, int]) -> bool:
+    """Whether a module is a matrix of this shape, quantised or not."""
+    weight = module.get("weight")
+    if weight is None or weight.ndim != 2:
+        return False
+    rows, columns = weight.shape
+    return (rows, columns * 32 // module.bits if "scales" in module else columns) == shape
 
 
 def _correlation(a: mx.array, b: mx.array) -> float:

@@ -10,7 +10,6 @@ from mlx_redrafter.training.data import Encoder, TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
-from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.run import TrainingResult, train_drafter
 from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
@@ -22,6 +21,7 @@ from mlx_redrafter.training.training_request import (
     DataOptions,
     LossOptions,
     NetworkOptions,
+    Reporter,
     TrainingOptions,
     TrainingRequest,
 )

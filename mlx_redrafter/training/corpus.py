@@ -25,14 +25,13 @@ from mlx_redrafter.training.data import (
     TokenSequence,
     split_text,
 )
-from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.self_generated import (
     AnswerLimits,
     PromptSource,
     TextGenerator,
     plan_jobs,
 )
-from mlx_redrafter.training.training_request import DataOptions
+from mlx_redrafter.training.training_request import DataOptions, Reporter
 
 # Maximum number of uses of a text as a prompt; its beginning has a random length each time.
 MAX_PASSES = 64

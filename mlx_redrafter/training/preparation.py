@@ -15,7 +15,6 @@ from mlx_redrafter.training.duration import Timetable, Workload
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import compute_head_matrix, select_frequent_tokens
 from mlx_redrafter.training.rehearsal import rehearse
-from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.resources import (
     StudentSize,
     TargetSize,
@@ -29,7 +28,7 @@ from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
 from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
-from mlx_redrafter.training.training_request import TrainingRequest
+from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
 
 class Preparation:

@@ -16,14 +16,13 @@ from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.preparation import Preparation
-from mlx_redrafter.training.reporter import Reporter
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
 from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_stretch
 from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
-from mlx_redrafter.training.training_request import TrainingOptions, TrainingRequest
+from mlx_redrafter.training.training_request import Reporter, TrainingOptions, TrainingRequest
 
 
 @dataclass(frozen=True)

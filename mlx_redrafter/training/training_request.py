@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
@@ -283,6 +283,18 @@ class TrainingRequest:
     def held_out_top_k(self) -> int:
         """Number of next tokens cached for held-out texts."""
         return max(self.top_k, TOP_TOKENS)
+
+
+class Reporter(Protocol):
+    """Receiver of progress and messages; a KeyboardInterrupt from `progress` stops the run."""
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        """Report that ``done`` of ``total`` tokens or steps of a stage are done."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Report a message of one line."""
+        ...
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:

@@ -23,6 +23,8 @@ from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
 from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.eagle.network import Eagle  # noqa: E402
+from mlx_redrafter.proposers.fit import ReadSequence  # noqa: E402
+from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
 
 
@@ -111,6 +113,33 @@ def test_the_target_tells_how_much_it_accepts(
     write_head(tmp_path / "other", LAYOUTS["EAGLE-3"])
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's"):
         convert_drafter(tmp_path / "other", tmp_path / "none", options)
+
+
+def test_the_layers_are_those_that_the_target_accepts_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acceptance is made up here: all drafts from the outputs of the layers that the file names."""
+    monkeypatch.setattr("mlx_redrafter.convert.selftest.TOKENS_PER_PROMPT", 8)
+    target = find_bundled("target")
+    values = read_config(target)
+    sizes = {name: values[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
+    config = EagleConfig(
+        version=3, intermediate_size=64, num_key_value_heads=1, captured_layers=(0, 1), **sizes
+    )
+    save_drafter(Eagle(config), tmp_path / "source")
+
+    def accept(eagle: Eagle, target: Target, texts: list[ReadSequence]) -> list[int]:
+        tokens, states = texts[0].tokens[:-1], texts[0].states
+        target.watch((1, 2))
+        right = mx.allclose(target.layer_inputs(tokens, (1, 2)), states, atol=1e-3).item()
+        return [int(right)] * 32
+
+    monkeypatch.setattr("mlx_redrafter.convert.eagle.compare", accept)
+    options = ConversionOptions(target=target, dtype="float32")
+    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    assert load_eagle(tmp_path / "out").config.captured_layers == (1, 2)
+    assert conversion.provenance["notes"][-1].endswith("numbers: as they are 0%, later layers 100%")
+    assert conversion.warnings == ()
 
 
 def test_the_rope_of_the_target_is_tried_with_the_same_weights(tmp_path: Path) -> None:

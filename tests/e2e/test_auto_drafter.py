@@ -76,6 +76,24 @@ def test_a_newcomer_finds_downloads_and_drafts(
     assert hub.fetched == fetched, "nothing is fetched twice"
 
 
+def test_a_name_alone_runs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    name = MODEL.partition("/")[2]
+    asked = run(capsys, "run", name, "Once")
+    assert (asked.code, asked.err.count("\n")) == (2, 1)
+    assert f"Download {MODEL} (" in asked.err
+    assert hub.fetched == []
+    first = run(capsys, "run", name, "Once", "--yes", "-m", "8")
+    assert first.code == 0, first.err
+    assert f"drafter: {DRAFTER} (" in first.err
+    fetched = list(hub.fetched)
+    again = run(capsys, "run", name, "Once", "-m", "8")
+    assert (again.code, again.out) == (0, first.out)
+    assert hub.fetched == fetched
+    missing = run(capsys, "run", "nothing", "Once")
+    assert (missing.code, missing.err.count("\n")) == (1, 1)
+    assert "no model 'mlx-community/nothing'" in missing.err
+
+
 def test_a_terminal_is_asked(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +122,22 @@ def test_a_damaged_drafter_is_replaced_by_lookup(
         assert result.code == 0
         assert "drafter: prompt lookup" in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_model_that_is_too_large_is_one_line(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _generate(capsys, "--drafter", "none")
+    memory = "mlx_redrafter.checkpoints.memory_check.read_total_memory"
+    monkeypatch.setattr(memory, lambda: 10**7)
+    refused = _generate(capsys, "--drafter", "lookup")
+    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
+    assert refused.err.startswith("error: the model needs about ")
+    disk = "mlx_redrafter.checkpoints.hub.shutil.disk_usage"
+    monkeypatch.setattr(disk, lambda _: shutil._ntuple_diskusage(1, 0, 1))
+    full = run(capsys, "pull", DRAFTER)
+    assert (full.code, full.err.count("\n")) == (1, 2), full.err
+    assert "of disk in" in full.err
 
 
 def test_without_a_network_lookup_drafts(

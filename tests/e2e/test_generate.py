@@ -18,8 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import __version__, load
-from mlx_redrafter.engine import engine
-from mlx_redrafter.policy import step_costs
+from mlx_redrafter.engine import engine, stored_costs
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
@@ -257,8 +256,8 @@ def test_the_first_run_says_what_it_waits_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(engine, "step_costs", step_costs.step_costs)  # the real ones
-    monkeypatch.setattr(step_costs, "is_doubtful", lambda _: False)
+    monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)  # the real ones
+    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
     notes = [run(capsys, *_options(stories, drafter_folder)).err for _ in range(2)]
     assert ["timing steps on this machine" in note for note in notes] == [True, False]
 

@@ -177,6 +177,10 @@ def speculators(method: str, layer: Config | None = None, **top: Any) -> Config:
     }
 
 
+META_NAMES = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
 REDUCED_HEAD = {"lm_head.weight": (REDUCED, HIDDEN), "d2t": (REDUCED,), "t2d": (VOCAB,)}
 SELECTOR_KEYS: Config = {
     "conv_kernel_size": TAPS,
@@ -268,6 +272,22 @@ LAYOUTS: dict[str, Layout] = {
         zlab("DFlash2DraftModel", SELECTOR_KEYS, layer_types=SLIDING, sliding_window=WINDOW),
         {**backbone(), **selector()},
         (ZLAB,),
+    ),
+    "Meta": Layout(
+        {
+            **LAYER,
+            "model_type": "muse_glimmer_assistant",
+            "architectures": ["MuseGlimmerAssistantForCausalLM"],
+            "layer_types": SLIDING,
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "block_size": 6,
+            "mask_token_id": 47,
+            "target_layer_ids": [0, 2],
+            "num_target_layers": NUM_TARGET_LAYERS,
+        },
+        {META_NAMES.get(name, name): shape for name, shape in backbone().items()},
+        (VLM,),
     ),
     "DeepSpec": Layout(deepspec(), {**backbone(), **markov(), **OWN}, (DSPARK,)),
     "DeepSpec Gemma 4": Layout(
@@ -364,7 +384,7 @@ def tensor(layout: Layout, name: str) -> NDArray[Any]:
     if name == "t2d":
         return np.isin(np.arange(VOCAB), REDUCED_IDS)
     values = draw(name, shape)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_enc.weight")):
         offset = 0.0 if layout.config.get("model_type") == "qwen3_5" else 1.0
         return offset + 0.2 * values
     if name == "layer_scalar" or len(shape) == 1:

@@ -135,6 +135,8 @@ def of_mlx_vlm(layout: Layout) -> list[Recorded]:
     names = ("qwen3_dspark", "DSpark") if is_dspark else ("qwen3_dflash", "DFlash")
     if "selector_rank" in layout.config.get("dflash_config", {}):
         names = "dflash2", "DFlash2"
+    if layout.config["model_type"].endswith("_assistant"):
+        names = "muse_glimmer_assistant", "MuseGlimmerAssistant"
     home = f"mlx_vlm.speculative.drafters.{names[0]}"
     package = importlib.import_module(home)
     configs = importlib.import_module(f"{home}.config")

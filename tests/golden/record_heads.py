@@ -7,6 +7,7 @@ speculators 0.9.0.
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 from pathlib import Path
@@ -18,16 +19,21 @@ from safetensors.numpy import save_file
 
 from tests.helpers.mtp import family_config, module_tensors
 from tests.helpers.published_heads import (
+    ASSISTANTS,
     DRAFT_VOCAB,
     NUM_DRAFTS,
     SIDECARS,
     SPECULATORS,
+    assistant_inputs,
+    assistant_tensors,
     pairs,
     speculators_head,
     text_and_states,
     write,
 )
 
+# Numbers of entries of a target, within and beyond the window of 8 tokens.
+SHORT, LONG = 6, 13
 FILE = Path(__file__).with_name("heads.safetensors")
 
 
@@ -109,6 +115,72 @@ def record_sidecar(name: str) -> np.ndarray:
     return np.array(outputs[0].astype(mx.float32))
 
 
+def record_assistant(name: str, length: int, is_torch: bool) -> np.ndarray:
+    """Logits of one draft after another by mlx-vlm or transformers, shape (drafts, V)."""
+    entries, inputs = assistant_inputs(length)
+    step = (_torch_assistant if is_torch else _mlx_assistant)(name, entries, length)
+    logits, state = [], inputs[0, 64:]
+    for row in inputs:
+        state, scores = step(np.concatenate([row[:64], state]))
+        logits.append(scores)
+    return np.stack(logits)
+
+
+def _mlx_assistant(name: str, entries: dict[str, np.ndarray], length: int) -> Any:
+    import mlx.core as mx
+    from mlx_vlm.speculative.drafters.gemma4_assistant import Model, ModelConfig
+
+    config = ModelConfig.from_dict(copy.deepcopy(ASSISTANTS[name]))
+    model = Model(config)
+    weights = {k: mx.array(v) for k, v in assistant_tensors(name).items()}
+    model.load_weights(list(model.sanitize(weights).items()))
+    table = model.model.embed_tokens
+    clusters = model.masked_embedding
+    model._lm_head_fn = (
+        table.as_linear if clusters is None else lambda rows: clusters(rows, table.weight)
+    )
+    shared = {
+        kind: tuple(mx.array(entries[f"{kind} {part}"]) for part in ("keys", "values"))
+        for kind in ("full_attention", "sliding_attention")
+    }
+    model.set_shared_kv(shared, length)
+
+    def step(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        state, logits = model(mx.array(row)[None, None], shared, mx.array([[length]]))
+        return np.array(state[0, 0]), np.array(logits[0, 0])
+
+    return step
+
+
+def _torch_assistant(name: str, entries: dict[str, np.ndarray], length: int) -> Any:
+    import torch
+    from transformers import AutoConfig, Gemma4AssistantForCausalLM
+
+    values = {**copy.deepcopy(ASSISTANTS[name]), "model_type": "gemma4_assistant"}
+    model = Gemma4AssistantForCausalLM(AutoConfig.for_model(**values))
+    state = {k: torch.from_numpy(v) for k, v in assistant_tensors(name).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    model.eval()
+    shared = {
+        kind: tuple(torch.from_numpy(entries[f"{kind} {part}"]) for part in ("keys", "values"))
+        for kind in ("full_attention", "sliding_attention")
+    }
+
+    def step(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with torch.no_grad():
+            found = model(
+                inputs_embeds=torch.from_numpy(row)[None, None],
+                position_ids=torch.tensor([[length]]),
+                shared_kv_states=shared,
+            )
+        return found.last_hidden_state[0, 0].numpy(), found.logits[0, 0].numpy()
+
+    return step
+
+
 def _transfers() -> ModuleType:
     module: Any = ModuleType("hs_connectors")
     module.FileTransfer = module.HiddenStatesTransfer = object
@@ -119,6 +191,9 @@ def main() -> None:
     """Write the file."""
     found = {name: record_speculators(name) for name in SPECULATORS}
     found |= {name: record_sidecar(name) for name in SIDECARS}
+    for name in ASSISTANTS:
+        found[name] = record_assistant(name, LONG, is_torch=False)
+        found[f"{name}, transformers"] = record_assistant(name, SHORT, is_torch=True)
     save_file(found, FILE)
 
 

@@ -97,6 +97,49 @@ SIDECARS: dict[str, tuple[str, str | None]] = {
 }
 
 
+_ASSISTANT_LAYERS = {
+    "model_type": "gemma4_text",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+    "max_position_embeddings": 512,
+}
+# Gemma 4 assistants by name: the config. Their target has a hidden size of 64.
+ASSISTANTS: dict[str, dict[str, Any]] = {
+    "assistant": {"model_type": "gemma4_assistant"},
+    "assistant with clusters": {
+        "model_type": "gemma4_unified_assistant",
+        "use_ordered_embeddings": True,
+        "num_centroids": 12,
+        "centroid_intermediate_top_k": 3,
+    },
+}
+for _config in ASSISTANTS.values():
+    _config |= {"backbone_hidden_size": 64, "text_config": _ASSISTANT_LAYERS}
+
+
 def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
     """Draw float32 weights: around 1 for norms, of the usual scale for matrices."""
     random = np.random.RandomState(seed)
@@ -160,6 +203,57 @@ def text_and_states(
     random = np.random.RandomState(5)
     text = random.randint(0, vocab_size, NUM_TOKENS).tolist()
     return text, random.standard_normal((NUM_TOKENS - 1, width)).astype(np.float32)
+
+
+def assistant_tensors(name: str) -> Tensors:
+    """Draw the tensors of a Gemma 4 assistant by their published names."""
+    config = ASSISTANTS[name]
+    text = config["text_config"]
+    hidden, width, vocab = (text[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "pre_projection.weight": (hidden, 2 * config["backbone_hidden_size"]),
+        "post_projection.weight": (config["backbone_hidden_size"], hidden),
+    }
+    for i, kind in enumerate(text["layer_types"]):
+        size = text["global_head_dim" if kind == "full_attention" else "head_dim"]
+        rows = text["num_attention_heads"] * size
+        own = f"model.layers.{i}."
+        shapes |= {
+            own + "self_attn.q_proj.weight": (rows, hidden),
+            own + "self_attn.q_norm.weight": (size,),
+            own + "self_attn.o_proj.weight": (hidden, rows),
+            own + "mlp.gate_proj.weight": (width, hidden),
+            own + "mlp.up_proj.weight": (width, hidden),
+            own + "mlp.down_proj.weight": (hidden, width),
+            own + "layer_scalar": (1,),
+        }
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{own}{norm}_layernorm.weight"] = (hidden,)
+    is_clustered = config.get("use_ordered_embeddings", False)
+    if is_clustered:
+        shapes["masked_embedding.centroids.weight"] = (config["num_centroids"], hidden)
+    tensors = seeded(shapes, 7)
+    if is_clustered:
+        ordering = np.random.RandomState(8).permutation(vocab)
+        tensors["masked_embedding.token_ordering"] = ordering.astype(np.int64)
+    return tensors
+
+
+def assistant_inputs(length: int) -> tuple[Tensors, np.ndarray]:
+    """Draw entries by kind of attention and part, shape (1, G, length, D), and NUM_DRAFTS inputs.
+
+    An input is a scaled embedding and a state side by side, shape (2 H,); only the first state is
+    read.
+    """
+    random = np.random.RandomState(9)
+    entries = {}
+    for kind, size in (("full_attention", 32), ("sliding_attention", 16)):
+        for part in ("keys", "values"):
+            drawn = random.standard_normal((1, 2, length, size))
+            entries[f"{kind} {part}"] = drawn.astype(np.float32)
+    return entries, random.standard_normal((NUM_DRAFTS, 128)).astype(np.float32)
 
 
 def pairs(hidden_size: int, count: int = 6) -> np.ndarray:

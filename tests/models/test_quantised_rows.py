@@ -18,10 +18,9 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import DraftModel, stream_generate
-from mlx_redrafter.engine import engine
+from mlx_redrafter.engine import engine, stored_costs
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
-from mlx_redrafter.policy import step_costs
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -326,8 +325,8 @@ def test_steps_are_timed_with_the_rows_that_a_text_begins_with(
         return made[-1]
 
     monkeypatch.setattr(Target, "blank_cache", watch)
-    monkeypatch.setattr(engine, "step_costs", step_costs.step_costs)
-    monkeypatch.setattr(step_costs, "load_or_time", lambda *args: args[-1]())
+    monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)
+    monkeypatch.setattr(stored_costs, "load_or_time", lambda *args: args[-1]())
     write(model, "lookup", max_tokens=2, **options_of(8, start))
     assert [{type(layer) for layer in cache.stock} for cache in made] == [{kind}]
 

@@ -15,8 +15,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine import engine
 from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.policy.step_costs import step_costs
 from mlx_redrafter.proposers.medusa.network import Medusa
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree

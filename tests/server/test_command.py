@@ -59,3 +59,12 @@ def test_options_are_checked_before_anything_is_loaded(capsys: pytest.CaptureFix
         result = run(capsys, "serve", "--model", "/nowhere", option, value)
         assert result.code == 2
         assert result.err.startswith(f"error: {option[2:].replace('-', '_')} must be")
+
+
+def test_an_empty_key_in_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFTER_API_KEY", "")
+    result = run(capsys, "serve", "--model", "/nowhere")
+    assert result.code == 2
+    assert result.err.startswith("error: api_key must be at least one character long")

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
-from tests.server.serving import KEY, Served
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.job import Job
+from tests.server.serving import KEY, Served, make_engine, serving
 
 openai: Any = pytest.importorskip("openai", reason="the client that tests use")
 
@@ -206,3 +209,41 @@ def _go_away(served: Served, seconds: float) -> None:
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(head.encode() + body)
         time.sleep(seconds)
+
+
+def test_a_long_prompt_lets_other_texts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks are short meanwhile, and after each of them the other text has its turn."""
+    defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
+    with serving(make_engine(context=8192), defaults=defaults) as served:
+        prompt = "ABCDEFG " * 200
+        _, alone = served.send("/v1/completions", {"prompt": f"{prompt}!"})
+        worker, chunks, steps = served.worker, [], []
+        go_on, step = worker._go_on, worker._step
+
+        def noted(done: int, total: int) -> None:
+            before = len(steps)
+            go_on(done, total)
+            chunks.append((done, len(steps) - before))
+
+        def stepped(job: Job) -> None:
+            steps.append(job)
+            step(job)
+
+        monkeypatch.setattr(worker, "_step", stepped)
+        other = threading.Thread(
+            target=served.send, args=("/v1/completions", {"prompt": "A", "max_tokens": 6000})
+        )
+        other.start()
+        while len(steps) < 5:
+            time.sleep(0.01)
+        monkeypatch.setattr(worker, "_go_on", noted)
+        _, beside = served.send("/v1/completions", {"prompt": f"!{prompt}!"})
+        assert beside["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        done = [one for one, _ in chunks]
+        assert len(done) >= 6
+        assert max(b - a for a, b in pairwise(done)) <= 256
+        assert all(count for _, count in chunks)
+        _, again = served.send("/v1/completions", {"prompt": f"{prompt}!"})
+        assert again["choices"] == alone["choices"]
+        worker.end()
+        other.join()

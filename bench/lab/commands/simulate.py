@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from rich.table import Table
 
+from mlx_redrafter.bench.lab import hard_machines, hard_siblings
 from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.result_file import new_result, write_result
@@ -19,12 +20,22 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="machines with other work: noise, slow spells, growth"
     )
+    parser.add_argument(
+        "--hard",
+        choices=("machines", "siblings"),
+        help="machines whose steps cost something else than was timed, or drafters whose scores of "
+        "siblings mislead",
+    )
     add_out(parser)
 
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
     scenarios, first, is_shared = arguments.scenarios, arguments.first, arguments.shared
+    if arguments.hard is not None:
+        cases = hard_machines if arguments.hard == "machines" else hard_siblings
+        cases.report(range(first, first + scenarios))
+        return
     with progress("Scenarios") as on_progress:
         found = simulate_regret(scenarios, first, is_shared, on_progress)
     table = Table("regret", "", title=f"{scenarios} scenarios, against the best fixed plan")

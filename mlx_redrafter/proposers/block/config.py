@@ -65,6 +65,7 @@ class BlockConfig(LayerSizes):
         rope_dims: Rotated numbers of a head; None for all.
         rope_traditional: Whether neighbours are rotated, rather than both halves.
         embed_scale: Factor of the embeddings.
+        skips_embedding_norm: Whether it reads the target's embeddings without their norm.
         output_multiplier: Factor of the logits before the link.
         softcap: Limit of the logits before the link; None for no limit.
         depth_scales: For each depth, a factor on the logits with greedy decoding; None for
@@ -101,6 +102,7 @@ class BlockConfig(LayerSizes):
     rope_dims: int | None = None
     rope_traditional: bool = False
     embed_scale: float = 1.0
+    skips_embedding_norm: bool = False
     output_multiplier: float = 1.0
     softcap: float | None = None
     depth_scales: tuple[float, ...] | None = None

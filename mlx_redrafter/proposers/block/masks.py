@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import MAX_LAYERS
-from mlx_redrafter.proposers.block.values import PublishedValues
+from mlx_redrafter.proposers.block.values import LIKE_ZLAB, PublishedValues
 
 # Whether a kind of layer has a window.
 KINDS = {"full_attention": False, "sliding_attention": True}
@@ -16,8 +16,8 @@ KINDS = {"full_attention": False, "sliding_attention": True}
 def first_slot_of(config: PublishedValues) -> int:
     """Return the entry of a block that predicts the first draft.
 
-    The text stays right with a wrong one, and the number of accepted drafts about halves. z-lab and
-    incoai predict after the root's entry, and DeepSpec's heads at it, those for DFlash as well.
+    The text stays right with a wrong one, and the number of accepted drafts about halves. z-lab,
+    incoai and Meta predict after the root's entry, and DeepSpec's heads at it, its DFlash as well.
     """
     said = config.find("sample_from_anchor")
     if isinstance(said, bool):
@@ -26,7 +26,7 @@ def first_slot_of(config: PublishedValues) -> int:
         # Before that key was written. Their number of tokens may be a choice of who served it, so
         # only the whole block is a sign.
         return int(_speculative_tokens(config) != config.find("block_size"))
-    return int(config.packaging in ("z-lab", "incoai"))
+    return int(config.packaging in LIKE_ZLAB)
 
 
 def masks_of(config: PublishedValues) -> dict[str, Any]:
@@ -53,6 +53,8 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
     window = config.find("sliding_window") if window is None else window
     if config.find("use_sliding_window") is False:  # as in transformers' Qwen3Config
         window = None
+    if config.packaging == "Meta" and isinstance(window, int):
+        window += 1  # transformers' DFlash counts the distance, others the entries
     return {
         "windows": [window if one else None for one in sliding],
         "causal": _causal(config, sliding),
@@ -64,6 +66,8 @@ def _causal(config: PublishedValues, sliding: list[bool]) -> list[bool]:
         is_second = config.values.get("speculators_model_type") == "dflash2"
         free = config.find("sliding_window_non_causal", is_second)
         return [one and not free for one in sliding]
+    if config.packaging == "Meta":
+        return [False] * len(sliding)
     for key in ("is_causal", "dflash_query_causal", "causal"):
         said = config.find(key)
         if isinstance(said, bool):

@@ -5,6 +5,7 @@
     SpecForge        ``dflash_config`` with projector_type "dspark"
     LFM2.5           Lfm2DSparkDraftModel, values in ``dflash_config``
     Qwen3.5          Qwen35DSparkModel: gated attention, norms stored less one
+    Meta             muse_glimmer_assistant, all values at the top, tensors ``encoder.*``
     speculators      ``transformer_layer_config`` and ``speculators_model_type``
 
 Their config.json is often a copy of the target's. So the shapes of the tensors decide all sizes,
@@ -25,7 +26,7 @@ from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.block.config import MAX_LAYERS, MODEL_TYPE, BlockConfig
 from mlx_redrafter.proposers.block.masks import first_slot_of, masks_of
-from mlx_redrafter.proposers.block.values import PublishedValues
+from mlx_redrafter.proposers.block.values import ASSISTANT, LIKE_ZLAB, PublishedValues
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
@@ -65,6 +66,9 @@ def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
     # An EAGLE-3 head has a `hidden_norm` as well, but inside its first layer.
     if {"fc.weight", "hidden_norm.weight"} <= names:
         return True
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.endswith(ASSISTANT):
+        return "target_layer_ids" in config
     said = f"{config.get('speculators_model_type')} {config.get('architectures')}".lower()
     return "dflash" in said or "dspark" in said
 
@@ -306,6 +310,7 @@ def _scales(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
         scale *= sizes.hidden**0.5
     return {
         "embed_scale": scale,
+        "skips_embedding_norm": config.packaging in LIKE_ZLAB,
         "output_multiplier": config.number("output_multiplier", 1.0),
         "softcap": config.number("final_logit_softcapping", 0.0) or None,
         "value_scale": config.number("attention_value_scale", 1.0),

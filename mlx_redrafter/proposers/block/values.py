@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
+# End of the model type of Meta's drafters.
+ASSISTANT = "_assistant"
+# Packagings of drafters that were trained as z-lab's.
+LIKE_ZLAB = ("z-lab", "incoai", "Meta")
+
 
 class PublishedValues(NamedTuple):
     """The values of a config.
@@ -93,6 +98,8 @@ class PublishedValues(NamedTuple):
             return "LFM2.5"
         if "Qwen35DSpark" in self.architectures:
             return "Qwen3.5"
+        if str(self.backbone).endswith(ASSISTANT):
+            return "Meta"
         if "DSpark" in self.architectures or "target_layer_ids" in self.values:
             return "DeepSpec"
         if "DFlash2" in self.architectures:

@@ -21,13 +21,12 @@ from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import FactorisedLevels
+from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
-from mlx_redrafter.proposers.scores import Rank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search
 from mlx_redrafter.proposers.yarn import complete_yarn
-from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -171,25 +170,19 @@ class ParallelDrafting(KvDrafting[Eagle]):
     a depth do not depend on those above.
     """
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: Rank | None) -> Expansion:
-        network, scores = self.network, self.scores(flight, shape.levels)
-
-        def of_depth(depth: int) -> mx.array:
-            row = scores[depth : depth + 1]
-            return row if rank is None else rank(row, depth)
-
-        return search(FactorisedLevels(of_depth, network.num_rows, network.to_token_ids), shape)
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        scores = self.scores(flight, shape.levels)
+        return search(ranked_slots(scores, rank, self.network.to_token_ids), shape)
 
     def scores(self, flight: PendingPass, count: int) -> mx.array:
         """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""
         network, outputs = self.network, [self.read_flight(flight)]
         if (masked := count - 1) > 0:
-            root = self.length + flight.num_accepted
-            lineage = DraftLineage(self.length, root, self.cache.num_rows)
             tokens = mx.full((masked,), network.config.mask_token_id, dtype=mx.int32)
             hidden = network.mask_hidden[0]
             features = network.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
-            level = lineage.start_at_nodes(TokenTree.chain(tokens, masked))
+            chain = TokenTree.chain(tokens, masked)
+            level = self.lineage_after(flight).start_at_nodes(chain)
             outputs.append(self.read_level(features, tokens, *level))
         logits = network.logits(mx.concatenate(outputs), self.target)
         return log_probs(logits, network.num_rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.stats import DecodingStats, ShapeStats
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 
 
 def test_before_the_first_step() -> None:
@@ -28,3 +29,10 @@ def test_two_requests_do_not_share_counts() -> None:
     first, second = DecodingStats(), DecodingStats()
     first.count_step(1, 2, 2)
     assert second.accepted_counts == []
+
+
+def test_a_kind_of_step_shows_what_was_found_and_expected() -> None:
+    plan = DraftPlan(DraftShape(2, 6), 8)
+    shown = str(ShapeStats(plan, 0.0061, 4, 10, 0.0052, 12.0))
+    assert shown == "2x6:8, 4 steps: 2.50 (3.00) tokens, 6.1 (5.2) ms"
+    assert str(ShapeStats(None, 0.004, 0, 0, 0.004, 0.0)).startswith("plain, 0 steps: 0.00 (0.00)")

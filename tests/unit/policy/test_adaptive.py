@@ -95,17 +95,16 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
 def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
-    scenario = _scenario(1.5, score_scale=scale)
-    first = _decode(scenario)
-    second = _decode(scenario, first, TOKENS)
-    plain = QUIET.mean * TOKENS
-    speed = plain / sum(step.seconds or 0.0 for step in second.steps)
-    text = SimulatedText(scenario)
-    best = max(
-        plain / run_fixed(text, plan, TOKENS, 2 * TOKENS)
-        for plan in (DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16))
-    )
-    assert speed > 0.87 * best
+    shares = []
+    for seed in (7, 8):
+        scenario = _scenario(1.5, score_scale=scale, seed=seed)
+        text, before = SimulatedText(scenario), _decode(scenario).policy.experience
+        policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
+        seconds = run_policy(text, policy, TOKENS, 2 * TOKENS)
+        plans = DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16)
+        best = min(run_fixed(text, plan, TOKENS, 2 * TOKENS) for plan in plans)
+        shares.append(best / seconds)
+    assert np.mean(shares) > 0.9
 
 
 def test_levels_are_drafted_while_they_give_more_than_their_time() -> None:
@@ -286,12 +285,24 @@ def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
 def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
     """The prior says that trees are no better; the third child is right as often as the first."""
     before = Experience()
-    before.drafts.mean[:, 1] = before.drafts.mean[:, 0]
+    before.drafts.mean[1] = before.drafts.mean[0]
     policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
     watched = Watched(policy)
     run_policy(SimulatedText(_scenario(0.7, _costs("linear"))), watched, 0, TOKENS)
     shapes = [step.plan.shape.width for step in watched.steps if step.plan is not None]
     assert 2 in shapes
+
+
+def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone() -> None:
+    before = _decode(_scenario(2.0)).policy.experience
+    weights, mean, ratios = before.acceptance.first.weights, before.drafts.mean, before.ratios
+    known = {size: ratios.of(size) for size in SIZES}
+    policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
+    assert (policy.experience.acceptance.first.weights == weights).all()
+    run_policy(SimulatedText(_scenario(-2.0, _costs("linear"))), policy, 0, TOKENS)
+    assert policy.experience.drafts.mean.max() < before.drafts.mean.max()
+    assert (before.drafts.mean == mean).all()
+    assert known == {size: ratios.of(size) for size in SIZES}
 
 
 def test_choices_follow_the_cost_of_steps() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
-from mlx_redrafter.bench.lab.simulation import SimulatedText, run_policy
+from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.policy.adaptive import Experience
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
@@ -67,9 +67,9 @@ def test_more_sequences_draft_fewer_tokens_each() -> None:
 
 def test_the_next_batch_knows_what_steps_of_this_one_cost() -> None:
     batches: dict[int, Experience] = {}
-    first = _drafted(_decode(batches, costs=_slower(2.5)))
+    first = _drafted(_decode(batches, costs=_slower(4.0)))
     assert first > 0, "expected to pay"
-    assert sum(_drafted(_decode(batches, costs=_slower(2.5))) for _ in range(3)) < 3 * first
+    assert sum(_drafted(_decode(batches, costs=_slower(4.0))) for _ in range(3)) < 3 * first
     assert batches[SLOTS].ratios.of(1) < 1.5, "what slows trees down is not the machine"
 
 
@@ -105,6 +105,21 @@ def test_sequences_that_end_soon_have_shown_what_their_steps_cost() -> None:
     slots = SLOTS // 2
     member.choose(None)
     assert batches[SLOTS].ratios.of(4) > 1.2
+
+
+@pytest.mark.parametrize("num_slots", [2, 4, 8])
+@pytest.mark.parametrize("ease", [-8.0, -1.0, 1.0])
+def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> None:
+    timed = batch_costs(COSTS, num_slots)
+    eases = np.full(6 * TOKENS + LEVELS, ease)
+    known = {"score_scale": 1.0, "fade": 0.1, "timed": timed, "seed": 3}
+    text = SimulatedText(Scenario(name="", ease=eases, costs=timed, **known))
+    batches: dict[int, Experience] = {}
+    for start in (0, 3 * TOKENS):
+        stop = start + 3 * TOKENS
+        watched = Watched(BatchPolicy(COSTS, lambda: num_slots, batches))
+        plain = run_fixed(text, None, start, stop)
+        assert run_policy(text, watched, start, stop) < 1.04 * plain
 
 
 def test_all_members_follow_one_decision() -> None:

@@ -12,11 +12,12 @@ from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import CurrentCosts
 from mlx_redrafter.policy.value import (
-    BUCKETS,
+    ALL,
+    COUNTED,
+    LOOKUPS,
     MEMORY,
     Correction,
     ExpectedDrafts,
-    LookupCorrection,
 )
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -40,7 +41,7 @@ def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
 
 def _learn(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
     for _ in range(times):
-        expected.learn(scored, Correction(), CurrentCosts(COSTS), 0.9)
+        expected.learn(scored, Correction(COUNTED), CurrentCosts(COSTS), 0.9)
 
 
 def test_a_chain_shows_every_shorter_one() -> None:
@@ -49,7 +50,7 @@ def test_a_chain_shows_every_shorter_one() -> None:
     for n, length in enumerate(LENGTHS[:5]):
         for s, count in enumerate(COUNTS):
             drafts = min(length - 1, count)
-            assert expected.mean[0, 0, n, s] == pytest.approx(1 - 0.5**drafts, abs=1e-6)
+            assert expected.mean[0, n, s] == pytest.approx(1 - 0.5**drafts, abs=1e-6)
 
 
 def test_a_tree_shows_the_chain_within_and_both_orders() -> None:
@@ -59,10 +60,9 @@ def test_a_tree_shows_the_chain_within_and_both_orders() -> None:
     scored.probabilities = [0.3, 0.45, 0.25]
     expected = ExpectedDrafts()
     _learn(expected, scored)
-    sums = expected.mean[:, 1, 1]
-    assert sums[0, :4] == pytest.approx([0.0, 0.3, 0.75, 1.0])
-    assert sums[1, :4] == pytest.approx([0.0, 0.45, 0.75, 1.0])
-    assert expected.mean[0, 0, 1, :4] == pytest.approx([0.0, 0.3, 0.55, 0.55])
+    assert expected.mean[1, 1, :4] == pytest.approx([0.0, 0.3, 0.75, 1.0])
+    assert expected.mean[0, 1, :4] == pytest.approx([0.0, 0.3, 0.55, 0.55])
+    assert expected.chosen[0, 1, 0] == pytest.approx(0.75), "two of the first level pay"
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.5, 0.99])
@@ -72,7 +72,7 @@ def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability: float) -
     for place in (0, 6, 1, 5, 0):
         _learn(expected, _chain(place, probability), 3)
         _learn(expected, _chain(place, 1e-4))
-        assert (expected.mean[:, :, :, :] <= np.array(COUNTS) + 1e-9).all()
+        assert (expected.mean <= np.array(COUNTS) + 1e-9).all()
         assert (expected.mean >= 0).all()
 
 
@@ -80,45 +80,42 @@ def test_the_newest_trees_count() -> None:
     expected = ExpectedDrafts()
     _learn(expected, _chain(4, 0.9), 100)
     _learn(expected, _chain(4, 0.1), 3 * MEMORY)
-    assert expected.mean[0, 0, 0, 1] == pytest.approx(0.1, abs=0.05)
+    assert expected.mean[0, 0, 1] == pytest.approx(0.1, abs=0.05)
 
 
 def test_a_correction_finds_the_truth_within_three_trees() -> None:
     """The proposer expects 12 drafts of each tree, and 3 come."""
-    correction = Correction()
+    correction = Correction(COUNTED)
     for _ in range(3):
-        correction.learn([0.8] * 15, {0, 1, 2})
-    total = np.add.reduce([0.8 * correction.share[1][BUCKETS[i]] for i in range(15)])
-    assert total < 6
+        correction.learn([0.8] * 15, [place < 3 for place in range(15)])
+    assert 0.8 * correction.share[:15].sum() < 6
 
 
 def test_chance_corrects_hardly_anything() -> None:
-    rng, correction = np.random.default_rng(0), Correction()
+    rng, correction = np.random.default_rng(0), Correction(COUNTED)
     shares = []
     for _ in range(300):
         chances = rng.uniform(0.1, 0.9, 15)
-        correction.learn(chances.tolist(), set(np.flatnonzero(rng.random(15) < chances).tolist()))
-        shares.append(correction.share.copy())
+        correction.learn(chances.tolist(), (rng.random(15) < chances).tolist())
+        shares.append(correction.share)
     assert np.abs(np.mean(shares, axis=0) - 1).max() < 0.03
 
 
-def test_the_next_sequence_begins_with_half_of_the_counts() -> None:
-    correction = Correction()
+def test_faded_counts_contradict_less() -> None:
+    correction = Correction(COUNTED)
     for _ in range(20):
-        correction.learn([0.8] * 15, {0})
-    after = Correction(correction)
-    assert (after.share >= correction.share - 1e-9).all()
-    assert after.share.min() < 0.5
-    assert (Correction(after)._expected == correction._expected / 4).all()
+        correction.learn([0.8] * 15, [place == 0 for place in range(15)])
+    low = correction.share
+    correction.fade(0.5)
+    assert (correction.share >= low - 1e-9).all()
+    assert correction.share.min() < 0.5
 
 
 def test_prompt_lookup_is_believed_less_after_broken_promises_and_recovers_unused() -> None:
-    lookups = LookupCorrection()
+    lookups = Correction(LOOKUPS, ALL)
     for _ in range(8):
-        lookups.learn(3.0, 0)
-    low = lookups.share
-    assert low < 0.3
-    assert LookupCorrection(lookups).share > low
+        lookups.learn([0.9, 0.8, 0.7], [False] * 3)
+    assert lookups.share.max() < 0.3
     for _ in range(100):
-        lookups.forget()
-    assert lookups.share > 0.9
+        lookups.fade(1 - 1 / LOOKUPS)
+    assert lookups.share.min() > 0.9

@@ -31,7 +31,7 @@ from tests.golden.block_layouts import (
     target_tables,
     tensors,
 )
-from tests.golden.record_block import FILE
+from tests.golden.record_block import FILE, REFERENCES
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 
@@ -159,6 +159,21 @@ def assert_linked(
             found = network.confidences(outputs[row], previous)[0, 0]
             assert_equal(mx.exp(found), mx.sigmoid(expected["confidence"][depth]), name)
         previous = mx.array([CHAIN[depth]])
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_stored_numbers_are_those_of_the_packages(
+    name: str, stored: dict[str, mx.array]
+) -> None:
+    pytest.importorskip(name.replace("-", "_"), reason=f"{name} is not installed")
+    for key, layout in LAYOUTS.items():
+        if name not in layout.references:
+            continue
+        for length, found in zip(LENGTHS, REFERENCES[name](layout), strict=True):
+            for part, values in found._asdict().items():
+                if values.size:
+                    expected = np.array(stored[f"{key}/{length}/{part}"])
+                    np.testing.assert_allclose(values, expected, atol=TOLERANCE, err_msg=key)
 
 
 def test_the_target_that_the_layouts_read(target: Target) -> None:

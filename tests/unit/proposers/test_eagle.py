@@ -249,8 +249,8 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
         ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
-        ({"model_type": "gemma4_assistant"}, "is a Gemma 4 assistant"),
         (
             {"model_type": "deepseek_v4_mtp"},
             "is a module with multi-token prediction alone",

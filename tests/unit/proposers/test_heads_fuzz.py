@@ -16,6 +16,9 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.assistant import load as load_assistant
+from mlx_redrafter.proposers.assistant.config import FULL, SLIDING
+from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
@@ -31,18 +34,21 @@ from mlx_redrafter.proposers.specformer.network import SpecFormer
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.published_heads import (
+    ASSISTANTS,
+    SPECULATORS,
+    assistant_tensors,
+    speculators_head,
+)
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
 NUM_FILES = 24
-# One block drafter of each packaging.
+# Block drafters of packagings that are read by different code.
 BLOCKS = (
     "z-lab scales",
     "incoai",
     "DeepSpec Gemma 4",
-    "NVIDIA",
-    "SpecForge YaRN",
-    "LFM2.5",
-    "Qwen3.5",
+    "Meta",
     "speculators DSpark gated",
 )
 WEIRD: tuple[Any, ...] = (
@@ -98,6 +104,18 @@ def mtp_files(model_type: str) -> Files:
     return config, module_tensors(config)
 
 
+def speculators_files(name: str) -> Files:
+    """A head of speculators with windows, or one of P-EAGLE."""
+    tensors = {key: mx.array(value) for key, value in speculators_head(name).items()}
+    return SPECULATORS[name], tensors
+
+
+def assistant_files() -> Files:
+    """A Gemma 4 assistant with clusters."""
+    name = "assistant with clusters"
+    return ASSISTANTS[name], {k: mx.array(v) for k, v in assistant_tensors(name).items()}
+
+
 def converted(folder: Path) -> Mtp:
     """A module as it comes through the converter."""
     out = folder / "out"
@@ -116,6 +134,10 @@ SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], KvNetwork]]] = {
     "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
     "qwen3_next": (lambda: mtp_files("qwen3_next"), load_mtp),
     "qwen3_5_moe": (lambda: mtp_files("qwen3_5_moe"), load_mtp),
+    "nemotron_h": (lambda: mtp_files("nemotron_h"), load_mtp),
+    "EAGLE-3 with windows": (lambda: speculators_files("windows"), load_eagle),
+    "P-EAGLE": (lambda: speculators_files("parallel"), load_eagle),
+    "assistant": (assistant_files, load_assistant),
     **{
         f"{model_type}, converted": (partial(mtp_files, model_type), converted)
         for model_type in ("mimo", "glm4_moe_lite", "qwen3_5")
@@ -184,6 +206,15 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
     except RedrafterError as error:
         return str(error)
     hidden = network.config.hidden_size
+    if isinstance(network, Assistant):
+        sizes = {one.layer_type: one.self_attn.head_dim for one in network.model.layers}
+        contexts = [
+            (*[mx.ones((1, 1, 2, sizes.get(kind, 2)))] * 2, mx.array([True, True]))
+            for kind in (FULL, SLIDING)
+        ]
+        rows = network(mx.ones((2, hidden)), mx.ones((2, hidden)), contexts)
+        mx.eval(network.logits(rows, None), network.feed_back(rows))
+        return None
     count = 1
     if isinstance(network, Eagle):
         count = network.config.num_captured

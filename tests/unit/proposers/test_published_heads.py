@@ -12,19 +12,24 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.proposers.assistant import load as load_assistant
 from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.network import ParallelDrafting
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of
-from tests.golden.record_heads import FILE
+from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from tests.golden.record_heads import FILE, LONG, SHORT
 from tests.helpers.flights import flight_of
 from tests.helpers.mtp import family_config, module_tensors
 from tests.helpers.published_heads import (
+    ASSISTANTS,
     NUM_DRAFTS,
     SIDECARS,
     SPECULATORS,
+    assistant_inputs,
+    assistant_tensors,
     pairs,
     speculators_head,
     text_and_states,
@@ -94,3 +99,34 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
     hidden, embeddings = (mx.array(rows) for rows in pairs(config["hidden_size"]))
     outputs = module.norm(module(hidden, embeddings, module.make_cache()))
     assert np.allclose(np.array(outputs), np.array(RECORDED[name]), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("reference", ["mlx-vlm", "transformers"])
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
+    name: str, reference: str, tmp_path: Path
+) -> None:
+    """Within the window, and in mlx-vlm beyond it; transformers' window is two tokens wider."""
+    write(tmp_path, ASSISTANTS[name], assistant_tensors(name))
+    assert recognise(tmp_path)[0].NAME == "Gemma 4 assistant"
+    assistant = load_assistant(tmp_path)
+    assistant.hook()
+    length = LONG if reference == "mlx-vlm" else SHORT
+    expected = np.array(RECORDED[name if length == LONG else f"{name}, transformers"])
+    entries, inputs = assistant_inputs(length)
+    rows = mx.arange(length)
+    contexts = [
+        (*(mx.array(entries[f"{kind}_attention {part}"]) for part in ("keys", "values")), seen)
+        for kind, seen in (("full", rows >= 0), ("sliding", rows > length - 8))
+    ]
+    state = mx.array(inputs[:1, 64:])
+    for row, wanted in zip(inputs, expected, strict=True):
+        embedding = mx.array(row[None, :64])
+        with tree_positions(TreePositions(mx.array([[length]]), length, 1)):
+            outputs = assistant(state, embedding, contexts)
+        logits = np.array(assistant.logits(outputs, None)[0])
+        scored = np.isfinite(logits)
+        assert np.allclose(logits[scored], wanted[scored], atol=TOLERANCE)
+        # The references give tokens of other clusters one less than the least score.
+        assert np.allclose(wanted[~scored], wanted[scored].min() - 1, atol=TOLERANCE)
+        state = assistant.post_projection(outputs)

@@ -12,10 +12,10 @@ import mlx_redrafter.engine.engine
 from mlx_redrafter import Drafter, Engine
 from mlx_redrafter.bench.lab.scenarios import step_seconds
 from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.engine import profiling, stored_costs
+from mlx_redrafter.engine.profiling import Kind
 from mlx_redrafter.measured import MOST_RUNS
-from mlx_redrafter.policy import profiling, step_costs
 from mlx_redrafter.policy.plans import SIZES
-from mlx_redrafter.policy.profiling import Kind
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -53,18 +53,18 @@ def _timed(
 
 def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
-    monkeypatch.setattr(step_costs, "is_doubtful", lambda _: False)
-    costs = step_costs.step_costs(target, proposer)
+    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
+    costs = stored_costs.step_costs(target, proposer)
     assert costs.plain > 0
     assert set(costs.verify) == set(SIZES)
     assert len(list(folder.iterdir())) == 1
 
-    monkeypatch.setattr(step_costs, "time_steps", lambda *_: pytest.fail("timed again"))
-    assert step_costs.step_costs(target, proposer) == costs
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: pytest.fail("timed again"))
+    assert stored_costs.step_costs(target, proposer) == costs
 
 
 def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> None:
-    costs = step_costs.step_costs(Target(tiny_llama()), None)
+    costs = stored_costs.step_costs(Target(tiny_llama()), None)
     assert set(costs.verify) == set(SIZES)
     assert not costs.level
     assert costs.wait == 0
@@ -76,8 +76,8 @@ def test_parts_add_up_to_the_steps_that_were_timed(
 ) -> None:
     timed, proposer = _timed(max_length=max_length), _proposer()
     monkeypatch.setattr(Drafter, "max_length", max_length)
-    monkeypatch.setattr(step_costs, "time_steps", lambda *_: [timed])
-    costs = step_costs.step_costs(Target(tiny_llama()), proposer)
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [timed])
+    costs = stored_costs.step_costs(Target(tiny_llama()), proposer)
     for kind, seconds in timed.items():
         plan = kind.plan
         num_nodes = plan.num_nodes if plan and kind.verifies else 1
@@ -98,21 +98,21 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     short = _timed()
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
     long[profiling.VERIFY[2]] = 0.1  # noise
-    timed = {step_costs.CONTEXT: short, step_costs.LONG_CONTEXT: long}
+    timed = {stored_costs.CONTEXT: short, stored_costs.LONG_CONTEXT: long}
     monkeypatch.setattr(
-        step_costs, "time_steps", lambda target, proposer, context, how: [timed[context]]
+        stored_costs, "time_steps", lambda target, proposer, context, how: [timed[context]]
     )
-    costs = step_costs.step_costs(target, proposer)
-    assert step_costs.step_costs(target, proposer, step_costs.MIN_LONG - 1) == costs
+    costs = stored_costs.step_costs(target, proposer)
+    assert stored_costs.step_costs(target, proposer, stored_costs.MIN_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
-    after = step_costs.step_costs(target, proposer, step_costs.LONG_CONTEXT)
+    after = stored_costs.step_costs(target, proposer, stored_costs.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
     assert after.plain == 1.5
     assert after.verify[8] == pytest.approx(costs.verify[8] + 0.5)
     assert after.verify[2] == pytest.approx(costs.verify[2]), "no context makes a step faster"
     assert after.level == costs.level, "or a level slower"
-    twice = step_costs.step_costs(
-        target, proposer, 2 * step_costs.LONG_CONTEXT - step_costs.CONTEXT
+    twice = stored_costs.step_costs(
+        target, proposer, 2 * stored_costs.LONG_CONTEXT - stored_costs.CONTEXT
     )
     assert twice.plain == pytest.approx(2.0)
 
@@ -120,9 +120,9 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
 def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for per_level, read in ((-0.5, -3.0), (9.0, 0.0)):
         timed = _timed(per_level=per_level, read=read)
-        monkeypatch.setattr(step_costs, "_load_or_time", lambda *_, timed=timed: timed)
-        costs = step_costs.step_costs(Target(tiny_llama()), _proposer())
-        assert min(costs.verify.values()) >= step_costs.MIN_VERIFY * costs.plain > 0
+        monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
+        costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+        assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
@@ -130,8 +130,8 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.Mo
 
 def test_drafting_is_never_free(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}  # something disturbed it
-    monkeypatch.setattr(step_costs, "_load_or_time", lambda *_: timed)
-    costs = step_costs.step_costs(Target(tiny_llama()), _proposer())
+    monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: timed)
+    costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
     for width, seconds in costs.level.items():
         assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds
 
@@ -140,24 +140,24 @@ def test_positions_that_a_model_need_not_know_are_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, proposer = Target(tiny_llama()), _proposer()
-    target.context_length = 2 * step_costs.LONG_CONTEXT - 1
+    target.context_length = 2 * stored_costs.LONG_CONTEXT - 1
     monkeypatch.setattr(
-        step_costs,
+        stored_costs,
         "time_steps",
-        lambda target, proposer, context, how: [{step_costs.CONTEXT: _timed()}[context]],
+        lambda target, proposer, context, how: [{stored_costs.CONTEXT: _timed()}[context]],
     )
-    assert step_costs.step_costs(target, proposer, 4000).plain == 1
+    assert stored_costs.step_costs(target, proposer, 4000).plain == 1
 
 
 def test_another_drafter_or_dtype_is_timed_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_costs, "time_steps", lambda *_: [_timed()])
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
     target, proposer = Target(tiny_llama()), _proposer()
-    step_costs.step_costs(target, proposer)
+    stored_costs.step_costs(target, proposer)
     quantize_drafter(proposer, 4, 32)
-    step_costs.step_costs(target, proposer)
-    step_costs.step_costs(target, _proposer(mx.float16))
+    stored_costs.step_costs(target, proposer)
+    stored_costs.step_costs(target, _proposer(mx.float16))
     assert len(list(folder.iterdir())) == 3
 
 
@@ -171,8 +171,8 @@ def test_times_that_use_shows_to_be_too_long_are_measured_once_more_by_a_later_r
         runs.append(len(runs))
         return [{kind: 100 * seconds for kind, seconds in _timed().items()}]
 
-    monkeypatch.setattr(step_costs, "time_steps", busy)
-    monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", step_costs.step_costs)
+    monkeypatch.setattr(stored_costs, "time_steps", busy)
+    monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", stored_costs.step_costs)
     for run in range(4):
         engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
         for _ in range(2):

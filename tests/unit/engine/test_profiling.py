@@ -11,10 +11,10 @@ import pytest
 
 from mlx_redrafter import Drafter, load
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy import profiling
+from mlx_redrafter.engine import profiling
+from mlx_redrafter.engine.profiling import PLAIN, READ, VERIFY, Kind, Seconds
+from mlx_redrafter.engine.stored_costs import CONTEXT
 from mlx_redrafter.policy.plans import SIZES
-from mlx_redrafter.policy.profiling import PLAIN, READ, VERIFY, Kind, Seconds
-from mlx_redrafter.policy.step_costs import CONTEXT
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama

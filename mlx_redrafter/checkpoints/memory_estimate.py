@@ -1,0 +1,299 @@
+"""Estimate of the memory that decoding needs, before any weights are read.
+
+Sizes of weights come from the files, and those of K/V caches from a model of mlx-lm whose random
+weights MLX never computes. The working memory of a prompt's chunk depends on MLX's kernels for this
+machine, so it is measured: on the first layers, until each kind of layer is among them, with zeros
+as weights.
+
+Axes: n tokens of the context, T tokens of a chunk of the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_redrafter.checkpoint_files import named_parameters, read_config, weight_files
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.proposers.quantization import check_quantization
+from mlx_redrafter.target.model_loading import make_model
+
+# Number of K/V entries by which mlx-lm enlarges a cache.
+ENTRIES = KVCache.step
+# Maximum number of layers of a rehearsal; kinds of layers repeat sooner in all supported models.
+MAX_LAYERS = 8
+# Rows of the vocabulary in a rehearsal, which computes no logits.
+VOCABULARY = 64
+# Keys of the size of the vocabulary in configs.
+VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
+# Keys of the number of layers in configs.
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Tokens of the tree whose logits a step keeps in float32, in the widest default plan.
+TREE_TOKENS = 16
+# Copies of the logits while they are sampled.
+COPIES_OF_LOGITS = 3
+# Bytes of a float32.
+FLOAT32 = 4
+
+
+class MemoryEstimate(NamedTuple):
+    """Peak memory of decoding, in bytes.
+
+    Attributes:
+        weights: Weights of the target.
+        drafter: Weights of the drafter.
+        cache: K/V caches and recurrent states.
+        work: Largest intermediate arrays.
+    """
+
+    weights: int
+    drafter: int
+    cache: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(self)
+
+
+class Context(NamedTuple):
+    """Length of a sequence, and the form of its K/V entries.
+
+    Attributes:
+        tokens: Number of tokens, n.
+        chunk: Maximum number of prompt tokens per pass, T.
+        kv_bits: Bits of quantised K/V entries; None if they are not quantised.
+        group_size: Elements per scale of quantised entries.
+    """
+
+    tokens: int
+    chunk: int = GenerationOptions.prefill_step_size
+    kv_bits: int | None = None
+    group_size: int = GenerationOptions.kv_group_size
+
+    @property
+    def last_chunk(self) -> int:
+        """Number of tokens of a full chunk; the newest token is processed alone."""
+        return max(1, min(self.chunk, self.tokens - 1))
+
+
+class _LayerCache(NamedTuple):
+    """Size of one layer's cache.
+
+    Attributes:
+        per_token: Bytes of a token's K/V entry; 0 for a recurrent state.
+        values: Number of elements of a token's entry.
+        fixed: Bytes of a recurrent state.
+        window: Maximum number of entries; None if all tokens have one.
+    """
+
+    per_token: int
+    values: int
+    fixed: int
+    window: int | None
+
+    def size(self, context: Context) -> int:
+        """Bytes after the prompt."""
+        entries = math.ceil(context.tokens / ENTRIES) * ENTRIES
+        if self.window is not None:
+            entries = min(context.tokens, self.window + context.last_chunk)
+        return self.fixed + entries * self.per_token
+
+    def quantised_size(self, context: Context) -> int:
+        """Bytes with quantised entries; 0 if they are not quantised, as in a window."""
+        if context.kv_bits is None or self.window is not None or not self.per_token:
+            return 0
+        entries = math.ceil(context.tokens / ENTRIES) * ENTRIES
+        scales = 2 * self.per_token / self.values / context.group_size
+        return round(entries * self.values * (context.kv_bits / 8 + scales))
+
+
+def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> MemoryEstimate:
+    """Estimate the peak memory of decoding one sequence.
+
+    Args:
+        folder: Folder of the target.
+        drafter: Folder of the drafter; None without weights of its own.
+        context: Length of the sequence, and the form of its K/V entries.
+
+    Raises:
+        CheckpointError: The config or the weight files cannot be read.
+        UnsupportedTargetError: The model cannot be decoded exactly.
+    """
+    config = read_config(folder)
+    model = make_model(folder.name, config)
+    logits = COPIES_OF_LOGITS * TREE_TOKENS * FLOAT32 * _vocabulary(config)
+    return MemoryEstimate(
+        weight_bytes(folder),
+        0 if drafter is None else weight_bytes(drafter),
+        cache_bytes(folder, context),
+        max(logits, _rehearse(folder.name, config, model, context)),
+    )
+
+
+def cache_bytes(folder: Path, context: Context) -> int:
+    """Return the size of the K/V caches and recurrent states of a model, in bytes.
+
+    The errors are those of `estimate_memory`.
+    """
+    config = read_config(folder)
+    layers = _layer_caches(make_model(folder.name, config), _dtype(config))
+    return sum(layer.quantised_size(context) or layer.size(context) for layer in layers)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of the weight files of a folder, in bytes.
+
+    Raises:
+        CheckpointError: The folder has no weight files.
+    """
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def _rehearse(name: str, config: Mapping[str, Any], model: nn.Module, context: Context) -> int:
+    """Process the last chunk of a prompt with a few layers of zeros; return the bytes of its work.
+
+    Args:
+        name: Name of the model, for errors.
+        config: Its config.
+        model: The model, whose weights MLX has not computed.
+        context: The prompt.
+    """
+    # One more layer, because a prompt's chunk ends with the entries of the last one.
+    small = _first_layers(name, config, min(_num_kinds(model) + 1, len(model.layers)))
+    mx.eval(small.parameters())
+    cache = make_prompt_cache(small)
+    _fill(small, cache, context.tokens - context.last_chunk)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    small(mx.zeros((1, context.last_chunk), mx.int32), cache=cache)
+    mx.eval([layer.state for layer in cache])
+    work = mx.get_peak_memory() - mx.get_active_memory()
+    del small, cache
+    mx.clear_cache()
+    return max(0, work)
+
+
+def _layer_caches(model: nn.Module, dtype: mx.Dtype) -> list[_LayerCache]:
+    """Measure the cache of every layer by the shapes of a pass over one token."""
+    model.set_dtype(dtype)
+    caches = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=caches)  # never computed
+    found = []
+    for cache in caches:
+        if isinstance(cache, (KVCache, RotatingKVCache)) and cache.keys is not None:
+            arrays: tuple[Any, Any] = cache.keys, cache.values
+            entries = arrays[0].shape[2]
+            per_token = sum(array.nbytes for array in arrays) // entries
+            values = sum(array.size for array in arrays) // entries
+            window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+            found.append(_LayerCache(per_token, values, 0, window))
+        else:
+            state: Any = tree_flatten(cache.state)
+            fixed = sum(array.nbytes for _, array in state if array is not None)
+            found.append(_LayerCache(0, 0, fixed, None))
+    return found
+
+
+def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module:
+    """Make a model of a few layers, with few tokens and zeros as weights."""
+    nested = config.get("text_config")
+    changes = {key: count for key in LAYER_KEYS} | {key: VOCABULARY for key in VOCABULARY_KEYS}
+
+    def change(values: Mapping[str, Any]) -> dict[str, Any]:
+        known = {key: value for key, value in changes.items() if key in values}
+        lists = {
+            key: value[:count]
+            for key, value in values.items()
+            if isinstance(value, list) and len(value) == _num_layers(values)
+        }
+        return {**values, **lists, **known}
+
+    changed = change(config)
+    if isinstance(nested, Mapping):
+        changed["text_config"] = change(nested)
+    model = make_model(name, changed)
+    quantisation = config.get("quantization")
+    if isinstance(quantisation, Mapping):
+        group_size: Any = quantisation.get("group_size")
+        bits: Any = quantisation.get("bits")
+        check_quantization(bits, group_size)
+        nn.quantize(model, group_size, bits, class_predicate=_is_quantisable(group_size))
+    dtype = _dtype(config)
+    zeros = tree_map(
+        lambda array: mx.zeros(
+            array.shape, dtype if mx.issubdtype(array.dtype, mx.floating) else array.dtype
+        ),
+        model.parameters(),
+    )
+    model.update(zeros)
+    model.eval()
+    return model
+
+
+def _is_quantisable(group_size: int) -> Callable[[str, nn.Module], bool]:
+    def check(_: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    return check
+
+
+def _num_layers(values: Mapping[str, Any]) -> object:
+    return next((values[key] for key in LAYER_KEYS if key in values), None)
+
+
+def _num_kinds(model: Any) -> int:
+    """Return the number of first layers among which there is one of every kind."""
+    caches = make_prompt_cache(model)
+    kinds: list[object] = []
+    for i, layer in enumerate(model.layers):
+        cache = caches[i] if len(caches) == len(model.layers) else None
+        weights = sorted((name, array.shape) for name, array in named_parameters(layer).items())
+        kinds.append((weights, type(cache), getattr(cache, "max_size", None)))
+    return min(max(map(kinds.index, kinds)) + 1, MAX_LAYERS)
+
+
+def _fill(model: nn.Module, caches: Sequence[Any], tokens: int) -> None:
+    """Give caches the entries of earlier tokens; recurrent states stay as at the start."""
+    if tokens == 0:
+        return
+    shapes = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=shapes)  # never computed
+    for cache, known in zip(caches, shapes, strict=True):
+        if isinstance(cache, (KVCache, RotatingKVCache)) and known.keys is not None:
+            held = tokens if isinstance(cache, KVCache) else min(tokens, cache.max_size)
+            keys, values = (
+                mx.zeros((*array.shape[:2], held, array.shape[3]), array.dtype)
+                for array in (known.keys, known.values)
+            )
+            cache.update_and_fetch(keys, values)
+    mx.eval([cache.state for cache in caches if getattr(cache, "keys", None) is not None])
+
+
+def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
+    """Return the dtype of the weights; models without one are in bfloat16."""
+    nested = config.get("text_config")
+    for values in (config, nested if isinstance(nested, Mapping) else {}):
+        for key in ("torch_dtype", "dtype"):
+            dtype = getattr(mx, str(values.get(key)).removeprefix("torch."), None)
+            if isinstance(dtype, mx.Dtype):
+                return dtype
+    return mx.bfloat16
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    nested = config.get("text_config")
+    values = {**config, **(nested if isinstance(nested, Mapping) else {})}
+    size = values.get("vocab_size")
+    if not isinstance(size, int):
+        raise CheckpointError(f"expected vocab_size in config.json, found {size!r}")
+    return size

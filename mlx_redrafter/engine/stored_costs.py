@@ -1,0 +1,162 @@
+"""Costs of steps by their parts, timed on this machine, once, and stored.
+
+Axes: W beam width, N nodes verified.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import mlx.nn as nn
+
+from mlx_redrafter.decoding.protocols import Proposer
+from mlx_redrafter.engine.profiling import (
+    DRAFT,
+    FEW,
+    LONG,
+    LOOKUPS,
+    PLAIN,
+    READ,
+    SEARCH,
+    SHORT,
+    TIMED_WIDTHS,
+    VERIFY,
+    Kind,
+    Seconds,
+    is_doubtful,
+    kinds_of,
+    time_steps,
+)
+from mlx_redrafter.generation_options import Quantisation
+from mlx_redrafter.kernels.layers import choices
+from mlx_redrafter.measured import doubt, fastest, load_or_time
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.target.target import Target
+
+logger = logging.getLogger(__name__)
+
+# Tokens in the cache while timing.
+CONTEXT = 128
+# The same for the second timing, of sequences that begin with a long prompt.
+LONG_CONTEXT = 2048
+# Minimum length of such a prompt, in tokens; costs that grow later show while decoding.
+MIN_LONG = 512
+# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
+# noise would leave less than nothing once the cost of drafting is subtracted.
+MIN_VERIFY = 0.8
+# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
+MIN_WAIT = 15e-5
+
+# Costs by whether a network drafts, context in tokens, and quantisation of the K/V entries.
+Known = dict[tuple[bool, int, Quantisation | None], Seconds]
+
+
+def step_costs(
+    target: Target,
+    proposer: Proposer | None,
+    length: int = CONTEXT,
+    known: Known | None = None,
+    quantisation: Quantisation | None = None,
+) -> StepCosts:
+    """Return the costs of steps by their parts; time them unless they are stored.
+
+    Timing needs some seconds. The user's cache folder stores the costs per model, dtype, kernels,
+    proposer, device and MLX version. The cost of attention is proportional to the context, so one
+    long context is timed and scaled.
+
+    Args:
+        target: The model.
+        proposer: A network that drafts for it; None for prompt lookup.
+        length: Number of tokens that the sequence begins with.
+        known: Costs measured or read so far, for this model and network.
+        quantisation: Quantisation of all K/V entries; None for none.
+    """
+    known = {} if known is None else known
+    keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
+    for key in keys:
+        if key not in known:
+            known[key] = _load_or_time(target, proposer, key[1], quantisation)
+    short, *long = [known[key] for key in keys]
+    seconds = short
+    if long:
+        share = (length - CONTEXT) / (LONG_CONTEXT - CONTEXT)
+        seconds = {
+            kind: timed + share * max(0.0, long[0][kind] - timed) for kind, timed in short.items()
+        }
+    if proposer is None:
+        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
+    return _by_parts(seconds, short, proposer.max_length)
+
+
+def contexts(target: Target, length: int) -> list[int]:
+    """Return the contexts to time for a sequence that begins with ``length`` tokens."""
+    # A model with little more than the long one need not know the positions that timing uses.
+    knows_long = target.context_length is None or target.context_length >= 2 * LONG_CONTEXT
+    return [CONTEXT, LONG_CONTEXT] if length >= MIN_LONG and knows_long else [CONTEXT]
+
+
+def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> None:
+    """Have the next run time steps again, as those in use cost less than ``known``.
+
+    The arguments are those of `step_costs`.
+    """
+    for is_network, context, quantisation in list(known):
+        if is_network == (proposer is not None):
+            doubt(*_description(target, proposer, context, quantisation))
+
+
+def _load_or_time(
+    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
+) -> Seconds:
+    def time_rounds() -> Sequence[Seconds]:
+        logger.info(
+            "timing steps on this machine after %d tokens, once for this model and %s",
+            context,
+            "prompt lookup" if proposer is None else "drafter",
+        )
+        return time_steps(target, proposer, context, quantisation)
+
+    described = _description(target, proposer, context, quantisation)
+    return fastest(load_or_time(*described, is_doubtful, time_rounds))
+
+
+def _description(
+    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
+) -> tuple[object, tuple[nn.Module, ...], Sequence[Kind]]:
+    """Return a description of the steps to time, the networks that they use, and their kinds."""
+    kinds = kinds_of(proposer)
+    modules = () if proposer is None else proposer.networks
+    described = (kinds, context, quantisation, *choices(target.model))
+    return described, (target.model, *modules), kinds
+
+
+def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
+    """Split costs into parts; the cost of drafting does not depend on the context.
+
+    Args:
+        seconds: Costs after the context of the sequence.
+        short: Costs after a short context.
+        max_length: Longest beams of the proposer; None if it has no bound.
+    """
+    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
+    level = {
+        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
+        / max(1, levels - few_levels)
+        for width in TIMED_WIDTHS
+    }
+    drafting = max(0.0, short[DRAFT] - short[PLAIN])
+    few = short[VERIFY[FEW]] - drafting
+    return StepCosts(
+        plain=seconds[PLAIN],
+        verify={
+            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
+            for size, kind in VERIFY.items()
+        },
+        first={
+            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
+            for width in TIMED_WIDTHS
+        },
+        level=level,
+        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
+    )

@@ -1,0 +1,196 @@
+"""The network of Gemma 4 assistants.
+
+Axes: n tokens, W beams, S committed entries, H hidden size of the target, V tokens.
+
+Sources: transformers' ``gemma4_assistant`` and its ``SinglePositionMultiTokenCandidateGenerator``,
+and mlx-vlm's ``gemma4_assistant``, whose parameter names are the published ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gemma4_text
+
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
+from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantConfig
+from mlx_redrafter.proposers.autoregressive import AutoregressiveDrafting, AutoregressiveNetwork
+from mlx_redrafter.target.caches.draft_cache import DraftMask
+from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.target import FINAL, Target
+
+# Entries and a mask of one kind of attention: keys and values, shape (1, G, S, D), bool (S,).
+Context = tuple[mx.array, mx.array, mx.array]
+
+
+class Backbone(nn.Module):
+    """The embedding of the tokens that the assistant scores, its layers and its final norm."""
+
+    def __init__(self, args: gemma4_text.ModelArgs):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+
+class Clusters(nn.Module):
+    """Centroids of clusters of tokens, and the token ids of one cluster after another."""
+
+    def __init__(self, hidden_size: int, num_centroids: int, vocab_size: int):
+        super().__init__()
+        self.centroids = nn.Linear(hidden_size, num_centroids, bias=False)
+        self.token_ordering = mx.arange(vocab_size, dtype=mx.int32)
+
+    def nearest(self, rows: mx.array, count: int) -> mx.array:
+        """Return the tokens of the nearest clusters, int32, shape (W, n)."""
+        scores = self.centroids(rows)
+        best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
+        clusters = self.token_ordering.reshape(scores.shape[-1], -1)
+        return clusters[best].reshape(rows.shape[0], -1)
+
+
+class Assistant(AutoregressiveNetwork):
+    """An assistant, with ``e`` a token's embedding in the target and ``h`` the state before it:
+
+        x = pre_projection([e, h]);   y = norm(layers(x));   logits = head(y)
+
+    ``h`` is the target's last hidden state, and after drafts ``post_projection(y)``. All drafts
+    stand at the position of the first token that the target has no entries of. Layers have queries
+    alone: they attend to the entries of the target's last layer of their kind.
+    """
+
+    def __init__(self, config: AssistantConfig):
+        super().__init__()
+        self.config = config
+        layers = {"num_kv_shared_layers": config.text["num_hidden_layers"]}
+        flags = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+        args = gemma4_text.ModelArgs.from_dict({**config.text, **layers, **flags})
+        self.model = Backbone(args)
+        width = args.hidden_size
+        self.pre_projection = nn.Linear(2 * config.hidden_size, width, bias=False)
+        self.post_projection = nn.Linear(width, config.hidden_size, bias=False)
+        if config.num_centroids is not None:
+            self.masked_embedding = Clusters(width, config.num_centroids, config.vocab_size)
+        if not config.ties_head:
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of the target's layers whose entries it keeps."""
+        return 2
+
+    def captured_layers(self, target: Target) -> Sequence[int]:
+        """Return the last layers of each kind that have entries of their own, and `FINAL`."""
+        kinds = [getattr(block, "layer_type", None) for block in target.blocks[: target.num_layers]]
+        if not {FULL, SLIDING} <= set(kinds):
+            raise UnsupportedTargetError(
+                f"expected a Gemma 4 target with {FULL} and {SLIDING} layers, found one without; "
+                "use another drafter"
+            )
+        last = {kind: i for i, kind in enumerate(kinds)}
+        return last[FULL], last[SLIDING], FINAL
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        super().check_fit(target, tokenizer)
+        inputs = mx.zeros((1, target.hidden_size))
+        for layer in self.captured_layers(target)[:2]:
+            kind = target.blocks[layer].layer_type
+            keys, _ = target.entries(layer, inputs, 0)  # never computed: their shapes are compared
+            for attention in (own.self_attn for own in self.model.layers if own.layer_type == kind):
+                if keys.shape[-1] != attention.head_dim or attention.n_heads % keys.shape[1]:
+                    raise CheckpointError(
+                        f"the assistant's {kind} has {attention.n_heads} heads of size "
+                        f"{attention.head_dim}, which do not fit the target's {keys.shape[1]} of "
+                        f"size {keys.shape[-1]}; use the assistant of this model"
+                    )
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> AssistantDrafting:
+        return AssistantDrafting(self, target, prompt, couple_noise, cached)
+
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        return target.embed_input(tokens)
+
+    def fuse(self, states: mx.array) -> mx.array:
+        return states
+
+    def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Process one token of every beam; outputs, shape (W, width).
+
+        Args:
+            features: States before the tokens, shape (W, H).
+            embeddings: Embeddings of the tokens as the target's first layer gets them, (W, H).
+            caches: The `Context` of full and of sliding attention.
+        """
+        contexts: dict[str, Context] = dict(zip((FULL, SLIDING), caches, strict=True))
+        joined = mx.concatenate([embeddings, features], axis=-1)
+        x = self.pre_projection(joined.astype(self.model.norm.weight.dtype))[None]
+        for layer in self.model.layers:
+            keys, values, seen = contexts[layer.layer_type]
+            mask = mx.broadcast_to(seen, (x.shape[1], seen.shape[0]))
+            x, _, _ = layer(x, mask, shared_kv=(keys, values), offset=0)
+        y: mx.array = self.model.norm(x)[0]
+        return y
+
+    def feed_back(self, outputs: mx.array) -> mx.array:
+        return self.post_projection(outputs)
+
+    def logits(self, outputs: mx.array, target: Target) -> mx.array:
+        """Compute logits, shape (W, width) to (W, V); -inf for tokens that are not scored."""
+        if "lm_head" in self:
+            return self.lm_head(outputs)
+        if "masked_embedding" not in self:
+            return self.model.embed_tokens.as_linear(outputs)
+        ids = self.masked_embedding.nearest(outputs, self.config.top_centroids)
+        scores = (self.model.embed_tokens(ids) @ outputs[..., None]).squeeze(-1)
+        others = mx.full((outputs.shape[0], self.config.vocab_size), -mx.inf, dtype=scores.dtype)
+        return mx.put_along_axis(others, ids, scores, axis=-1)
+
+
+class AssistantDrafting(AutoregressiveDrafting):
+    """Drafts of one sequence by an assistant, on a copy of the entries that it attends to.
+
+    The copy holds them in the order of tokens, whatever the target's caches do with theirs.
+    """
+
+    network: Assistant
+
+    def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Copy the entries of the tokens that the states belong to; their last hidden states."""
+        *inputs, hidden = mx.split(states, 3, axis=-1)
+        for layer, rows, cache in zip(self.layers, inputs, caches, strict=False):
+            cache.update_and_fetch(*self.target.entries(layer, rows, cache.offset))
+        return hidden
+
+    def read_flight(self, flight: PendingPass) -> mx.array:
+        """Copy the entries up to the last accepted token, and process the bonus token."""
+        hidden = super().read_flight(flight)
+        # Entry of the last accepted token; those beyond are junk.
+        self._last = self.length + flight.num_accepted
+        rows = mx.arange(self.cache.num_rows)
+        seen = rows <= self._last
+        # As in mlx-vlm, a window includes the position that the drafts stand at.
+        window = self.network.config.text["sliding_window"]
+        masks = seen, seen & (rows > self._last + 1 - window)
+        self._contexts = [
+            (*layer.keys_and_values(), mask)
+            for layer, mask in zip(self.cache.layers, masks, strict=True)
+        ]
+        return self._attend(hidden, flight.root)
+
+    def read_level(
+        self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
+    ) -> mx.array:
+        return self._attend(features, tokens)
+
+    def _attend(self, features: mx.array, tokens: mx.array) -> mx.array:
+        nodes = mx.broadcast_to(self._last + 1, (1, tokens.shape[0]))
+        num_positions = self.cache.num_rows + 1 - self.length
+        with tree_positions(TreePositions(nodes, self.length, num_positions)):
+            embeddings = self.network.embed(tokens, self.target)
+            return self.network(features, embeddings, self._contexts)

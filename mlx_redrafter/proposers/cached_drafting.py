@@ -1,0 +1,129 @@
+"""Drafts of one sequence by a model with K/V entries of its own; how entries are counted.
+
+The state of a sequence is the entries of its committed tokens. After a tree, one pass of L rows
+processes the accepted path, and only the device knows how many of its entries count. Entries beyond
+are junk that no query sees, until later ones overwrite it. So rolling back sets an offset, and the
+host reads nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.proposers.expansion import Expansion, build_tree
+from mlx_redrafter.proposers.scores import COUPLING_WEIGHT, NoiseRank, ranking
+from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftLineage
+from mlx_redrafter.trees.tree import TokenTree
+
+# Maximum number of tokens per pass while a drafter reads what it has not seen yet.
+READ_STEP_SIZE = 512
+
+
+class CachedDrafting(ABC):
+    """Drafts of one sequence, and the entries that they need.
+
+    Args:
+        couple_noise: Whether to rank drafts with the noise that the target will sample with.
+        stock: mlx-lm's caches, one for each layer.
+        is_shared: Whether they are the caller's, which the sequence leaves in order.
+
+    Attributes:
+        cache: The entries.
+        length: Number of entries whose tokens the host knows.
+        row_ids: Token ids of the rows of the head; None if row and id are the same.
+        coupling_weight: Weight of the noise when it ranks drafts, 0 to 1.
+        num_without_entry: Number of tokens of a sequence without an entry: 1 if an entry belongs to
+            a pair of them.
+    """
+
+    row_ids: mx.array | None = None
+    coupling_weight: float = COUPLING_WEIGHT
+    num_without_entry: ClassVar[int] = 0
+
+    def __init__(self, couple_noise: bool, stock: Sequence[Any], is_shared: bool):
+        self.couple_noise = couple_noise
+        self.cache = DraftCache(stock)
+        self.length = self.cache.num_rows
+        self._is_shared = is_shared
+        # Number of entries beyond those of the target's tokens; not 0 after a prompt cache.
+        self._excess: int | None = None
+        # The pass after which a tree was drafted last. The entries of its tokens exist already, and
+        # the host reads their number later.
+        self._flight: PendingPass | None = None
+
+    @property
+    @abstractmethod
+    def num_unread(self) -> int:
+        """Number of tokens or pairs that the host knows and that have no entry yet."""
+
+    @abstractmethod
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        """Score continuations of the bonus token of a pass.
+
+        The other arguments and the result are those of `search`.
+        """
+
+    @abstractmethod
+    def note(self, flight: PendingPass) -> None:
+        """Count a pass as unread, after which nothing was drafted; the host knows its tokens."""
+
+    @abstractmethod
+    def process_unread(self) -> mx.array:
+        """Process what is unread and count its entries; outputs, one row for each."""
+
+    def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
+        """Return the function that ranks drafts, given the noise of the target's choices."""
+        own_noise = noise if self.couple_noise else None
+        return ranking(own_noise, self.row_ids, self.coupling_weight)
+
+    def outlook(self) -> None:  # noqa: B027
+        """Return None, as a network always has something to propose."""
+
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        self.count_flight(flight)
+        self._flight = flight
+        expansion = self.expand(flight, plan.shape, self.rank(noise))
+        return build_tree(expansion, flight.root, plan)
+
+    def skip(self, flight: PendingPass) -> None:
+        self.count_flight(flight)
+        self.note(flight)
+
+    def settle(self, length: int) -> None:
+        """Make the entries that are missing, and keep exactly those of the sequence."""
+        if not self._is_shared or self._excess is None:
+            return
+        self.count_flight()
+        self.read_unread()
+        self.cache.keep(min(length - self.num_without_entry + self._excess, self.length))
+
+    def read_unread(self) -> None:
+        """Make the entries that are missing; waits for the device."""
+        if self.num_unread:
+            self.process_unread()
+            mx.eval([layer.stock.state for layer in self.cache.layers])
+
+    def lineage_after(self, flight: PendingPass) -> DraftLineage:
+        """Begin the lineage of drafts after a pass whose path was processed."""
+        root = self.length + flight.num_accepted
+        return DraftLineage(self.length, root, self.cache.num_rows)
+
+    def count_flight(self, following: PendingPass | None = None) -> None:
+        """Count the entries of the newest pass whose path was read; waits for its outcome.
+
+        Args:
+            following: The pass after it, whose root is the newest token that the host knows.
+        """
+        if self._flight is not None:
+            self.length += len(self._flight.tokens)
+            self._flight = None
+        if following is not None:
+            expected = following.length + 1 - self.num_without_entry
+            self._excess = self.length + self.num_unread - expected

@@ -1,0 +1,114 @@
+"""Estimated memory is the measured peak, within 10% above and 5% below."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter.checkpoints import memory_check
+from mlx_redrafter.checkpoints.memory_check import check_memory
+from mlx_redrafter.checkpoints.memory_estimate import TREE_TOKENS, Context, estimate_memory
+from mlx_redrafter.errors import ResourceError
+from tests.models.tiny_models import build, tiny_config
+
+SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "sliding_window": 128,
+    "moe_intermediate_size": 128,
+}
+# Tokens of a chunk of the prompt.
+CHUNK = 256
+
+
+def _write(folder: Path, model_type: str, bits: int | None) -> nn.Module:
+    """Write a random model, and return it."""
+    config: dict[str, Any] = tiny_config(model_type)
+    config["torch_dtype"] = "float32"
+    for values in (config, config.get("text_config", {})):
+        values.update({key: size for key, size in SIZES.items() if key in values})
+    model = build(config)
+    if bits is not None:
+        nn.quantize(model, 64, bits)
+        config["quantization"] = {"group_size": 64, "bits": bits}
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.eval(model.parameters())
+    return model
+
+
+def _measure(model: nn.Module, tokens: int) -> int:
+    """Peak memory of a prompt in chunks, of a step and of a tree's scores, with the weights."""
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    cache = make_prompt_cache(model)
+    prompt = mx.zeros((1, tokens), mx.int32)
+    for start in range(0, tokens - 1, CHUNK):
+        model(prompt[:, start : min(start + CHUNK, tokens - 1)], cache=cache)
+        mx.eval([layer.state for layer in cache])
+        mx.clear_cache()
+    mx.eval(model(mx.array([[1]]), cache=cache))
+    logits = model(mx.zeros((1, TREE_TOKENS), mx.int32), cache=cache).astype(mx.float32)
+    mx.eval(mx.argsort(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1))
+    return weights + mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(
+    ("model_type", "bits"),
+    [
+        ("llama", None),
+        ("llama", 4),
+        ("qwen3", None),
+        ("gemma3_text", None),
+        ("qwen3_moe", None),
+        ("qwen3_5", None),
+        ("starcoder2", None),
+    ],
+)
+def test_the_estimate_is_the_measured_peak(
+    tmp_path: Path, model_type: str, bits: int | None
+) -> None:
+    model = _write(tmp_path, model_type, bits)
+    for tokens in (200, 700) if bits is None else (200,):
+        estimated = estimate_memory(tmp_path, None, Context(tokens, CHUNK))
+        measured = _measure(model, tokens)
+        assert 0.95 <= estimated.total / measured <= 1.1, (tokens, estimated, measured)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, "llama", None)
+    needed = estimate_memory(tmp_path, tmp_path, Context(8192, CHUNK))
+    # The work would be measured again, on a machine that may be busy.
+    monkeypatch.setattr(memory_check, "estimate_memory", lambda *_: needed)
+    monkeypatch.setattr(memory_check, "read_total_memory", lambda: needed.total)
+    assert check_memory(tmp_path, tmp_path, Context(8192, CHUNK)) is None
+    limit = needed.weights + needed.cache // 2 + needed.work
+    monkeypatch.setattr(memory_check, "read_total_memory", lambda: limit)
+    with pytest.raises(ResourceError) as refused:
+        check_memory(tmp_path, tmp_path, Context(8192, CHUNK))
+    message = str(refused.value)
+    for part in (
+        "K/V entries of 8,192 tokens",
+        "--drafter lookup with --kv-bits 8",
+        "--drafter lookup with a context of 4,096 tokens",
+        "a copy of the model in 8 bits",
+    ):
+        assert part in message, message
+    assert "\n" not in message

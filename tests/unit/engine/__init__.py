@@ -1,0 +1,1 @@
+"""Tests of mlx_redrafter/engine, one file per module."""
