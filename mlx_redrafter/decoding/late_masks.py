@@ -151,8 +151,9 @@ class LateMasks:
         return self._free_rows[pending]
 
     def _mask_without(self, forbidden: Sequence[int]) -> bytes:
-        num_words = (len(self._vocabulary.texts) + 31) // 32
-        mask = bytearray(b"\xff" * (4 * num_words))
+        # As long as the matchers' masks, which have room for more tokens than there are.
+        some = next(iter(self._matchers.values()))
+        mask = bytearray(b"\xff" * len(some.compute_bitmask()))
         for token in forbidden:
             mask[token // 8] &= ~(1 << token % 8) & 0xFF
         return bytes(mask)

@@ -12,10 +12,11 @@ import pytest
 
 from mlx_redrafter import Engine
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from mlx_redrafter.server.answer_grammar import make_grammar
+from mlx_redrafter.server.answer_grammar import AnswerFormat, make_grammar
 from mlx_redrafter.server.parts import Answer, Part
 from mlx_redrafter.server.protocols.openai_chat import read
 from mlx_redrafter.server.requests import ChatRequest
+from mlx_redrafter.server.tools import Tools
 from tests.helpers.drafts import Scripted
 from tests.helpers.models import random_drafter, tiny_llama
 from tests.helpers.tools import MARKS, tool_tokenizer
@@ -97,3 +98,38 @@ def check(kind: str, seed: int, choice: Any) -> int:
 def test_calls_fit_their_schemas(kind: str) -> None:
     found = sum(check(kind, seed, ["auto", "required"][seed // 2 % 2]) for seed in range(4))
     assert found > 0
+
+
+def test_a_tree_of_which_some_nodes_are_held() -> None:
+    """Drafts that begin a call stand next to thinking, in which the text may not end."""
+    check("kimi_k2", 1007, "required")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_answer_is_a_call_or_fits_its_format(seed: int) -> None:
+    rng = random.Random(seed)
+    asked = {"type": "object", "properties": {"it": random_schema(rng)}, "required": ["it"]}
+    asked["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": asked}}
+    body = {"messages": MESSAGES, "tools": random_tools(rng), "response_format": form}
+    request, _ = read(body, DEFAULTS)
+    for kind in ("json_tools", "qwen3_coder"):
+        tokens, whole = answer(kind, request, 2 * seed, None)
+        if whole.finish_reason == "stop":
+            assert fits(json.loads(whole.content), asked)
+        else:
+            assert whole.finish_reason == "length" or whole.tool_calls
+        script = Scripted(tokens, VOCAB_SIZE)
+        assert answer(kind, request, 2 * seed, script, **TREE)[0] == tokens
+    engine = Engine(MODEL, TOKENIZERS["json_tools", 1], None)
+    thinking = engine.tokenizer.encode("<think>", add_special_tokens=False)
+    grammar = make_grammar(engine, [5, *thinking], Tools([]), AnswerFormat(asked, "format"))
+    close = mx.zeros((VOCAB_SIZE,)).at[thinking[0] + 1].add(6.0)
+    text = engine.generate(
+        [5, *thinking],
+        grammar=grammar,
+        logits_processors=[lambda _, logits: logits + close],
+        temp=1.0,
+        seed=seed,
+    )
+    assert fits(json.loads(text.partition("</think>")[2]), asked)

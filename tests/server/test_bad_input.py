@@ -80,6 +80,23 @@ def test_bad_fields_of_a_chat(param: str, fields: dict[str, Any]) -> None:
     assert error["message"].startswith(param.partition(".")[0].partition("[")[0])
 
 
+def test_messages_become_those_of_templates() -> None:
+    messages = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "A"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "No."}],
+            "reasoning": "Hm.",
+        },
+    ]
+    request, _ = read_chat({"messages": messages, "reasoning_effort": "none"}, DEFAULTS)
+    assert [one["role"] for one in request.messages] == ["system", "user", "assistant"]
+    assert [one["content"] for one in request.messages] == ["Be short.", "A", "No."]
+    assert request.messages[2]["reasoning_content"] == "Hm."
+    assert (request.effort, request.template_options) == ("none", {"enable_thinking": False})
+
+
 @pytest.mark.parametrize("prompt", [None, 5, [True], ["A", 5], [[]], [1.5], ["A"] * 17], ids=repr)
 def test_bad_prompts(prompt: object) -> None:
     with pytest.raises(Refusal, match="prompt must be"):

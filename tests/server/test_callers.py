@@ -22,8 +22,12 @@ PATH = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def quick() -> Any:
-    """A server whose clients have half a second."""
-    with serving(make_engine(), Limits(client_timeout=0.5)) as one:
+    """A server that does not wait long for bodies that it does not need."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(make_engine(), Limits(client_timeout=0.5)) as one,
+    ):
+        patch.setattr("mlx_redrafter.server.callers.DRAIN_SECONDS", 0.3)
         yield one
 
 
@@ -101,8 +105,8 @@ def strict_names() -> Any:
 def _half_sent(served: Served, head: str) -> Any:
     """A connection that has sent a head and no body, and its response."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
-        connection.sendall(f"{head} HTTP/1.1\r\nHost: localhost\r\n".encode())
-        connection.sendall(b"Content-Length: 1000\r\n\r\n")
+        lines = (f"{head} HTTP/1.1", "Host: localhost", "Content-Length: 1000", "", "")
+        connection.sendall("\r\n".join(lines).encode())
         response = http.client.HTTPResponse(connection)
         response.begin()
         response.read()
