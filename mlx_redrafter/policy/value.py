@@ -139,8 +139,8 @@ class ExpectedDrafts:
         (w, n), mean = place, self.mean
         if n + 1 < _NL:
             # Drafts that a chain's last level adds in this tree, the level before, and the mean.
-            *_, above, before, last = 0.0, 0.0, *found[0, 0, : n + 1, -1]
-            before, last = before - above if n else 1.0, last - before
+            chain = [0.0, *found[0, 0, : n + 1, -1]]
+            last, before = chain[-1] - chain[-2], chain[-2] - chain[-3] if n else 1.0
             usual = mean[0, n, -1] - (mean[0, n - 1, -1] if n else 0.0)
             # Further levels add their mean, scaled by the last level, and a part of what they would
             # add if they were as likely as it was: a mean that no tree has shown lately is doubted.
