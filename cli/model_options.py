@@ -200,12 +200,15 @@ def _check_memory(model: str, drafter: str | None, context: int, kv_bits: int | 
     from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.memory_check import check_memory
     from mlx_redrafter.checkpoints.memory_estimate import Context
+    from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.proposers import WORDS
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
     folder = find_checkpoint(model, DEFAULT_ALLOW_PATTERNS)
-    has_files = drafter is not None and drafter not in WORDS
-    beside = find_checkpoint(str(drafter), PATTERNS) if has_files else None
+    beside = None
+    if drafter is not None and drafter not in WORDS:
+        recognise(drafter)  # refuses what cannot draft before anything is downloaded
+        beside = find_checkpoint(drafter, PATTERNS)
     warning = check_memory(folder, beside, Context(context, kv_bits=kv_bits))
     if warning is not None:
         typer.echo(warning, err=True)

@@ -192,7 +192,7 @@ class Target:
             length,
         )
         cache.settle(length)
-        mx.eval([part.state for part in cache.stock])
+        mx.eval([layer.state for layer in cache.stock])
         return cache
 
     def embed(self, tokens: mx.array) -> mx.array:

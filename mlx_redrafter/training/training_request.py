@@ -33,18 +33,12 @@ HEADS: Mapping[Head, tuple[str, ...]] = {
     "dflash2": ("layers",),
     "dspark": ("layers",),
 }
+# Heads that are block drafters.
+BLOCK_HEADS: tuple[Head, ...] = ("dflash", "dflash2", "dspark")
 # Heads that attend to the context. Rollouts are not part of it, so they cannot train these heads.
-READING_CONTEXT: tuple[Head, ...] = (
-    "eagle",
-    "eagle1",
-    "mtp",
-    "specformer",
-    "dflash",
-    "dflash2",
-    "dspark",
-)
+READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer", *BLOCK_HEADS)
 # Heads that training can continue from an earlier drafter.
-CONTINUED: tuple[Head, ...] = ("redrafter", "dflash", "dflash2", "dspark")
+CONTINUED: tuple[Head, ...] = ("redrafter", *BLOCK_HEADS)
 # Folder of the training state, inside the drafter's folder.
 STATE_FOLDER = "state"
 # Folder of the teacher cache, inside the drafter's folder unless the request names another.

@@ -13,13 +13,14 @@ from mlx_redrafter.bench.lab.widen_heads import widen_head
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers import block
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher import read_sequences
-from mlx_redrafter.training.training_request import HEADS, Head
+from mlx_redrafter.training.training_request import BLOCK_HEADS, HEADS, Head
 from tests.helpers.models import shared_model
 
 LENGTH = 4
@@ -34,7 +35,9 @@ def _logits(student: Student, target: Target) -> np.ndarray:
     return np.array(student.logits(student.network, batch._replace(states=hidden)))
 
 
-@pytest.mark.parametrize("head", [head for head in HEADS if head != "redrafter"])
+@pytest.mark.parametrize(
+    "head", [head for head in HEADS if head not in ("redrafter", *BLOCK_HEADS)]
+)
 def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     source = shared_model("stories260k")
     target = Target(load(str(source))[0])
@@ -54,6 +57,7 @@ def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     np.testing.assert_allclose(_logits(other, wide), _logits(student, target), atol=2e-4)
 
 
-def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a draft model cannot be widened"):
-        widen_head("draft model", tmp_path, tmp_path / "out", 64)
+@pytest.mark.parametrize("kind", ["draft model", block.NAME])
+def test_refusals(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"a {kind} cannot be widened"):
+        widen_head(kind, tmp_path, tmp_path / "out", 64)

@@ -55,6 +55,11 @@ COMMANDS: dict[str, list[str]] = {
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "run": ["model", "Hi", "-m", "2"],
+    "launch": ["claude", "--model", "model", "--print"],
+    "list": [],
+    "pull": ["nobody/nothing"],
+    "rm": ["nobody/nothing"],
 }
 
 
@@ -135,7 +140,7 @@ def failure(capsys: Capture, *arguments: object, codes: tuple[int, ...]) -> str:
 def test_every_command_would_do_its_work(capsys: Capture, yard: Path) -> None:
     """So that what is refused below is refused for what is wrong with it."""
     assert set(COMMANDS) == {name or "convert" for name in OPTIONS}
-    for name in ("generate", "check", "convert", "convert inspect"):
+    for name in ("generate", "check", "convert", "convert inspect", "run", "list"):
         shutil.rmtree("new", ignore_errors=True)
         result = run(capsys, *name.split(), *COMMANDS[name])
         assert result.code == 0, (name, result.err)

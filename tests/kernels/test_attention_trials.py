@@ -152,7 +152,7 @@ def test_a_wrong_order_is_refused(
         "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (model, None, None)
     )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
-    shown = run(capsys, "check", "--kernels", "--model", "a")
+    shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
     assert shown.code == 1
     assert shown.out.splitlines()[1:] == [
         "attention of 4 heads, 2 of keys, of 64, float32; layers: 1",
@@ -167,7 +167,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (_model(), None, None)
     )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
-    shown = run(capsys, "check", "--kernels", "--model", "a")
+    shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
     assert shown.code == 0
     assert "\n  equal: up to 40 keys\n" in shown.out
     assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out

@@ -203,10 +203,10 @@ ALLOWED = {
         "bool(cached)",  # a list
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
     ],
-    "target/caches/full": ["mx.eval(cache.keys, cache.values)"],
     "target/hooks": ["int(layer.floor_scale)"],  # a number of the config
     "target/target": [
         "mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)",
+        "mx.eval([layer.state for layer in cache.stock])",  # blank caches
         "mx.eval([layer.state for layer in cache.stock])",
         "mx.eval([layer.state for layer in stock if layer.keys is not None])",  # prompts
         "mx.array_equal(module(given), outputs[-1]).item()",  # before a text, to find a layer
