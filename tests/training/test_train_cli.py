@@ -204,7 +204,10 @@ def test_refusals_are_one_line(
         (("--model", model), "nothing to train on"),
         (("--model", tmp_path / "none", "--data", texts), "no such folder"),
         (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
-        ((*fine, "--recipe", "magic"), "recipe must be one of soft, coupled, overlap, apple, rollouts"),
+        (
+            (*fine, "--recipe", "magic"),
+            "recipe must be one of soft, coupled, overlap, apple, rollouts",
+        ),
         ((*fine, "--length", 1), "length must be an integer from 2 to 16"),
         ((*fine, "--self-generated", 2), "self_generated must be a number from 0 to 1"),
         ((*fine, "--lr", "nan"), "lr must be a number"),
