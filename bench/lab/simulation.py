@@ -116,13 +116,18 @@ class SimulatedText:
 class SimulatedTree:
     """What a policy may ask of a tree; see `TokenTree`."""
 
-    def __init__(self, drafts: Drafts):
+    def __init__(self, drafts: Drafts, size: int | None = None):
         self._drafts = drafts
-        self.size = len(drafts.tokens) + 1
+        self.num_nodes = len(drafts.tokens) + 1
+        self.size = size or self.num_nodes
 
     def read(self) -> Drafts:
         """See `TokenTree.read`."""
         return self._drafts
+
+    def padded(self, size: int) -> SimulatedTree:
+        """See `TokenTree.padded`."""
+        return SimulatedTree(self._drafts, size)
 
     def first(self, num_nodes: int) -> SimulatedTree:
         """See `TokenTree.first`."""
@@ -155,17 +160,17 @@ def run_policy(
     rng = np.random.default_rng((scenario.seed, seed))
     position, seconds, chosen = start, 0.0, policy.choose(None)
     while position < stop:
-        num_nodes, num_accepted, is_read = 1, 0, False
+        num_nodes, size, num_accepted, is_read = 1, 1, 0, False
         if chosen is not None:
             drafts = text.drafts(position, chosen.shape.width)
             short = [i for i, depth in enumerate(drafts.depths) if depth < chosen.shape.length]
             tree: Any = SimulatedTree(drafts).subtree(short[: chosen.searched.num_nodes - 1])
             kept = policy.keep(chosen, tree)
             is_read = policy.waits  # type: ignore[attr-defined]
-            num_nodes = kept.size
+            num_nodes, size = kept.num_nodes, kept.size
             num_accepted = sum(token > 0 for token in kept.read().tokens)
         shape = None if chosen is None else chosen.shape
-        undisturbed = scenario.seconds(position, shape, num_nodes, is_read)
+        undisturbed = scenario.seconds(position, shape, size, is_read)
         took = undisturbed * scenario.noise.draw(rng)
         seconds += undisturbed * scenario.noise.mean
         following = policy.choose(None)

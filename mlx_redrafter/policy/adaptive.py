@@ -200,13 +200,17 @@ class AdaptivePolicy:
         return self.keep_for(self._pending, plan, tree)
 
     def keep_for(self, pending: PendingDrafts, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """Select the drafts of one sequence to verify.
+        """Select the drafts of one sequence to verify, with padding if a larger size costs less.
 
         Args:
             pending: Drafts of that sequence.
             plan: Plan of the drafts.
             tree: The drafts.
         """
+        kept = self._select(pending, plan, tree)
+        return kept if kept.size == 1 else kept.padded(self._timed.cheapest_size(kept.size))
+
+    def _select(self, pending: PendingDrafts, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         decision, self.waits = self._newest, False
         if plan.from_text:
             probabilities = [math.exp(score) for score in tree.read().scores]

@@ -109,7 +109,8 @@ class CurrentCosts:
         self._drafting: Floats = np.zeros(FITS.shape[:2])
         for place, plan in PLANS.items() if costs.level else ():
             self._drafting[place] = costs.drafting(plan.shape)
-        verify = costs.plain, *(costs.verify.get(size, _NEVER) for size in SIZES)
+        padded = map(costs.cheapest_size, SIZES)
+        verify = costs.plain, *(costs.verify.get(size, _NEVER) for size in padded)
         self._verify = np.array(verify)
         self.update(TimeRatios())
 

@@ -54,4 +54,4 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
         expected = sum(one.expected_tokens for one in drafted)
         assert sum(one.tokens for one in drafted) == pytest.approx(expected, rel=0.35)
         best = min(run_fixed(text, plan, start, stop) for plan in fixed)
-        assert seconds <= 1.12 * best
+        assert seconds <= 1.14 * best

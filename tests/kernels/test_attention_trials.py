@@ -152,6 +152,7 @@ def test_a_wrong_order_is_refused(
         "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (model, None, None)
     )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
     shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
     assert shown.code == 1
     assert shown.out.splitlines()[1:] == [
@@ -167,6 +168,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (_model(), None, None)
     )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
     shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
     assert shown.code == 0
     assert "\n  equal: up to 40 keys\n" in shown.out

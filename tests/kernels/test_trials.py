@@ -422,6 +422,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         return quantised_model(), None, None
 
     monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
     shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
     assert shown.code == 0
     assert [line.partition(" for ")[0] for line in shown.err.splitlines()] == [
@@ -443,6 +444,7 @@ def test_the_table_of_what_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "load", lambda *_, **__: (quantised_model(), None, None))
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
     shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup", "--json")
     assert shown.code == 1
     (shape, *_) = json.loads(shown.out)["shapes"]

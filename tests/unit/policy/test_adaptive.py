@@ -15,9 +15,9 @@ from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Experience
+from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Decision, Experience
 from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import LOOKUP, PLANS, SHORTEST, SIZES
+from mlx_redrafter.policy.plans import COUNTS, LONGEST, LOOKUP, PLANS, SHORTEST, SIZES, Choice
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
@@ -142,9 +142,13 @@ def _tree(*chances: float) -> Any:
     return SimpleNamespace(
         size=count + 1,
         read=lambda: known,
-        first=lambda size: SimpleNamespace(size=size),
-        subtree=lambda drafts: SimpleNamespace(size=len(drafts) + 1),
+        first=_kept,
+        subtree=lambda drafts: _kept(len(drafts) + 1),
     )
+
+
+def _kept(size: int) -> Any:
+    return SimpleNamespace(size=size, padded=_kept)
 
 
 def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
@@ -238,6 +242,16 @@ def test_a_fixed_plan_stays_and_waits_for_nothing() -> None:
     assert fixed.choose([]) is None
     tree: Any = SimpleNamespace(read=lambda: pytest.fail("drafts were read"))
     assert fixed.keep(SHORTEST, tree) is tree
+
+
+def test_a_tree_is_padded_where_a_larger_one_costs_less() -> None:
+    verify = {size: 1.0 + 0.01 * size for size in SIZES} | {3: 1.5}
+    policy = AdaptivePolicy(StepCosts(1.0, verify, {1: 0.0, 2: 0.0}, {1: 0.0, 2: 0.0}))
+    costs = policy._costs.verify[[COUNTS.index(count) for count in (1, 2, 3)]]
+    assert costs.tolist() == pytest.approx([1.02, 1.04, 1.04])
+    for count, size in ((1, 2), (2, 4), (3, 4)):
+        policy._newest = Decision(Choice(LONGEST, count + 1), 2.0)
+        assert policy.keep(LONGEST, _tree(*[0.9] * 10)).size == size
 
 
 @pytest.mark.parametrize(("num_nodes", "size"), [(6, 6), (8, 8), (9, 16), (12, 16), (16, 16)])
