@@ -18,11 +18,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 
 from mlx_redrafter.bench.lab.widen import copy_tokenizer
-from mlx_redrafter.checkpoint_files import read_config, write_checkpoint
+from mlx_redrafter.checkpoint_files import named_parameters, read_config, write_checkpoint
 from mlx_redrafter.convert.publication import publish
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -100,7 +100,7 @@ def _write_model(config: dict[str, Any], following: Ids, folder: Path, tokenizer
     head[following] = CLEAR * table / np.square(table).mean(axis=1, keepdims=True)
     given = {"model.embed_tokens.weight": table, "lm_head.weight": head / table.shape[1]}
     weights = {}
-    for name, weight in tree_flatten(model.parameters()):
+    for name, weight in named_parameters(model).items():
         if name in given:
             weights[name] = mx.array(given[name])
         else:

@@ -35,6 +35,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.proposers.redrafter.network import Drafter
 
 # Fixed shapes; a drafter whose beams are shorter drafts as far as it does.
 SHAPES = tuple(
@@ -114,6 +115,7 @@ class Methods:
         )
         self.model, self.tokenizer, self.drafter = loaded
         if "change" in pair:
+            assert isinstance(self.drafter, Drafter)
             CHANGES[pair["change"]](self.drafter)
         longest = getattr(self.drafter, "max_length", None)
         shapes = {plan.within(longest) for plan in (CHAINS if is_first else SHAPES)}
@@ -136,7 +138,8 @@ class Methods:
         """Return the speed of every method that is left; all must write the same text."""
         names = [name for name in self._engines if name in ("plain", "default", *self.plans)]
         shift %= len(names)
-        speeds, texts = {}, {}
+        speeds: dict[str, float] = {}
+        texts: dict[str, list[int]] = {}
         for name in names[shift:] + names[:shift]:
             if self._is_first:
                 self._engines[name] = self._engine(None if name == "plain" else self.drafter)
