@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import __version__, load
 from mlx_redrafter.engine import engine, stored_costs
+from mlx_redrafter.proposers.redrafter import precision
 from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.equality import ids, stock_tokens
@@ -257,7 +258,8 @@ def test_the_first_run_says_what_it_waits_for(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)  # the real ones
-    # On a machine with other work, either doubt would have the second run time again.
+    # On a machine with other work, each doubt would have the second run time again.
+    monkeypatch.setattr(precision, "DOUBTFUL", 2.0)
     monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
     monkeypatch.setattr(engine, "doubt_times", lambda *_: None)
     notes = [run(capsys, *_options(stories, drafter_folder)).err for _ in range(2)]

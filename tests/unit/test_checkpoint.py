@@ -59,7 +59,15 @@ def test_shards_are_read_together(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["no-such-folder", "./no/such", "/no/such/folder", "~/no/such/folder", "a/b/c", "../x"]
+    "name",
+    [
+        "no-such-folder",
+        "./no/such",
+        "/no/such/folder",
+        "~/no/such/folder",
+        "a/b/c",
+        "../no-such-folder",
+    ],
 )
 def test_no_such_folder(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"no such folder: .*; give a checkpoint folder or"):
