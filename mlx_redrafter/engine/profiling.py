@@ -219,9 +219,11 @@ class _Schedule:
         return tree.padded(kind.plan.num_nodes)
 
     def observe(self, step: Step) -> None:
-        self._seconds.append(math.inf if step.seconds is None else step.seconds)
+        # The clock leaves out single steps, such as those at which MLX's cache is cleared.
+        self._seconds.append(math.nan if step.seconds is None else step.seconds)
         if len(self._seconds) == STEPS * len(self._kinds):
-            turns = np.reshape(self._seconds, (-1, STEPS))[:, 2:-1].mean(axis=1).tolist()
+            inner = np.reshape(self._seconds, (-1, STEPS))[:, 2:-1]
+            turns = np.nanmean(inner, axis=1).tolist()
             self.rounds.append(dict(zip(self._kinds, turns, strict=True)))
             self._seconds = []
             self.is_done = self._suffices()

@@ -68,6 +68,16 @@ def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
     assert profiling.is_doubtful(rounds)
 
 
+def test_a_step_without_a_time_leaves_the_others_of_its_turn() -> None:
+    """Stored times must be finite, or every run would time again."""
+    schedule = profiling._Schedule(KINDS)
+    for number in range(profiling.STEPS * len(KINDS)):
+        schedule.choose(None)
+        seconds = None if number % profiling.STEPS == 2 else 1.0
+        schedule.observe(Step(schedule._kind(number).plan, 1, [1], seconds))
+    assert schedule.rounds == [dict.fromkeys(KINDS, 1.0)]
+
+
 def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
     """So a single round of a large model, whose turns cannot differ, leaves doubt, too."""
     usual = {PLAIN: 1.0, VERIFY[2]: 2.0, VERIFY[8]: 2.1, READ: 2.3}
