@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,17 +13,12 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob, ToolCall
-from mlx_redrafter.server.protocols.openai_fields import (
-    StreamOptions,
-    format_usage,
-    read_common,
-)
+from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
+from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, check_number, make_tool
-from mlx_redrafter.server.wire import event
 
 # Maximum of ``top_logprobs``, as at OpenAI.
 MAX_TOP_LOGPROBS = 20
@@ -103,7 +95,7 @@ def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
     return effort, {"enable_thinking": False} if effort == "none" else {}
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoiceWriter):
     """Writes chat completions.
 
     Args:
@@ -113,43 +105,20 @@ class ChatWriter(Writer):
     """
 
     def __init__(self, request: ChatRequest, options: StreamOptions, model: str):
-        super().__init__(model)
+        kind = "chat.completion.chunk" if request.is_streamed else "chat.completion"
+        super().__init__("chatcmpl", kind, options, model)
         self._request = request
-        self._options = options
-        kind = "chat.completion"
-        self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": f"{kind}.chunk" if request.is_streamed else kind,
-            "created": int(time.time()),
-            "model": model,
-        }
         # Number of tool calls of each text so far.
         self._calls: dict[int, int] = {}
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        is_first = part.index not in self._calls
-        if is_first or part.finish_reason or part.has_content:
-            choice = self._choice(part, "delta", is_first)
-            if self._options.shows_drafts:
-                choice["is_draft"] = part.is_draft
-                choice["tokens"], choice["steps"] = part.num_tokens, part.num_steps
-            shown = {"usage": None} if self._options.shows_usage else {}
-            yield event({**self._head, "choices": [choice], **shown})
+    def is_shown(self, part: Part) -> bool:
+        return part.index not in self._calls or super().is_shown(part)
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        if self._options.shows_usage:
-            yield event({**self._head, "choices": [], "usage": format_usage(usage)})
-        yield "data: [DONE]\n\n"
+    def next_choice(self, part: Part) -> dict[str, Any]:
+        return self._choice(part, "delta", part.index not in self._calls)
 
-    def fail(self, refusal: Refusal) -> Iterator[str]:
-        yield event(refusal.to_json())
-
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield ": waiting\n\n"
-
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        choices = [self._choice(text, "message", True) for text in texts]
-        return {**self._head, "choices": choices, "usage": format_usage(usage)}
+    def whole_choice(self, text: Part) -> dict[str, Any]:
+        return self._choice(text, "message", True)
 
     def _choice(self, part: Part, name: str, is_first: bool) -> dict[str, Any]:
         """Format a whole choice (``message``), or the next part of one (``delta``)."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,16 +13,11 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
-from mlx_redrafter.server.protocols.openai_fields import (
-    StreamOptions,
-    format_usage,
-    read_common,
-)
+from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
+from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
-from mlx_redrafter.server.wire import event
 
 # Maximum of ``logprobs``, as at OpenAI.
 MAX_LOGPROBS = 5
@@ -58,7 +51,7 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     return CompletionRequest(**common, prompts=prompts, echoes=echoes), options
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoiceWriter):
     """Writes text completions.
 
     Args:
@@ -68,43 +61,15 @@ class CompletionWriter(Writer):
     """
 
     def __init__(self, request: CompletionRequest, options: StreamOptions, model: str):
-        super().__init__(model)
+        super().__init__("cmpl", "text_completion", options, model)
         self._request = request
-        self._options = options
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
         # Characters of each text so far.
         self._lengths: dict[int, int] = {}
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        if part.finish_reason or part.has_content:
-            choice = self._choice(part)
-            if self._options.shows_drafts:
-                choice["is_draft"] = part.is_draft
-                choice["tokens"], choice["steps"] = part.num_tokens, part.num_steps
-            shown = {"usage": None} if self._options.shows_usage else {}
-            yield event({**self._head, "choices": [choice], **shown})
+    def whole_choice(self, text: Part) -> dict[str, Any]:
+        return self.next_choice(text)
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        if self._options.shows_usage:
-            yield event({**self._head, "choices": [], "usage": format_usage(usage)})
-        yield "data: [DONE]\n\n"
-
-    def fail(self, refusal: Refusal) -> Iterator[str]:
-        yield event(refusal.to_json())
-
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield ": waiting\n\n"
-
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        choices = [self._choice(text) for text in texts]
-        return {**self._head, "choices": choices, "usage": format_usage(usage)}
-
-    def _choice(self, part: Part) -> dict[str, Any]:
+    def next_choice(self, part: Part) -> dict[str, Any]:
         offset = self._lengths.get(part.index, 0)
         self._lengths[part.index] = offset + len(part.content)
         shows = self._request.top_logprobs is not None
