@@ -54,6 +54,8 @@ COMMANDS: dict[str, list[str]] = {
     "convert inspect": ["drafter"],
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench speed": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench share": ["text.txt", "-o", "new.md"],
     "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "run": ["model", "Hi", "-m", "2"],
     "launch": ["claude", "--model", "model", "--print"],
@@ -318,6 +320,7 @@ def test_damaged_sources(
 
 
 COMPARE = ["bench", "compare", *COMMANDS["bench compare"]]
+SPEED = ["bench", "speed", *COMMANDS["bench speed"]]
 SWEEP = ["bench", "sweep", *COMMANDS["bench sweep"], "--out", "new"]
 # A benchmark that ends in seconds.
 MEASURE = [
@@ -348,6 +351,14 @@ WORDS: dict[str, list[str]] = {
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
     "a size of words": ["advise", "model", "--tokens", "large"],
     "widths without end": [*SWEEP, "--widths", "1-99999999"],
+    "a server without a name": [*SPEED, "--server", "http://127.0.0.1:9/v1"],
+    "a server that does not run": [*SPEED, "--server", "a=http://127.0.0.1:9/v1"],
+    "a server at an impossible port": [*SPEED, "--server", "a=http://127.0.0.1:999999/v1"],
+    "contexts of words": [*SPEED, "--contexts", "long"],
+    "a context longer than the prompts": [*SPEED, "--contexts", "32k"],
+    "a batch larger than the prompts": [*SPEED, "--batch-sizes", "99"],
+    "a dataset without a repository": ["bench", "speed", "--prompts", "nobody/nothing:all"],
+    "a page of no result": ["bench", "share", "text.txt", "-o", "new.md"],
     "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
     "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
     "a result that is no text": [*COMPARE, "--out", "bytes.txt", "--resume"],
