@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from mlx_redrafter.errors import DataError, ResourceError
+from mlx_redrafter.errors import DataError, RedrafterError, ResourceError
 
 # Seconds that a server may be silent, such as while it processes a long prompt.
 SILENCE = 600.0
@@ -135,14 +135,24 @@ def find_server(address: str, key: str | None = None) -> OpenAiServer:
         raise DataError(
             f"expected a server such as mlx-lm=http://127.0.0.1:8080/v1, got {address!r}"
         )
-    found = _parse(b"".join(_open(f"{url}/models", key)), url).get("data")
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise DataError(f"{url}/models: expected a list of models; is this the address of the API?")
+    try:
+        found = _models(url, key)
+    except RedrafterError:
+        if not model:  # mlx-lm's server cannot list its models without a Hugging Face cache
+            raise
+        found = []
     names = [str(one.get("id")) for one in found]
     if not model and len(names) != 1:
         raise DataError(f"{url} has {len(names)} models ({', '.join(names[:8])}); add #MODEL")
     is_ours = any(one.get("owned_by") == "mlx_redrafter" for one in found)
     return OpenAiServer(name, url, model or names[0], is_ours, key)
+
+
+def _models(url: str, key: str | None) -> list[dict[str, Any]]:
+    found = _parse(b"".join(_open(f"{url}/models", key)), url).get("data")
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise DataError(f"{url}/models: expected a list of models; is this the address of the API?")
+    return found
 
 
 def _open(url: str, key: str | None, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
@@ -152,8 +162,9 @@ def _open(url: str, key: str | None, request: Mapping[str, Any] | None = None) -
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     asked = urllib.request.Request(url, body, headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(asked, timeout=SILENCE) as response:
+        with direct.open(asked, timeout=SILENCE) as response:
             while line := response.readline(MAX_LINE):
                 yield line
     except urllib.error.HTTPError as error:
@@ -204,12 +215,15 @@ def _text_of(event: Mapping[str, Any]) -> str:
 
 
 def _steps_of(event: Mapping[str, Any]) -> int | None:
-    """Return the number of forward passes as this project, mlx-dspark or llama.cpp reports it."""
+    """Return the number of forward passes as this project, mlx-dspark or llama.cpp reports it.
+
+    The latter two count the first token's pass, too.
+    """
     timings, dspark = event.get("timings"), event.get("x_mlx_dspark")
+    steps = _choice(event).get("steps")
     if isinstance(timings, Mapping) and isinstance(timings.get("predicted_n"), int):
         accepted = timings.get("draft_n_accepted", 0)
-        return timings["predicted_n"] - accepted if isinstance(accepted, int) else None
-    if isinstance(dspark, Mapping) and isinstance(dspark.get("target_forwards"), int):
-        return int(dspark["target_forwards"])
-    steps = _choice(event).get("steps")
+        steps = timings["predicted_n"] - 1 - accepted if isinstance(accepted, int) else None
+    elif isinstance(dspark, Mapping) and isinstance(dspark.get("target_forwards"), int):
+        steps = dspark["target_forwards"] - 1
     return steps if isinstance(steps, int) else None

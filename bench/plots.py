@@ -125,8 +125,8 @@ def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str) -> Path:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("tokens/s")
-        axes.legend(loc="lower right", frameon=False)
+        axes.set_xlabel("tokens/s of the batch (times plain decoding)")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     return path
 
 

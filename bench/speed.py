@@ -55,8 +55,8 @@ class Setting:
     batch_size: int
 
     def __str__(self) -> str:
-        length = "" if self.context is None else f", {self.context} prompt tokens"
-        return f"T {self.temp:g}{length}, batch of {self.batch_size}"
+        length = "" if self.context is None else f", {self.context} tokens"
+        return f"T {self.temp:g}{length}, batch {self.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -295,13 +295,18 @@ def _take_turn(
     runs = []
     for texts in found.values():
         for (run, text), (plain, plain_text) in zip(texts, found[PLAIN], strict=True):
-            is_served = run.arm not in (PLAIN, AUTO)
-            is_same = is_served and _bare(settings.tokenizer, text) == _bare(
-                settings.tokenizer, plain_text
-            )
-            # A server sends text. An equal text has the tokens of plain decoding.
-            runs.append(replace(run, tokens=plain.tokens) if is_same else run)
+            if run.arm not in (PLAIN, AUTO) and _is_equal(settings, text, plain, plain_text):
+                # A server sends text. An equal text has the tokens of plain decoding.
+                run = replace(run, tokens=plain.tokens)
+            runs.append(run)
     return runs
+
+
+def _is_equal(settings: CommonSettings, text: str, plain: TimedRun, plain_text: str) -> bool:
+    """Compare a server's text with the plain one; some servers write more than max_tokens."""
+    found, expected = (_bare(settings.tokenizer, one) for one in (text, plain_text))
+    was_cut = len(plain.tokens) == settings.max_tokens
+    return found.startswith(expected) if was_cut else found == expected
 
 
 def _bare(tokenizer: TokenizerWrapper, text: str) -> str:

@@ -135,8 +135,8 @@ PIECE = {"choices": [{"delta": {"content": "ab"}}]}
 @pytest.mark.parametrize(
     ("last", "steps"),
     [
-        ({"choices": [], "timings": {"predicted_n": 9, "draft_n": 8, "draft_n_accepted": 5}}, 4),
-        ({"choices": [], "x_mlx_dspark": {"target_forwards": 3, "accept_len": 2.5}}, 3),
+        ({"choices": [], "timings": {"predicted_n": 9, "draft_n": 8, "draft_n_accepted": 5}}, 3),
+        ({"choices": [], "x_mlx_dspark": {"target_forwards": 3, "accept_len": 2.5}}, 2),
         ({"choices": [{"delta": {}, "steps": 6}]}, 6),
         ({"choices": []}, None),
     ],
