@@ -21,6 +21,7 @@ from mlx_redrafter.bench.runs import (
     AUTO,
     PLAIN,
     WARM_UP_PROMPT,
+    Arm,
     CommonSettings,
     EncodedPrompt,
     TimedRun,
@@ -124,16 +125,15 @@ def measure_speed(
     if missing:
         longest = max(len(one.ids) for some in prompts.values() for one in some)
         time_shapes(settings, longest, recording)
-    warm: Setting | None = None
+    methods: dict[str, BatchMethod] = {}
+    current: Setting | None = None
     for done, (setting, batch) in enumerate(missing, start=len(work) - len(missing)):
         on_progress(done, len(work))
         mine = replace(settings, temp=setting.temp)
-        if setting != warm:
-            short = _make_methods(replace(mine, max_tokens=WARM_UP_TOKENS), servers)
-            for method in short.values():
-                method([_shorten(turn) for turn in batch])
-            warm = setting
-        recording.add(_take_turn(_make_methods(mine, servers), batch, mine, cool_down))
+        if setting != current:
+            current, methods = setting, _make_methods(mine, setting.batch_size, servers)
+            _warm_up(replace(mine, max_tokens=WARM_UP_TOKENS), batch, servers)
+        recording.add(_take_turn(methods, batch, mine, cool_down))
     on_progress(len(work), len(work))
     rows = summarise_speed(recording.runs)
     recording.finish(rows=rows)
@@ -215,31 +215,54 @@ def _make_batches(
     ]
 
 
-def _shorten(turn: Turn) -> Turn:
-    """Cut a turn's prompt for warming up; servers then have no prompt of the benchmark cached."""
-    prompt = turn.prompt
-    short = replace(prompt, ids=prompt.ids[:WARM_UP_PROMPT], text=prompt.text[:WARM_UP_PROMPT])
-    return replace(turn, prompt=short)
+def _warm_up(
+    settings: CommonSettings, batch: Sequence[Turn], servers: Sequence[OpenAiServer]
+) -> None:
+    """Let every method compile and allocate, with the beginnings of a batch's prompts.
+
+    The whole prompts would be in the servers' caches afterwards.
+    """
+    short = [
+        replace(
+            turn,
+            prompt=replace(
+                turn.prompt,
+                ids=turn.prompt.ids[:WARM_UP_PROMPT],
+                text=turn.prompt.text[:WARM_UP_PROMPT],
+            ),
+        )
+        for turn in batch
+    ]
+    for method in _make_methods(settings, len(batch), servers).values():
+        method(short)
 
 
 def _make_methods(
-    settings: CommonSettings, servers: Sequence[OpenAiServer]
+    settings: CommonSettings, batch_size: int, servers: Sequence[OpenAiServer]
 ) -> dict[str, BatchMethod]:
-    return {
-        PLAIN: partial(_decode, settings, False),
-        AUTO: partial(_decode, settings, True),
-        **{f"{server.name} (server)": partial(_ask, settings, server) for server in servers},
-    }
+    if batch_size == 1:
+        own: dict[str, BatchMethod] = {
+            PLAIN: partial(_decode_one, PLAIN, plain_arm(settings)),
+            AUTO: partial(_decode_one, AUTO, drafted_arm(settings, None)),
+        }
+    else:
+        model, tokenizer = settings.model, settings.tokenizer
+        engines = {
+            PLAIN: Engine(model, tokenizer, None),
+            AUTO: Engine(model, tokenizer, settings.drafter),
+        }
+        own = {name: partial(_decode, name, engine, settings) for name, engine in engines.items()}
+    return own | {f"{one.name} (server)": partial(_ask, settings, one) for one in servers}
+
+
+def _decode_one(name: str, arm: Arm, batch: Sequence[Turn]) -> list[tuple[TimedRun, str]]:
+    (turn,) = batch
+    return run_together(name, ((0, response) for response in arm(turn.prompt.ids)), batch)
 
 
 def _decode(
-    settings: CommonSettings, drafts: bool, batch: Sequence[Turn]
+    name: str, engine: Engine, settings: CommonSettings, batch: Sequence[Turn]
 ) -> list[tuple[TimedRun, str]]:
-    name = AUTO if drafts else PLAIN
-    if len(batch) == 1:
-        arm = drafted_arm(settings, None) if drafts else plain_arm(settings)
-        return run_together(name, ((0, one) for one in arm(batch[0].prompt.ids)), batch)
-    engine = Engine(settings.model, settings.tokenizer, settings.drafter if drafts else None)
     stream = engine.stream_batch(
         [turn.prompt.ids for turn in batch],
         batch_size=len(batch),
