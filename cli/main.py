@@ -26,6 +26,7 @@ from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
+from mlx_redrafter.cli.try_out import try_out
 from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError, RedrafterError, explain
 from mlx_redrafter.version import __version__
@@ -36,6 +37,7 @@ app = Application(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("try")(try_out)
 app.command("run")(run_model)
 app.command()(generate)
 app.command()(chat)
