@@ -129,4 +129,4 @@ def _compare(drafted: Sequence[int], plain: Sequence[int], is_equal: bool) -> st
         (i for i, (ours, theirs) in enumerate(zip(drafted, plain, strict=False)) if ours != theirs),
         min(len(drafted), len(plain)),
     )
-    return f"DIFFERENT from token {position + 1} on; redrafter-mlx check says how close the two were"
+    return f"DIFFERENT from token {position + 1} on; redrafter-mlx check shows how close they were"
