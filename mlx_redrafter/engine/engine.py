@@ -35,6 +35,7 @@ from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
+from mlx_redrafter.engine.memory_guard import MemoryGuard
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
@@ -282,7 +283,7 @@ class Engine:
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            on_progress=on_progress,
+            on_progress=MemoryGuard().watching(on_progress),
             leave_as_stock=leave_as_stock,
             chunk_size=chunk_size,
         )
