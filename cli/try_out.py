@@ -69,7 +69,7 @@ def try_out(
 
     engine = Engine(model, tokenizer, drafter)
     ids = encode_question(tokenizer, prompt)
-    end, rounds = time.perf_counter() + ENOUGH, []
+    end, rounds = time.perf_counter() + ENOUGH, list[tuple[_Run, _Run]]()
     while len(rounds) < ROUNDS and (not rounds or time.perf_counter() < end):
         drafted = _with_drafts(engine, ids, max_tokens, is_shown=not rounds)
         rounds.append((drafted, _by_mlx_lm(engine, ids, max_tokens)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from mlx_redrafter import Drafter, Lookup, load
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from tests.helpers.cli import Result, run
 from tests.helpers.fake_hub import FakeHub
@@ -60,6 +61,7 @@ def test_a_newcomer_finds_downloads_and_drafts(
     assert f"--yes would download {DRAFTER} (EAGLE-3, " in asked.err
     assert "licence mit" in asked.err
     assert f"drafter: prompt lookup; none on this machine is made for {MODEL}" in asked.err
+    assert isinstance(load(MODEL, "auto")[2], Lookup)
     assert f"{DRAFTER}/model.safetensors" not in hub.fetched, "only when asked to"
 
     drafted = _generate(capsys, "--drafter", "auto", "--yes")
@@ -73,6 +75,7 @@ def test_a_newcomer_finds_downloads_and_drafts(
         again = _generate(capsys, *options)
         assert f"drafter: {DRAFTER}" in again.err
         assert _tokens(again) == _tokens(plain)
+    assert isinstance(load(MODEL, "auto")[2], Drafter)
     assert hub.fetched == fetched, "nothing is fetched twice"
 
 
