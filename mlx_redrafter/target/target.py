@@ -7,7 +7,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -325,30 +325,29 @@ class Target:
         self,
         beginnings: Sequence[Sequence[int]],
         caches: Sequence[TreeCache],
-        step_size: int,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        """Process the beginnings of several sequences at once, in chunks, without logits.
+        step_size: Callable[[], int],
+    ) -> Iterator[None]:
+        """Process the beginnings of several sequences at once, one chunk at a time, without logits.
 
         `TreeCache.may_pad` must hold. Shorter beginnings are padded on the right, where no
         token before the padding attends to it. Blocks until MLX has computed each chunk.
 
         Args:
             beginnings: Token ids of each sequence.
-            caches: Empty caches, which get the K/V entries of their sequences.
-            step_size: Maximum number of tokens per chunk, all sequences together.
-            is_cancelled: Called before every chunk. True leaves all caches empty.
+            caches: Empty caches, which get the K/V entries of their sequences at the end.
+            step_size: Function that returns the maximum number of tokens of the next chunk, all
+                sequences together.
         """
         longest = max(map(len, beginnings))
         padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
-        stock = self.stock_cache()
-        size = max(1, step_size // len(beginnings))
-        for start in range(0, longest, size):
-            if is_cancelled():
-                return
-            self.model(padded[:, start : start + size], cache=stock)
+        stock, done = self.stock_cache(), 0
+        while done < longest:
+            size = max(1, step_size() // len(beginnings))
+            self.model(padded[:, done : done + size], cache=stock)
             mx.eval([layer.state for layer in parts_of(stock) if layer.keys is not None])
             mx.clear_cache()
+            done += size
+            yield
         for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
             for layer, own in zip(parts_of(stock), parts_of(cache.stock), strict=True):
                 copy_entries(layer, own, row, len(tokens))
