@@ -42,6 +42,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.grammar import Grammar, read_vocabulary
 from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
@@ -49,7 +50,6 @@ from mlx_redrafter.policy.plans import SHORTEST, WIDEST
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
-from mlx_redrafter.target.target import Target
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 # A cache may go from one engine to another.
@@ -89,7 +89,7 @@ class Engine:
         _check_pair(model, tokenizer)
         is_wrapped = isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if is_wrapped else TokenizerWrapper(tokenizer)
-        self.target = Target(model)
+        self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
         self._step_costs = step_costs
         self.proposer = _find_proposer(drafter, self.memory)
