@@ -20,6 +20,7 @@ from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.machines.leading import target_of
 
 STOCK = "mlx-lm"
 PLAIN = "plain"
@@ -141,7 +142,7 @@ def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) ->
         if draft_model is not None:
             drafting = {"draft_model": draft_model, "num_draft_tokens": STOCK_DRAFT_TOKENS}
         yield from mlx_lm.stream_generate(
-            settings.model,
+            target_of(settings.model).stock_model,
             settings.tokenizer,
             ids,
             max_tokens=settings.max_tokens,
