@@ -94,7 +94,7 @@ def own_method(engine: Engine, plan: DraftPlan | None) -> Method:
     def decode(prompt: list[int], count: int) -> Text:
         start = time.perf_counter()
         found = list(engine.stream(prompt, max_tokens=count, **options))
-        passes = round(len(found) / found[-1].tokens_per_step)
+        passes = round(len(found) / (found[-1].tokens_per_step or 1.0))
         return Text([one.token for one in found], time.perf_counter() - start, passes)
 
     return decode
