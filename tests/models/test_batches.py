@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.decoding.decode import decode
@@ -17,6 +18,7 @@ from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.target.architectures import SUPPORTED
@@ -24,7 +26,9 @@ from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.target import Target
+from tests.helpers.few_shapes import use_few_shapes
 from tests.models.test_architectures import TOLERANCE, disagreement
+from tests.models.test_quantised_rows import GROUP_SIZE, wide_config
 from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
 from tests.models.trees import DRAFT_LENGTH, PLAN, ScriptedDrafts, read_by_stock, rows_of
 
@@ -48,7 +52,7 @@ class Case(NamedTuple):
 
     Attributes:
         prompt: Its prompt.
-        params: How to sample it.
+        params: Its sampling parameters.
         num_taken: Number of tokens after which its reader goes away.
         text: All tokens of the text, as stock mlx-lm decodes them.
         cache: Stock mlx-lm's cache after ``num_taken`` tokens.
@@ -154,3 +158,58 @@ def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
 def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     poison_what_texts_leave(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    use_few_shapes(monkeypatch)
+    decode_together(model_type, Target(build(tiny_config(model_type))))
+
+
+# With few codes on the border of two values: rounding changes some codes of other seeds.
+@pytest.mark.parametrize("start", [0, 20])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "falcon_h1"])
+def test_quantised_entries(monkeypatch: pytest.MonkeyPatch, model_type: str, start: int) -> None:
+    """Texts join the batch once their entries are quantised."""
+    poison_what_texts_leave(monkeypatch)
+    passes, expect = [], BatchCache.expect
+    monkeypatch.setattr(
+        BatchCache, "expect", lambda cache, trees: passes.append(trees) or expect(cache, trees)
+    )
+    target = Target(build(wide_config(model_type)))
+    decode_together(model_type, target, Quantisation(8, GROUP_SIZE, start))
+    assert passes
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "llama4", "qwen3_5", "lfm2"])
+def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
+    """Show that the other tests would notice entries or states of another slot."""
+    model = build(tiny_config(model_type))
+    rng, target = random.Random(1), Target(model)
+    scheduler = Scheduler(target)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(3)]
+    texts = [
+        SequenceDecoder(
+            target,
+            target.new_cache(),
+            KeyedSampler(SamplingParams(), VOCAB_SIZE),
+            Request(prompt, max_tokens=20),
+        )
+        for prompt in prompts
+    ]
+    readers = [decode(text, scheduler) for text in texts]
+    found: list[list[int]] = [[] for _ in texts]
+
+    def read_and_poison() -> None:
+        for number in range(20):
+            if number == 6:
+                poison(scheduler._cache, scheduler._slots[texts[1]].slot)
+            for own, reader in zip(found, readers, strict=True):
+                own.append(next(reader).id)
+
+    with pytest.raises(NonFiniteError):
+        read_and_poison()
+    for i in (0, 2):
+        found[i] += [token.id for token in readers[i]]
+        alone = generate_step(mx.array(prompts[i]), model, max_tokens=20)
+        assert found[i] == [int(token) for token, _ in alone]

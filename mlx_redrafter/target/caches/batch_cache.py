@@ -27,7 +27,8 @@ from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
-# Number of tokens that a sequence keeps whatever happens.
+# Function that returns the number of tokens that a sequence keeps whatever happens; the maximum
+# integer for one that keeps no states to go back to.
 Floor = Callable[[], int]
 
 
@@ -109,7 +110,7 @@ class BatchCache:
         self.lengths[slot], self._floors[slot] = own.length, floor
         self._ends[slot] = 0  # nothing to keep of what the slot holds
         self._history.visits[slot], own.history.visits = own.history.visits[0], [[]]
-        self._reserve(own.length, self.max_nodes)
+        self._reserve(own.length + 1, self.max_nodes)
         self._ends[slot] = own.length
         rows, states = _split(own)
         for layer, one in zip(self._rows, rows, strict=True):
