@@ -52,13 +52,19 @@ class BranchStates(NamedTuple):
     updates: mx.array
     log_decays: mx.array
 
-    def state_after(self, path: Sequence[int]) -> mx.array:
-        """Compute the state after a path, node indices from the root on, shape (H, V, K)."""
-        nodes = mx.array(list(path), dtype=mx.int32)
-        logs = self.log_decays[:, nodes]
-        updates = self.updates[:, nodes] * mx.exp(logs[:, -1:] - logs)[..., None]
-        decayed = mx.exp(logs[:, -1])[:, None, None] * self.state
-        return decayed + updates.swapaxes(1, 2) @ self.keys[:, nodes]
+    def array_after(self, path: Sequence[int]) -> mx.array:
+        """Compute the state after a path, node indices from the root on, shape (1, H, V, K)."""
+        return _state_after(*self, mx.array(list(path), dtype=mx.int32))
+
+
+@mx.compile
+def _state_after(
+    state: mx.array, keys: mx.array, updates: mx.array, log_decays: mx.array, nodes: mx.array
+) -> mx.array:
+    logs = log_decays[:, nodes]
+    scaled = updates[:, nodes] * mx.exp(logs[:, -1:] - logs)[..., None]
+    decayed = mx.exp(logs[:, -1])[:, None, None] * state
+    return (decayed + scaled.swapaxes(1, 2) @ keys[:, nodes])[None]
 
 
 @mx.compile

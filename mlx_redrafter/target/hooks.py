@@ -29,24 +29,39 @@ Call = Callable[..., Any]
 Hook = Callable[..., Any]
 
 
+class UntraceableError(Exception):
+    """A model needs numbers on the host that a pass compiled for any length does not have."""
+
+
 @dataclass(frozen=True)
 class TreePositions:
     """Positions of the nodes of trees.
 
     Attributes:
         nodes: Position of every node, int32, shape (B, N).
-        first: Lowest position of a root.
+        first: Lowest position of a root; None in a pass that MLX compiles for any length.
         num_depths: Upper bound of positions, counted from ``first`` and exclusive.
     """
 
     nodes: mx.array
-    first: int
+    first: int | None
     num_depths: int
 
     @cached_property
     def flat(self) -> mx.array:
         """Positions of the nodes of all trees in order, shape (B N,)."""
         return self.nodes.reshape(-1)
+
+    @property
+    def known(self) -> range:
+        """The positions that nodes may have, for code that branches on them.
+
+        Raises:
+            UntraceableError: MLX compiles the pass for any length.
+        """
+        if self.first is None:
+            raise UntraceableError("expected positions on the host, found a pass for any length")
+        return range(self.first, self.first + self.num_depths)
 
 
 class HookPoint(NamedTuple):
@@ -144,7 +159,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     rope = cast(Any, call.__self__)
     num_texts, nodes = x.shape[0], positions.flat
     x = _nodes_as_batch(x)
-    if positions.first + positions.num_depths <= rope.max_position_embeddings:
+    if positions.known.stop <= rope.max_position_embeddings:
         # Sequences of up to this length share one base.
         rotated = mx.fast.rope(
             x,
@@ -156,7 +171,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
         )
     else:
         rotated = x
-        for position in range(positions.first, positions.first + positions.num_depths):
+        for position in positions.known:
             is_here = (nodes == position).reshape(-1, 1, 1, 1)
             rotated = mx.where(is_here, call(x, offset=position), rotated)
     return _nodes_as_rows(rotated, num_texts)
@@ -203,9 +218,7 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
             f"expected trees of at most floor_scale = {period} nodes, found {x.shape[1]}; "
             "draft fewer nodes"
         )
-    first, last = (
-        p // period for p in (positions.first + 1, positions.first + positions.num_depths)
-    )
+    first, last = ((positions.known[end] + 1) // period for end in (0, -1))
     result = call(x, mask, _ShiftedCache(cache, first * period - 1, cache.update_and_fetch))
     for number in range(first + 1, last + 1):
         is_here = ((positions.nodes + 1) // period == number)[..., None]

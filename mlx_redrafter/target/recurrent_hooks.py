@@ -8,7 +8,7 @@ its convolutions and its recurrence, in the order of their arrays in the layer's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
-from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.recurrent import BranchedState, BranchPart, RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.hooks import Call
 from mlx_redrafter.target.scoped import Scoped
@@ -30,13 +30,36 @@ class _Layer(NamedTuple):
     Attributes:
         step: The forward pass.
         tree: The tree of the pass.
-        arrays_after: Functions from a path to an array of the layer's cache after it, one for each
-            array so far.
+        parts: The arrays of the layer's cache so far, for any path of the tree.
     """
 
     step: ForwardPass
     tree: TokenTree
-    arrays_after: list[Callable[[Sequence[int]], mx.array]]
+    parts: list[BranchPart]
+
+
+class _Rows(NamedTuple):
+    """Inputs of a causal convolution before and at the nodes of a tree.
+
+    Attributes:
+        x: Shape (1, S - 1 + N, C).
+        rows: Rows that the convolution of each node reads, int32, shape (N, S).
+    """
+
+    x: mx.array
+    rows: mx.array
+
+    def array_after(self, path: Sequence[int]) -> mx.array:
+        return self.x[:, self.rows[path[-1], 1:]]
+
+
+class _Newest(NamedTuple):
+    """Inputs of a convolution over a node and its parent, shape (1, H, N, size of a head)."""
+
+    x: mx.array
+
+    def array_after(self, path: Sequence[int]) -> mx.array:
+        return self.x[:, :, path[-1] : path[-1] + 1]
 
 
 _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
@@ -48,10 +71,10 @@ def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
     caches = [x for x in given if isinstance(x, RecurrentCache)]
     if not caches or caches[0].tree is None:
         return call(*args, **kwargs)
-    arrays_after: list[Callable[[Sequence[int]], mx.array]] = []
-    with Scoped(_layer, _Layer(caches[0].step, caches[0].tree, arrays_after)):
+    parts: list[BranchPart] = []
+    with Scoped(_layer, _Layer(caches[0].step, caches[0].tree, parts)):
         result = call(*args, **kwargs)
-    caches[0].branch(lambda path: [array_after(path) for array_after in arrays_after])
+    caches[0].branch(BranchedState(parts))
     return result
 
 
@@ -66,8 +89,8 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
     if layer is None:
         return call(x)
     rows = layer.step.window_rows(x.shape[1] - layer.tree.size + 1)
-    layer.arrays_after.append(lambda path: x[:, rows[path[-1], 1:]])
-    return call(x[0][rows]).swapaxes(0, 1)
+    layer.parts.append(_Rows(x, rows))
+    return call(x.squeeze(0)[rows]).swapaxes(0, 1)
 
 
 def convolve_short(call: Call, x: mx.array, **kwargs: Any) -> Any:
@@ -94,7 +117,7 @@ def convolve_pairs(
         return call(x, weights, state=state)
     before = mx.zeros_like(x[:, :, :1]) if state is None else state
     above = mx.concatenate([before, x], axis=2)[:, :, layer.step.window_rows(2)[:, 0]]
-    layer.arrays_after.append(lambda path: x[:, :, path[-1] : path[-1] + 1])
+    layer.parts.append(_Newest(x))
     convolved = call(x.swapaxes(0, 2), weights, state=above.swapaxes(0, 2))
     return convolved.swapaxes(0, 2)
 
@@ -138,13 +161,12 @@ def _follow_delta_rule(
         keys,
         values,
         strengths,
-        log_gates[0].T,
+        log_gates.squeeze(0).T,
         before,
         layer.tree.ancestors,
         layer.tree.max_depth,
     )
-    branches = BranchStates(before, keys, updates, log_decays)
-    layer.arrays_after.append(lambda path: branches.state_after(path)[None])
+    layer.parts.append(BranchStates(before, keys, updates, log_decays))
     return _by_node(y).astype(q.dtype), state
 
 
@@ -164,7 +186,7 @@ def _follow_state_space(
 ) -> tuple[mx.array, mx.array | None]:
     """Compute ``ssm_update`` for a tree; returns the state as it was."""
     num_heads = x.shape[2]
-    dt = compute_dt(dt, dt_bias, time_step_limit)[0].T
+    dt = compute_dt(dt, dt_bias, time_step_limit).squeeze(0).T
     inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
     updates, before = dt[..., None] * inputs, _state(state, inputs, keys)
     y, log_decays = follow_updates(
@@ -175,14 +197,13 @@ def _follow_state_space(
         before,
         layer.tree.ancestors,
     )
-    branches = BranchStates(before, keys, updates, log_decays)
-    layer.arrays_after.append(lambda path: branches.state_after(path)[None])
+    layer.parts.append(BranchStates(before, keys, updates, log_decays))
     return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
 
 
 def _by_head(x: mx.array, num_heads: int) -> mx.array:
     """Repeat rows of nodes, shape (1, N, groups, D), for each head, float32, shape (H, N, D)."""
-    rows = x[0].swapaxes(0, 1).astype(mx.float32)
+    rows = x.squeeze(0).swapaxes(0, 1).astype(mx.float32)
     return mx.repeat(rows, num_heads // rows.shape[0], axis=0)
 
 
@@ -195,7 +216,7 @@ def _state(state: mx.array | None, values: mx.array, keys: mx.array) -> mx.array
     """Return a layer's state without the batch axis, or zeros before the first token."""
     if state is None:
         return mx.zeros((values.shape[0], values.shape[2], keys.shape[2]))
-    return state[0].astype(mx.float32)
+    return state.squeeze(0).astype(mx.float32)
 
 
 def _rates(A_log: mx.array) -> mx.array:

@@ -101,17 +101,43 @@ class FullCache:
         self.stock.offset -= num_nodes
         return entries
 
+    def lend(self, num_nodes: int) -> tuple[mx.array, mx.array] | None:
+        """Return buffers that hold all committed entries, with room for those of a tree.
+
+        Buffers of whole buckets; None for a layer that the model never uses.
+        """
+        self.write_aside()
+        if self.stock.keys is None:
+            return None
+        self._grow(self._length + num_nodes - getattr(self.stock, "start_position", 0))
+        keys, values = self.stock.keys, self.stock.values
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
+    def take_back(
+        self, keys: mx.array, values: mx.array, fresh_keys: mx.array, fresh_values: mx.array
+    ) -> None:
+        """Take the buffers back, with the entries of the tree behind the committed ones."""
+        self.stock.keys, self.stock.values = keys, values
+        self._fresh = fresh_keys, fresh_values
+
+    def _grow(self, num_entries: int) -> None:
+        """Let the buffer end with a bucket, because graphs know strides, too."""
+        assert self.stock.keys is not None
+        size = bucket(max(num_entries, self.stock.keys.shape[2]))
+        if size > self.stock.keys.shape[2]:
+            reserve_rows([self.stock], size)
+
     def _attended(self) -> tuple[mx.array, mx.array]:
         """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
         stock = self.stock
         if self.step.tree is None or not self.step.has_buckets:
             return stock.keys_and_values()
+        count = bucket(stock.offset - getattr(stock, "start_position", 0))
+        self._grow(count)
         assert stock.keys is not None
         assert stock.values is not None
-        count = bucket(stock.offset - getattr(stock, "start_position", 0))
-        size = bucket(max(count, stock.keys.shape[2]))
-        if size > stock.keys.shape[2]:  # a graph knows strides, too, so the buffer grows by buckets
-            reserve_rows([stock], size)
         return stock.keys[..., :count, :], stock.values[..., :count, :]
 
     def _entries_aside(self) -> tuple[list[mx.array], list[mx.array]]:

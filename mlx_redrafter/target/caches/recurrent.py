@@ -8,8 +8,9 @@ of the tree. The cache calls it for the accepted path, and for the path at which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -20,6 +21,24 @@ from mlx_redrafter.trees.tree import TokenTree
 # Arrays of mlx-lm's cache, all None before the first token.
 State = list[mx.array | None]
 StateAfter = Callable[[Sequence[int]], State]
+
+
+class BranchPart(Protocol):
+    """One array of a state, for any path of a tree; a tuple of arrays to compute it from."""
+
+    def __iter__(self) -> Iterator[mx.array]: ...
+
+    def array_after(self, path: Sequence[int]) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class BranchedState:
+    """A `StateAfter` made of arrays, which a compiled pass can return."""
+
+    parts: Sequence[BranchPart]
+
+    def __call__(self, path: Sequence[int]) -> State:
+        return [part.array_after(path) for part in self.parts]
 
 
 class RecurrentCache:
@@ -44,6 +63,11 @@ class RecurrentCache:
     def branch(self, state_after: StateAfter) -> None:
         """Record a pass over a tree; ``state_after`` maps a path from the root on to a state."""
         self._passes[-1].state_after = state_after
+
+    @property
+    def branched(self) -> StateAfter | None:
+        """The argument of `branch` in the newest pass."""
+        return self._passes[-1].state_after
 
     def commit(self, path: Sequence[int]) -> None:
         newest = self._passes[-1]
