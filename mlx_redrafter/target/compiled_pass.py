@@ -27,9 +27,10 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache
-from mlx_redrafter.target.caches.recurrent import BranchedState, RecurrentCache
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache, TreeCache
+from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache, TreeCache, flat
+from mlx_redrafter.target.caches.tree_pass import BranchedState
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions, UntraceableError
 from mlx_redrafter.trees.tree import TokenTree
@@ -132,7 +133,7 @@ class CompiledPasses:
         max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, tree.size - 1)
         use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
         self._uses[use] += 1
-        if self._uses[use] < USES or self.fault is not None or not _can_lend(cache.layers):
+        if self._uses[use] < USES or self.fault is not None or not _can_lend(cache.parts):
             return None
         loan = _Loan(cache.length, tree)
         kind = PassKind(*use[:3], tuple(map(loan.borrow, cache.layers)))
@@ -142,8 +143,8 @@ class CompiledPasses:
         results = iter(compiled(loan.inputs(cache.length)))
         outputs = list(islice(results, 3 if captured else 2))
         states = iter(compiled.states)
-        for layer, layer_kind in zip(cache.layers, kind.layers, strict=True):
-            _give_back(layer, layer_kind, results, states)
+        for part, part_kind in zip(cache.parts, flat(kind.layers), strict=True):
+            _give_back(part, part_kind, results, states)
         return outputs
 
     def _compile(self, kind: PassKind, loan: _Loan) -> bool:
@@ -174,7 +175,7 @@ class _Loan:
         self.length = length
         self._tree = tree
 
-    def borrow(self, layer: LayerCache) -> LayerKind:
+    def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
         """Borrow the arrays of a layer, and return its kind."""
         if isinstance(layer, CompositeCache):
             return PartsKind(tuple(map(self.borrow, layer.parts)))
@@ -249,18 +250,19 @@ class _CompiledPass:
         step = TracedPass(places, tree)
         layers = [_make_layer(one, step, lent) for one in kind.layers]
         nodes = (step.length + depths)[None]
-        positions = TreePositions(nodes, None, kind.max_depth + 1)
+        positions = TreePositions(nodes, None)
         # Padding nodes are embedded as token 0.
         found = self._process(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
         outputs = [one for one in found if one is not None]
-        states = []
-        for layer in _parts_of(layers):
-            if isinstance(layer, TracedEntries):
-                outputs += layer.outputs()
-            elif layer is not None:
-                assert isinstance(layer.branched, BranchedState)
-                outputs += [array for part in layer.branched.parts for array in part]
-                states.append([type(part) for part in layer.branched.parts])
+        records, states = iter(step.records), []
+        for part in flat(layers):
+            if isinstance(part, TracedEntries):
+                outputs += part.outputs()
+            elif part is not None:
+                after = next(records).after
+                assert isinstance(after, BranchedState)
+                outputs += [array for one in after.parts for array in one]
+                states.append([type(one) for one in after.parts])
         self.states = states
         return outputs
 
@@ -334,20 +336,10 @@ class TracedEntries:
         return [*self._buffers, *self._fresh]
 
 
-class _TracedParts:
-    """A layer with several caches in a compiled pass."""
-
-    def __init__(self, parts: list[Any]):
-        self.parts = parts
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts[index]
-
-
 def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> Any:
     """Make a layer's cache of a compiled pass from its kind and the arrays lent next."""
     if isinstance(kind, PartsKind):
-        return _TracedParts([_make_layer(part, step, lent) for part in kind.parts])
+        return CompositeCache(None, [_make_layer(part, step, lent) for part in kind.parts])
     if isinstance(kind, EntriesKind):
         return TracedEntries(kind, step, next(lent), next(lent))
     if kind is None:
@@ -360,26 +352,19 @@ def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> 
 
 
 def _give_back(
-    layer: LayerCache, kind: LayerKind, results: Iterator[mx.array], states: Iterator[Any]
+    part: LayerCache, kind: LayerKind, results: Iterator[mx.array], states: Iterator[Any]
 ) -> None:
-    """Give a layer what a compiled pass has made of its arrays."""
-    if isinstance(layer, CompositeCache):
-        assert isinstance(kind, PartsKind)
-        for part, part_kind in zip(layer.parts, kind.parts, strict=True):
-            _give_back(part, part_kind, results, states)
-    elif isinstance(layer, RecurrentCache):
-        parts = [one._make(islice(results, len(one._fields))) for one in next(states)]
-        layer.branch(BranchedState(parts))
+    """Give a cache the results that a compiled pass has made of its arrays."""
+    if isinstance(part, RecurrentCache):
+        arrays = [one._make(islice(results, len(one._fields))) for one in next(states)]
+        part.branch(BranchedState(arrays))
     elif kind is not None:
-        _entries_of(layer).take_back(*islice(results, 4))
+        _entries_of(part).take_back(*islice(results, 4))
 
 
-def _can_lend(layers: Sequence[LayerCache]) -> bool:
-    """Whether a compiled pass can use the arrays of these layers."""
-    return all(
-        _can_lend(one.parts) if isinstance(one, CompositeCache) else type(one) in LENDING
-        for one in layers
-    )
+def _can_lend(parts: Sequence[LayerCache]) -> bool:
+    """Whether a compiled pass can use the arrays of these caches."""
+    return all(type(one) in LENDING for one in parts)
 
 
 def _entries_of(layer: LayerCache) -> FullCache:
@@ -387,11 +372,3 @@ def _entries_of(layer: LayerCache) -> FullCache:
     entries = layer.ordered if isinstance(layer, SlidingCache) else layer
     assert isinstance(entries, FullCache)
     return entries
-
-
-def _parts_of(layers: Sequence[Any]) -> list[Any]:
-    """List layers, with the parts of one with several caches in its place."""
-    parts: list[Any] = []
-    for layer in layers:
-        parts.extend(_parts_of(layer.parts) if isinstance(layer, _TracedParts) else [layer])
-    return parts
