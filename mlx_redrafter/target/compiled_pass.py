@@ -26,7 +26,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache
-from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.full import FullCache, write_all_aside
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache, TreeCache, flat
@@ -135,7 +135,7 @@ class CompiledPasses:
         self._uses[use] += 1
         if self._uses[use] < USES or self.fault is not None or not _can_lend(cache.parts):
             return None
-        loan = _Loan(cache.length, tree)
+        loan = _Loan(cache, tree)
         kind = PassKind(*use[:3], tuple(map(loan.borrow, cache.layers)))
         if kind not in self.passes and not self._compile(kind, loan):
             return None
@@ -169,11 +169,15 @@ class _Loan:
         starts: Positions of the first entries of the buffers.
     """
 
-    def __init__(self, length: int, tree: TokenTree):
+    def __init__(self, cache: TreeCache, tree: TokenTree):
         self.arrays: list[mx.array] = []
         self.starts: list[int] = []
-        self.length = length
+        self.length = cache.length
         self._tree = tree
+        self._kinds: dict[tuple[Any, ...], EntriesKind] = {}
+        write_all_aside(
+            [_entries_of(one) for one in cache.parts if type(one) is not RecurrentCache]
+        )
 
     def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
         """Borrow the arrays of a layer, and return its kind."""
@@ -183,19 +187,22 @@ class _Loan:
             state = cast(list[mx.array], layer.stock.cache)
             self.arrays += state
             return StateKind(len(state))
-        buffers = _entries_of(layer).lend(self._tree.size)
+        entries = _entries_of(layer)
+        buffers = entries.lend(self._tree.size)
         if buffers is None:
             return None
         self.arrays += buffers
-        start = getattr(_entries_of(layer).stock, "start_position", 0)
+        window = layer.stock.max_size if isinstance(layer, SlidingCache) else None
+        key = buffers[0].shape[2], entries.start, window
+        if key not in self._kinds:  # few, as most layers are alike
+            self._kinds[key] = self._entries_kind(*key)
+        return self._kinds[key]
+
+    def _entries_kind(self, num_rows: int, start: int, window: int | None) -> EntriesKind:
         if start not in self.starts:
             self.starts.append(start)
-        return EntriesKind(
-            bucket(self.length + self._tree.size - start),
-            buffers[0].shape[2],
-            self.starts.index(start),
-            layer.stock.max_size if isinstance(layer, SlidingCache) else None,
-        )
+        num_entries = bucket(self.length + self._tree.size - start)
+        return EntriesKind(num_entries, num_rows, self.starts.index(start), window)
 
     def inputs(self, length: int) -> list[mx.array]:
         """Return the inputs of the pass after ``length`` tokens."""
