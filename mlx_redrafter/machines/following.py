@@ -76,6 +76,7 @@ class Follower:
 
     def __init__(self, model: nn.Module, machines: Machines):
         self._target = Target(model)
+        self._target.compiled = None  # as on rank 0
         self._group = machines.group
         self._caches: dict[int, TreeCache] = {}
         self._batches: dict[int, BatchCache] = {}

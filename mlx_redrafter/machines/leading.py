@@ -219,6 +219,7 @@ class LeadingTarget(Target):
         self.leader = leader
         self.devices = tuple(rank.device for rank in leader.machines.ranks)
         super().__init__(model)
+        self.compiled = None  # each rank would compare bits, and compile, for itself
 
     @property
     def stock_model(self) -> Any:
