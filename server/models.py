@@ -133,7 +133,7 @@ class Model:
         }
 
     def _find_drafter(self, proposer: Proposer | None) -> str | None:
-        """Return the name of the drafter in use; prompt lookup replaces one that cannot be loaded."""
+        """Return the name of the drafter in use: lookup replaces one that cannot be loaded."""
         if proposer is None:
             return "none"
         return "lookup" if isinstance(proposer, Lookup) else self._name_drafter()
