@@ -22,6 +22,7 @@ from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
+from mlx_redrafter.cli.machines import join_machines
 from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     logger.handlers = [_StderrHandler()]
     try:
+        join_machines(arguments)
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)
     except (RedrafterError, typer.TyperException, typer.Abort) as error:
         if is_debugged:

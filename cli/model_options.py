@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -143,10 +144,12 @@ class Pair:
         from mlx_redrafter.checkpoints.loading import load
         from mlx_redrafter.proposers.lookup import Lookup
 
+        if kv_bits is not None and launched_group() is not None:
+            raise ConfigError("kv_bits is not supported on several machines; leave it out")
         try:
             if self.model is not None:
                 _check_memory(self.model, drafter, context, kv_bits)
-            model, tokenizer, loaded = load(self.model, drafter, **options)
+            model, tokenizer, loaded = load(self.model, drafter, group=launched_group(), **options)
         except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
                 raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -14,6 +14,7 @@ import typer
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, shared_name
 from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
 from mlx_redrafter.cli.text_options import (
     MODEL,
@@ -226,6 +227,8 @@ def serve(
     listener = listen(address.host, address.port)
     pairs = models.pairs()
     served = _name_models(pairs, address.model_name)
+    if launched_group() is not None:
+        checked = _for_machines(served, checked)
 
     from mlx_redrafter.measured import cache_folder
     from mlx_redrafter.server.models import Models
@@ -253,6 +256,15 @@ def serve(
     names = ", ".join(model.name for model in served)
     typer.echo(f"serving {names} at http://{host}:{listener.getsockname()[1]}", err=True)
     server.run([listener])
+
+
+def _for_machines(served: list[Model], limits: Limits) -> Limits:
+    """Keep the one model for good, and no prompts: what is kept on rank 0 the others would lack."""
+    if len(served) > 1:
+        raise ConfigError(f"expected one model on several machines, found {len(served)}; serve one")
+    served[0].load = cache(served[0].load)
+    typer.echo("prompts are not kept for later requests on several machines", err=True)
+    return replace(limits, prompt_cache_bytes=0, prompt_disk_bytes=0)
 
 
 def _models_in(name: str) -> list[str]:

@@ -21,7 +21,7 @@ def quote(name: str) -> str:
 
 def one_line(text: str) -> str:
     """Make one line of a text: escape it, and cut its middle if it is long; the end is advice."""
-    line = _escape(" ".join(text.split()))
+    line = printable(" ".join(text.split()))
     half = MAX_LINE // 2
     return line if len(line) <= MAX_LINE else f"{line[:half]} [...] {line[-half:]}"
 
@@ -34,12 +34,12 @@ def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
     return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown
 
 
+def printable(text: str) -> str:
+    """Escape line ends and control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the first line of an error's text, which may quote a file, escaped and shortened."""
-    text = first_line(error)[: 2 * MAX_NAME + 1]
-    text = _escape(text)
+    text = printable(first_line(error)[: 2 * MAX_NAME + 1])
     return text if len(text) <= 2 * MAX_NAME else f"{text[: 2 * MAX_NAME]}..."
-
-
-def _escape(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

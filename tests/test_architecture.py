@@ -230,7 +230,7 @@ def _phases(function: ast.FunctionDef) -> list[str]:
 
 
 def test_a_step_is_draft_ask_answer_take_alone_and_in_a_batch() -> None:
-    alone, batch = _method("decoding.sequence", "step"), _method("decoding.scheduler", "_run_pass")
+    alone, batch = _method("decoding.sequence", "step"), _method("decoding.joint_step", "run")
     assert _phases(alone) == PHASES
     assert _phases(batch) == PHASES
     phases = [_method("decoding.sequence", name) for name in PHASES]

@@ -76,6 +76,7 @@ def generate_batch(
     *,
     drafter: AnyDrafter = "lookup",
     batch_size: int = 8,
+    grammar: Grammar | None = None,
     **options: Unpack[OptionKeywords],
 ) -> list[str]:
     """Generate several texts at once, which costs less time than one after the other.
@@ -87,9 +88,9 @@ def generate_batch(
         model: A model loaded by `load` or by mlx-lm.
         tokenizer: The model's tokenizer.
         prompts: Texts, or token ids.
-        drafter: As in `stream_generate`. Prompt lookup drafts only with a fixed plan, that is, with
-            ``beam_width``, ``beam_length`` or ``tree_nodes``.
+        drafter: As in `stream_generate`.
         batch_size: Maximum number of texts at once.
+        grammar: Grammar of every text.
         **options: Fields of `GenerationOptions`; all texts have the same seed.
 
     Raises:
@@ -100,7 +101,8 @@ def generate_batch(
     """
     texts = ["" for _ in prompts]
     engine = _engine(model, tokenizer, drafter)
-    for number, response in engine.stream_batch(prompts, batch_size=batch_size, **options):
+    stream = engine.stream_batch(prompts, batch_size=batch_size, grammar=grammar, **options)
+    for number, response in stream:
         texts[number] += response.text
     return texts
 

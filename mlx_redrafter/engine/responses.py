@@ -235,13 +235,9 @@ class BatchStream(Iterator[BatchResponse]):
                     self._end(sequence)
 
     def _begin(self, begun: list[tuple[int, SequenceDecoder]]) -> None:
-        """Process all but the last tokens of some prompts; the other sequences wait."""
         for number, sequence in begun:
             self._live[sequence] = number, Responder(sequence, self._tokenizer)
         self._scheduler.begin([sequence for _, sequence in begun])
-        for _, sequence in begun:
-            if sequence.is_finished:
-                self._end(sequence)
 
     def _step(self) -> Iterator[BatchResponse]:
         self._num_steps += 1

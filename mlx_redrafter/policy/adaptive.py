@@ -50,6 +50,9 @@ MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
 
+# Maximum number of decisions whose steps have not been observed.
+IN_FLIGHT = 2
+
 # Whether a size verifies any drafts, by entry of COUNTS.
 _VERIFIES = np.array(COUNTS) > 0
 
@@ -186,49 +189,74 @@ class AdaptivePolicy:
         return self.experience.ratios.are_low
 
     def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
+        return self.choose_for([outlook] if outlook else [], 1)
+
+    def choose_for(self, outlooks: Sequence[Sequence[float]], count: int) -> DraftPlan | None:
+        """Choose the plan of the next step of several sequences.
+
+        Args:
+            outlooks: Outlooks of the sequences for which a prompt lookup finds something.
+            count: Number of all sequences.
+        """
         self._learn()
-        tokens = self._lookup_tokens(outlook) if outlook and self._guard.allows_drafts else 0.0
+        tokens = 0.0
+        if outlooks and self._guard.allows_drafts:
+            tokens = self._lookup_tokens(outlooks, count)
         if tokens:
             self._newest = Decision(Choice(LOOKUP), tokens)
         else:
             choice = self._explore()
             self._newest = Decision(choice, self._expected_tokens(choice))
         self._in_flight.append(self._newest)
+        if len(self._in_flight) > IN_FLIGHT:  # the sequence that was timed has ended
+            self._in_flight.popleft()
         return self._newest.choice.plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self.keep_for(self._pending, plan, tree)
+        (kept,) = self.keep_all([(self._pending, tree)], 1)
+        return kept
 
-    def keep_for(self, pending: PendingDrafts, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """Select the drafts of one sequence to verify, with padding if a larger size costs less.
+    def keep_all(
+        self, offers: Sequence[tuple[PendingDrafts, TokenTree]], count: int
+    ) -> list[TokenTree]:
+        """Select the drafts to verify, with padding if a larger size costs less.
 
         Args:
-            pending: Drafts of that sequence.
-            plan: Plan of the drafts.
-            tree: The drafts.
+            offers: Drafts of the newest plan, for each sequence that has any.
+            count: Number of all sequences.
         """
-        kept = self._select(pending, plan, tree)
-        return kept if kept.size == 1 else kept.padded(self._timed.cheapest_size(kept.size))
+        kept = self._select(offers, count)
+        size = self._timed.cheapest_size(max(tree.size for tree in kept))
+        return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
 
-    def _select(self, pending: PendingDrafts, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def _select(
+        self, offers: Sequence[tuple[PendingDrafts, TokenTree]], count: int
+    ) -> list[TokenTree]:
         decision, self.waits = self._newest, False
+        plan, wanted = decision.choice.plan, decision.choice.num_nodes
+        assert plan is not None
         if plan.from_text:
-            probabilities = [math.exp(score) for score in tree.read().scores]
-            _, decision.tokens, kept = self._worth(probabilities, is_lookup=True)
-            decision.waits, decision.looked_up = True, [probabilities[draft] for draft in kept]
-            return tree.subtree(kept)
-        pending.newest = ScoredDrafts(plan.searched, tree)
-        wanted = decision.choice.num_nodes
+            found = [[math.exp(score) for score in tree.read().scores] for _, tree in offers]
+            _, decision.tokens, kept = self._worth(found, count, is_lookup=True)
+            decision.waits, decision.looked_up = True, [found[0][draft] for draft in kept[0]]
+            return [tree.subtree(one) for (_, tree), one in zip(offers, kept, strict=True)]
+        for pending, tree in offers:
+            pending.newest = ScoredDrafts(plan.searched, tree)
         if wanted != 1 and not self._guard.allows_drafts:
             # The step in flight when this one was chosen has cost too much.
             wanted, decision.tokens, self._trial_steps = 1, 1.0, 0
         if wanted is None:
             self.waits = decision.waits = True
-            probabilities = pending.newest.score(self.experience.acceptance)
-            _, decision.tokens, kept = self._worth(probabilities)
-            return tree.subtree(kept)
-        most = min(wanted, tree.size)
-        return tree.first(max(size for size in (1, *self._timed.verify) if size <= most))
+            found = [
+                pending.newest.score(self.experience.acceptance)
+                for pending, _ in offers
+                if pending.newest is not None
+            ]
+            _, decision.tokens, kept = self._worth(found, count)
+            return [tree.subtree(one) for (_, tree), one in zip(offers, kept, strict=True)]
+        most = min(wanted, *(tree.size for _, tree in offers))
+        size = max(size for size in (1, *self._timed.verify) if size <= most)
+        return [tree.first(size) for _, tree in offers]
 
     def observe(self, step: Step) -> None:
         self.observe_time(step)
@@ -356,36 +384,47 @@ class AdaptivePolicy:
             return 1.0
         return self._fixed.tokens if choice.is_trial else self._best.tokens
 
-    def _lookup_tokens(self, outlook: Sequence[float]) -> float:
+    def _lookup_tokens(self, outlooks: Sequence[Sequence[float]], count: int) -> float:
         """Expected tokens of a prompt lookup if it is faster than the best choice; else 0."""
-        surplus, tokens, _ = self._worth(outlook, is_lookup=True)
+        surplus, tokens, _ = self._worth(outlooks, count, is_lookup=True)
         if surplus > 0:
             return tokens
         self.experience.lookups.fade(1 - 1 / LOOKUPS)  # the text has moved on
         return 0.0
 
     def _worth(
-        self, probabilities: Sequence[float], is_lookup: bool = False
-    ) -> tuple[float, float, list[int]]:
+        self, offers: Sequence[Sequence[float]], count: int, is_lookup: bool = False
+    ) -> tuple[float, float, list[list[int]]]:
         """Find the number of drafts with the most tokens beyond what their time yields otherwise.
 
+        All sequences pay for the size of the largest tree, so it is one number for all of them.
+
         Args:
-            probabilities: Probability of each draft that it is accepted.
+            offers: Probability of each draft that it is accepted, for each sequence with drafts.
+            count: Number of all sequences.
             is_lookup: Whether the drafts come from prompt lookup.
 
         Returns:
-            Tokens beyond those, expected tokens, and the drafts.
+            Tokens per sequence beyond those, expected tokens per sequence, and the drafts of each
+            sequence with drafts.
         """
         experience, costs, rate = self.experience, self._costs, self._best.rate
         share = (experience.lookups if is_lookup else experience.correction).share.tolist()
         seconds = (costs.lookup if is_lookup else costs.verify).tolist()
-        order = most_probable(probabilities)
-        expected = (probabilities[i] * part for i, part in zip(order, share, strict=False))
-        sums = list(accumulate(expected, initial=1.0))
+        orders = [most_probable(probabilities) for probabilities in offers]
+        longest = max(map(len, orders))
+        sums = [1.0] * (1 + longest)
+        for order, probabilities in zip(orders, offers, strict=True):
+            expected = (probabilities[i] * part for i, part in zip(order, share, strict=False))
+            added = list(accumulate(expected, initial=0.0))
+            for number in range(1, 1 + longest):
+                sums[number] += added[min(number, len(added) - 1)] / count
         options = zip(COUNTS, seconds, strict=True)
-        surplus = {count: sums[count] - rate * cost for count, cost in options if count < len(sums)}
+        surplus = {
+            number: sums[number] - rate * cost for number, cost in options if number <= longest
+        }
         best = max(surplus, key=surplus.__getitem__)
-        return surplus[best], sums[best], order[:best]
+        return surplus[best], sums[best], [order[:best] for order in orders]
 
     def _learn(self) -> None:
         """Learn from the drafts of all steps since the last time."""

@@ -7,7 +7,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.device_read import to_floats
+from mlx_redrafter.device_read import to_floats, wait_for
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
-from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, parts_of
+from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
@@ -105,10 +105,13 @@ class Target:
         context_length: Number of positions for which the model was made; None if its config does
             not say, or if no layer counts tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
+        devices: Devices of all machines; none for one machine alone.
 
     Raises:
         UnsupportedTargetError: The architecture is not supported.
     """
+
+    devices: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module):
         parts = find_parts(model)
@@ -125,6 +128,11 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
+
+    @property
+    def stock_model(self) -> Any:
+        """The model, for code that calls it and computes every call, as mlx-lm's loops do."""
+        return self.model
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -167,13 +175,7 @@ class Target:
 
     def new_batch_cache(self) -> BatchCache:
         """Create a cache of several sequences."""
-        others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
-        if others:
-            raise UnsupportedTargetError(
-                f"expected a model whose layers attend to all tokens, found one with caches "
-                f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
-            )
-        return BatchCache(self.num_layers, self.has_buckets)
+        return BatchCache(self.has_buckets)
 
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """Create a cache for timing, with K/V entries of zeros in place of ``length`` tokens.
@@ -183,17 +185,15 @@ class Target:
         """
         cache = self.new_cache(quantisation=quantisation)
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
-        reserve_rows(
-            [
-                part
-                for part in parts_of(cache.stock)
-                if isinstance(part, KVCache | ChunkedKVCache | QuantizedKVCache)
-            ],
-            length,
-        )
+        self.reserve(cache, length)
         cache.settle(length)
         mx.eval([layer.state for layer in cache.stock])
         return cache
+
+    def reserve(self, cache: TreeCache, num_rows: int) -> None:
+        """Give the used layers of a cache that hold K/V entries room for ``num_rows``."""
+        kinds = KVCache | ChunkedKVCache | QuantizedKVCache
+        reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
@@ -313,50 +313,52 @@ class Target:
         while total - done > 1:
             limit = step_size if isinstance(step_size, int) else step_size(done)
             size = min(limit, total - done - 1)
-            cache.expect(None)
-            chunk = prompt[done : done + size]
-            if layers:
-                states = self._process(chunk[None], cache.stock, layers).alone.states
-                assert states is not None
+            states = self.process_chunk(prompt[done : done + size], cache, layers).states
+            if states is not None:
                 on_states(states)
-            else:
-                self.model(chunk[None], cache=cache.stock)
-            cache.grow(size)
-            mx.eval([layer.state for layer in cache.stock])
+            wait_for([layer.state for layer in cache.stock])
             done += size
             on_progress(done, total)
             mx.clear_cache()
+
+    def process_chunk(
+        self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]
+    ) -> TargetOutputs:
+        """Process some tokens of a prompt, shape (n,), which MLX has not computed yet."""
+        cache.expect(None)
+        outputs = self._process(chunk[None], cache.stock, layers).alone
+        cache.grow(chunk.shape[0])
+        return outputs
 
     def prefill_together(
         self,
         beginnings: Sequence[Sequence[int]],
         caches: Sequence[TreeCache],
-        step_size: int,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        """Process the beginnings of several sequences at once, in chunks, without logits.
+        step_size: Callable[[], int],
+    ) -> Iterator[None]:
+        """Process the beginnings of several sequences at once, one chunk at a time, without logits.
 
-        All layers must attend to all tokens. Shorter beginnings are padded on the right, where no
+        `TreeCache.may_pad` must hold. Shorter beginnings are padded on the right, where no
         token before the padding attends to it. Blocks until MLX has computed each chunk.
 
         Args:
             beginnings: Token ids of each sequence.
-            caches: Empty caches, which get the K/V entries of their sequences.
-            step_size: Maximum number of tokens per chunk, all sequences together.
-            is_cancelled: Called before every chunk. True leaves all caches empty.
+            caches: Empty caches, which get the K/V entries of their sequences at the end.
+            step_size: Function that returns the maximum number of tokens of the next chunk, all
+                sequences together.
         """
         longest = max(map(len, beginnings))
         padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
-        stock = self.stock_cache()
-        size = max(1, step_size // len(beginnings))
-        for start in range(0, longest, size):
-            if is_cancelled():
-                return
-            self.model(padded[:, start : start + size], cache=stock)
-            mx.eval([layer.state for layer in stock if layer.keys is not None])
+        stock, done = self.stock_cache(), 0
+        while done < longest:
+            size = max(1, step_size() // len(beginnings))
+            self.model(padded[:, done : done + size], cache=stock)
+            mx.eval([layer.state for layer in parts_of(stock) if layer.keys is not None])
             mx.clear_cache()
+            done += size
+            yield
         for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
-            for layer, own in zip(stock, cache.stock, strict=True):
+            for layer, own in zip(parts_of(stock), parts_of(cache.stock), strict=True):
                 copy_entries(layer, own, row, len(tokens))
             cache.grow(len(tokens))
 
@@ -387,8 +389,10 @@ class Target:
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
-        positions = TreePositions(nodes, cache.length, tree.max_depth + 1)
-        return self._process_trees(tokens[None], positions, cache.layers, layers).alone
+        span = range(cache.length, cache.length + tree.max_depth + 1)
+        return self._process_trees(
+            tokens[None], TreePositions(nodes, [span]), cache.layers, layers
+        ).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
@@ -405,6 +409,11 @@ class Target:
         states = self._process(tokens[None], None, layers).alone.states
         assert states is not None
         return states
+
+    def call(self, tokens: mx.array, caches: list[Any] | None) -> mx.array:
+        """Call the model, to compute all of the call; without caches for a new sequence."""
+        logits: mx.array = self.model(tokens, cache=caches)
+        return logits
 
     def watch(self, layers: Sequence[int]) -> None:
         """Hook layers, so that forward passes can capture their inputs.
@@ -450,7 +459,7 @@ class Target:
     ) -> TargetOutputs:
         """Compute outputs with an axis of sequences, for tokens of shape (sequences, N)."""
         with captured_output() as outputs, captured_inputs() as inputs:
-            logits = self.model(tokens, cache=caches)
+            logits = self.call(tokens, caches)
         final, states = outputs[-1], None
         if layers:
             parts = [final if i == FINAL else inputs[id(self._reader_of(i))] for i in layers]
@@ -514,7 +523,7 @@ class Target:
         for module in candidates:
             install(HookPoint(module, "__call__", capture_input))
         with captured_output() as outputs, captured_inputs() as inputs:
-            self.model(mx.array([[0]]))
+            self.call(mx.array([[0]]), None)
         for module in candidates:
             given = inputs.get(id(module))
             if given is not None and mx.array_equal(module(given), outputs[-1]).item():

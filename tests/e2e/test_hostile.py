@@ -292,6 +292,7 @@ def test_damaged_sources(
 
 
 COMPARE = ["bench", "compare", *COMMANDS["bench compare"]]
+SPEED = ["bench", "speed", *COMMANDS["bench speed"]]
 SWEEP = ["bench", "sweep", *COMMANDS["bench sweep"], "--out", "new"]
 # A benchmark that ends in seconds.
 MEASURE = [
@@ -322,6 +323,14 @@ WORDS: dict[str, list[str]] = {
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
     "a size of words": ["advise", "model", "--tokens", "large"],
     "widths without end": [*SWEEP, "--widths", "1-99999999"],
+    "a server without a name": [*SPEED, "--server", "http://127.0.0.1:9/v1"],
+    "a server that does not run": [*SPEED, "--server", "a=http://127.0.0.1:9/v1"],
+    "a server at an impossible port": [*SPEED, "--server", "a=http://127.0.0.1:999999/v1"],
+    "contexts of words": [*SPEED, "--contexts", "long"],
+    "a context longer than the prompts": [*SPEED, "--contexts", "32k"],
+    "a batch larger than the prompts": [*SPEED, "--batch-sizes", "99"],
+    "a dataset without a repository": ["bench", "speed", "--prompts", "nobody/nothing:all"],
+    "a page of no result": ["bench", "share", "text.txt", "-o", "new.md"],
     "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
     "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
     "a result that is no text": [*COMPARE, "--out", "bytes.txt", "--resume"],

@@ -55,6 +55,8 @@ COMMANDS: dict[str, list[str]] = {
     "convert inspect": ["drafter"],
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench speed": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
+    "bench share": ["text.txt", "-o", "new.md"],
     "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "run": ["model", "Hi", "-m", "2"],
     "try": ["model", "-m", "2"],
