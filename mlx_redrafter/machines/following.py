@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
             obey(machines, model)
     except Exception as error:
         line.fail(f"{type(error).__name__}: {first_line(error)}")
-    sys.exit(0)
+    # An orderly exit would wait until other threads have read what will never come.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def obey(machines: Machines, model: nn.Module) -> None:

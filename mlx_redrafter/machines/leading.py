@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.device_read import longest_wait
+from mlx_redrafter.device_read import longest_wait, waiting
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.machines.drafts import arrays, describe
@@ -96,7 +96,7 @@ class Leader:
             numbers: Its numbers.
             values: Arrays of int32 that the other ranks need, each of shape (n,).
         """
-        with self.together():
+        with self.together(), waiting():
             self._order()
             frames = [Frame(Do.DROP, (number,)) for number in self._take_dropped()]
             data = b"".join(map(pack, [*self._waiting, *frames, Frame(do, tuple(numbers))]))
