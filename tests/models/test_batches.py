@@ -13,7 +13,7 @@ from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
