@@ -45,8 +45,7 @@ from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
-from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import SHORTEST, WIDEST
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
@@ -331,7 +330,7 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            if policy.shows_long_times:
+            if experience.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
         return conclude

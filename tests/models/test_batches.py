@@ -20,7 +20,7 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
