@@ -125,14 +125,13 @@ class JointStep:
         """Run the target on all roots and trees, sample, and answer each sequence."""
         if not asked:
             return
+        drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
+        for sequence, one in asked.items():
+            drafts[self.slots[sequence].slot] = one
+        trees = TreeBatch(drafts)
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in asked if one.layers), ())
         with mx.stream(generation_stream):
-            idle = mx.zeros((1,), dtype=mx.int32)
-            drafts: list[mx.array | TokenTree] = [idle] * self.cache.num_slots
-            for sequence, one in asked.items():
-                drafts[self.slots[sequence].slot] = one
-            trees = TreeBatch(drafts)
             outputs = self.target.verify_batch(trees, self.cache, layers)
             for sequence, one in asked.items():
                 if not isinstance(one, TokenTree):
@@ -180,6 +179,10 @@ class JointStep:
     ) -> PendingPass:
         own = outputs.of(self.slots[sequence].slot)
         return sequence.choose(drafts, own.first(tree_size(drafts)))
+
+
+# Root of a slot without a sequence, made once.
+_IDLE = mx.array([0], dtype=mx.int32)
 
 
 def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:
