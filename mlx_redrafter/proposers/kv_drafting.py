@@ -176,10 +176,10 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pending
     pairs = [one.take_pairs(flight) for one, flight in zip(draftings, flights, strict=True)]
     states, tokens = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
     sizes = [rows.shape[0] for _, rows in pairs]
-    positions = [
-        TreePositions(mx.arange(one.length, one.length + size)[None], one.length, size)
-        for one, size in zip(draftings, sizes, strict=True)
+    spans = [
+        range(one.length, one.length + size) for one, size in zip(draftings, sizes, strict=True)
     ]
+    positions = [TreePositions(mx.array(list(span))[None], [span]) for span in spans]
     with tree_positions(joint_positions(positions)):
         layers = joint_layers([one.cache for one in draftings], sizes)
         outputs = first.process(states, tokens, layers)

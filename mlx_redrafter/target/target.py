@@ -25,6 +25,7 @@ from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.compiled_pass import CompiledPasses, waits_for_host
 from mlx_redrafter.target.few_shapes import (
     additive_masks,
     attend_with_additive_mask,
@@ -105,6 +106,7 @@ class Target:
         context_length: Number of positions for which the model was made; None if its config does
             not say, or if no layer counts tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
+        compiled: Compiled passes over trees; None if they do not pay.
         devices: Devices of all machines; none for one machine alone.
 
     Raises:
@@ -128,6 +130,7 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
+        self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
 
     @property
     def stock_model(self) -> Any:
@@ -385,6 +388,10 @@ class Target:
                 layers stands for the last one's output, `FINAL` for that output after the norm.
         """
         cache.expect(tree)
+        if self.compiled is not None:
+            compiled = self.compiled.verify(tree, cache, layers)
+            if compiled is not None:
+                return TargetOutputs(*compiled).alone
         tokens = tree.tokens
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0

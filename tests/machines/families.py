@@ -46,9 +46,11 @@ def model_of(family: str, size: int, dtype: mx.Dtype) -> nn.Module:
     config = tiny_config(family, main_rope(family))
     for part in (config, config.get("text_config", {})):
         for name in part:
-            if size > 2 and isinstance(part[name], int) and "heads" in name:
-                part[name] = 2 * size if "key_value" not in name else size
-            elif size == 3 and isinstance(part[name], int) and name.endswith(WIDTHS):
+            if size > 2 and name.endswith(("heads", "groups")):
+                part[name] = (
+                    size if name.endswith(("key_value_heads", "key_heads", "groups")) else 2 * size
+                )
+            elif size == 3 and name.endswith(WIDTHS):
                 part[name] = 96
     model = build(config)
     model.set_dtype(dtype)

@@ -122,7 +122,6 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     [
         ({"batch_size": 0}, "batch_size must be a whole number from 1, got 0"),
         ({"batch_size": "4"}, "batch_size must be a whole number from 1, got '4'"),
-        ({"kv_bits": 4}, "kv_bits has no batches"),
         ({"max_tokens": "x"}, "max_tokens"),
     ],
     ids=str,
