@@ -43,14 +43,17 @@ def cells(row: SpeedRow) -> list[str]:
     ]
 
 
+def _category_cells(row: SpeedRow) -> list[str]:
+    setting, _, _, speedup, _, tokens_per_step, _, num_texts, _ = cells(row)
+    return [setting, row.category, speedup, tokens_per_step, num_texts]
+
+
 def speed_tables(rows: Sequence[SpeedRow]) -> str:
     """Make the tables of all prompts, and of the default by category if there are several."""
     tables = [_table(COLUMNS, (cells(row) for row in rows if not row.category))]
     drafted = [row for row in rows if row.category and row.method == AUTO]
     if drafted:
-        by_category = ((one[0], row.category, one[3], one[5], one[7]) for row in drafted
-                       for one in [cells(row)])  # fmt: skip
-        tables.append(_table(CATEGORY_COLUMNS, by_category))
+        tables.append(_table(CATEGORY_COLUMNS, map(_category_cells, drafted)))
     return "\n\n".join([*tables, EXPLANATION]) + "\n"
 
 

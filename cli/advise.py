@@ -37,6 +37,16 @@ def advise(
             show_default=False,
         ),
     ] = None,
+    machines: Annotated[
+        int, typer.Option(help="Number of such machines that the model is split over.")
+    ] = 1,
+    link: Annotated[
+        str,
+        typer.Option(
+            help="Link between the machines: thunderbolt (MLX's ring), or rdma (JACCL, Thunderbolt "
+            "5)."
+        ),
+    ] = "thunderbolt",
     drafter: AnyDrafter = None,
     tokens: Annotated[str, typer.Option(help="Tokens to train on, such as 1M.")] = "1M",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -44,6 +54,7 @@ def advise(
     """Recommend one command for a model, with the expected gain, here or on another chip."""
     count = parse_count(tokens)
     from mlx_redrafter.bench import advice
+    from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
     try:
@@ -53,7 +64,7 @@ def advise(
         typer.echo(json.dumps({"supported": False, "reason": str(error)}) if as_json else refusal)
         raise typer.Exit(1) from None
     cost = TrainingCost.of(subject.shape, count)
-    if chip is None and subject.folder is not None:
+    if chip is None and subject.folder is not None and machines == 1:
         machine = "this machine"
         forecast, trial = _measure(subject, cost)
     else:
@@ -64,6 +75,10 @@ def advise(
         forecast = predict_forecast(subject.shape, known, cost)
     recommended = advice.recommend(subject, forecast, trial)
     sections = advice.advise(subject, machine, forecast, recommended, cost)
+    if machines != 1:
+        split = SplitModel(subject.shape, known, machines, link)
+        headline = f"Expected speed on {machines} x {machine} over {link}"
+        sections = {**sections, headline: describe(split)}
     if as_json:
         summary = {
             "supported": True,

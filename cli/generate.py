@@ -149,7 +149,7 @@ def generate(
         bool, typer.Option("--verbose", help="Also print the seed and a table of draft sizes.")
     ] = False,
 ) -> None:
-    """Generate text: exactly what the target alone would write, in fewer forward passes."""
+    """Generate text: exactly what the model alone would write, in fewer forward passes."""
     options = generation_options(text, drafting)  # checked before anything is loaded
     rules = grammar.read()
     shape = vars(drafting) if options.plan is None else options.plan.options

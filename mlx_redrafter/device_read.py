@@ -19,19 +19,19 @@ _waiting: dict[int, float] = {}
 
 def to_ints(values: mx.array) -> list[int]:
     """Read an integer or bool array of shape (n,)."""
-    with _wait():
+    with waiting():
         return cast("list[int]", values.tolist())
 
 
 def to_floats(values: mx.array) -> list[float]:
     """Read a floating-point array of shape (n,)."""
-    with _wait():
+    with waiting():
         return cast("list[float]", values.tolist())
 
 
 def wait_for(arrays: Any) -> None:
     """Wait until MLX has computed some arrays."""
-    with _wait():
+    with waiting():
         mx.eval(arrays)
 
 
@@ -42,8 +42,12 @@ def longest_wait() -> float:
 
 
 @contextmanager
-def _wait() -> Iterator[None]:
+def waiting() -> Iterator[None]:
+    """Count what happens inside, which may block, as a wait of this thread."""
     thread = threading.get_ident()
+    if thread in _waiting:
+        yield
+        return
     _waiting[thread] = time.monotonic()
     try:
         yield

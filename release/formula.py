@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.markers import Marker
+
 from release.notes import ROOT
 
 NAME = "mlx-redrafter"
@@ -29,7 +31,7 @@ BUILDERS = ("cmake", "pkgconf", "rust")
 MAC = {
     "sys_platform": "darwin",
     "platform_machine": "arm64",
-    "python_full_version": PYTHON.partition("@")[2],
+    "python_full_version": f"{PYTHON.partition('@')[2]}.0",
 }
 TEMPLATE = """\
 class MlxRedrafter < Formula
@@ -104,24 +106,9 @@ def _closure(lock: Mapping[str, Any]) -> set[str]:
 
 def _needed(package: Mapping[str, Any]) -> Iterator[str]:
     for dependency in package.get("dependencies", ()):
-        if _holds(dependency.get("marker", "")):
+        marker = dependency.get("marker")
+        if marker is None or Marker(marker).evaluate(MAC):
             yield dependency["name"]
-
-
-def _holds(marker: str) -> bool:
-    """Return whether a marker of the lock holds on a Mac: comparisons joined by "or" and "and"."""
-    return not marker or any(
-        all(_compare(*term.split()) for term in terms.split(" and "))
-        for terms in marker.split(" or ")
-    )
-
-
-def _compare(variable: str, sign: str, quoted: str) -> bool:
-    value, other = MAC[variable], quoted.strip("'")
-    if sign in ("==", "!="):
-        return (value == other) == (sign == "==")
-    here, there = ([int(part) for part in one.split(".")] for one in (value, other))
-    return here >= there if sign == ">=" else here < there
 
 
 def _resource(lock: Mapping[str, Any], name: str) -> str:

@@ -22,6 +22,8 @@ _VALUES = frozenset({"const", "enum", "required"})
 MAX_LINES = 4096
 # Names of tools that all formats can spell, as at OpenAI.
 _TOOL_NAME = re.compile(r"[\w-]{1,128}")
+# A reference to something else than a definition.
+_OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)([^"]*)"')
 # Names of arguments that can stand in all formats.
 _KEY = re.compile(r"[^\s<>\"'=&:,(){}\[\]]{1,128}")
 
@@ -143,16 +145,23 @@ class CallGrammar:
                 raise ConfigError(f"the name of an argument must fit in a tag, got {key!r}")
             text = form.before.replace("$key", key).replace("$type", _type_of(form, value))
             if not is_bare(form, value):
+                _check_references(value)
                 inner = {**value, **definitions} if isinstance(value, dict) else {}
-                value_rule = rules.add("value", lark_json(inner, lenient))
-                term = f"{value_rule} {rules.spell(form.after)}"
+                json_value = rules.add("value", lark_json(inner, lenient))
+                term = f"{json_value} {rules.spell(form.after)}"
             elif "enum" in value or "const" in value:
-                choices = map(json.dumps, value.get("enum", [value.get("const")]))
-                term = f"({' | '.join(choices)}) {rules.spell(form.after)}"
+                term = rules.choice(value.get("enum", [value.get("const")]), form.after)
             else:
                 term = rules.text(value, form.after, form.has_cdata)
             items.append((f"{rules.spell(text)} {term}", key in required))
         return rules.sequence(items, rules.spell(form.between))
+
+
+def _check_references(schema: Any) -> None:
+    """Refuse references to the whole schema, of which an argument's own is only a part."""
+    found = _OTHER_REFERENCE.search(json.dumps(schema))
+    if found:
+        raise ConfigError(f"$ref must go into $defs, got {found[1]!r}")
 
 
 def _type_of(form: KeyedCalls, schema: Any) -> str:

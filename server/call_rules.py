@@ -99,6 +99,18 @@ class CallRules:
         rest = f" & ~/(?s:.{{0,{low - 1}}}){close}(?s:.+)/" if low else ""
         return self.add("text", self.add("TEXT", f"/{body}/{rest}"), "[lazy]")
 
+    def choice(self, texts: Sequence[str], end: str) -> str:
+        """Return a term for one of some texts without quotes, and the text that ends it.
+
+        One pattern takes thousands of texts, where as many terms exceed llguidance's limits.
+        """
+        spelled, choices = self.spell(end), "|".join(map(_pattern, sorted(filter(None, texts))))
+        if "<[" in spelled:
+            term = self.add("CHOICE", f"/{choices}/") if choices else ""
+            return f"({term}){'?' if '' in texts else ''} {spelled}" if term else spelled
+        empty = "?" if "" in texts else ""
+        return self.add("CHOICE", f"/({choices}){empty}{_pattern(end)}/")
+
     def sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
         """Return a term for items in their order, of which some may be missing.
 
@@ -146,8 +158,7 @@ class QuotedValues:
         if "$ref" in schema:
             return self._refer(schema["$ref"])
         if "enum" in schema or "const" in schema:
-            choices = schema["enum"] if "enum" in schema else [schema["const"]]
-            return _either([self._rules.spell(self._spell(one)) for one in choices])
+            return self._choose(schema["enum"] if "enum" in schema else [schema["const"]])
         for word in ("anyOf", "oneOf"):
             if word in schema:
                 return _either(list(map(self.write, schema[word])))
@@ -166,6 +177,18 @@ class QuotedValues:
         if kind == "object":
             return f'"{{" {self._members(schema)} "}}"'
         return self._elements(schema) if kind == "array" else self._any()
+
+    def _choose(self, values: Sequence[Any]) -> str:
+        texts = [value for value in values if isinstance(value, str)]
+        others = (value for value in values if not isinstance(value, str))
+        terms = [self._rules.spell(self._spell(value)) for value in others]
+        if any(self._quote in text for text in texts):
+            raise ConfigError(f"a constant must be without {self._quote}")
+        if texts:
+            terms.append(
+                f"{self._rules.spell(self._quote)} {self._rules.choice(texts, self._quote)}"
+            )
+        return _either(terms)
 
     def _members(self, schema: Mapping[str, Any]) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", ())
@@ -228,7 +251,7 @@ class QuotedValues:
             return f"[{','.join(map(self._spell, value))}]"
         if isinstance(value, str):
             if self._quote in value:
-                raise ConfigError(f"a constant must be without {self._quote}, got {value!r}")
+                raise ConfigError(f"a constant must be without {self._quote}")
             return f"{self._quote}{value}{self._quote}"
         return json.dumps(value)
 
@@ -239,4 +262,6 @@ def _either(terms: Sequence[str]) -> str:
 
 def _pattern(text: str) -> str:
     """Return a pattern for a text, for use between slashes."""
-    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
+    return "".join(
+        f"\\x{{{ord(one):x}}}" if one < " " or one in "/\x7f" else re.escape(one) for one in text
+    )

@@ -67,15 +67,9 @@ class JointStep:
     def run(self, active: Sequence[SequenceDecoder]) -> list[Progress]:
         """Draft, ask, answer, take; no cancelled sequence takes part."""
         live = [one for one in active if not one.is_cancelled]
-        chooses = self._each(SequenceDecoder.look, live)
-        outlooks = [Outlook(one.policy, one.outlook) for one in live if chooses.get(one)]
-        self.policy.look(outlooks, len(live))
         self._draft(live)
-        self._each(SequenceDecoder.read, live)
-        offers = self._each(lambda one: one.offer, live).values()
-        self.policy.weigh([one for one in offers if one is not None])
-        asked = self._each(SequenceDecoder.ask, live)
-        self._answer({one: drafts for one, drafts in asked.items() if drafts is not None})
+        asked = self._ask(live)
+        self._answer(asked)
         taken = self._each(SequenceDecoder.take, live)
         return [Progress(one, taken.get(one, []), self._errors.get(one)) for one in active]
 
@@ -94,6 +88,9 @@ class JointStep:
 
     def _draft(self, live: Sequence[SequenceDecoder]) -> None:
         """Dispatch the drafts of all sequences; those with one plan are drafted together."""
+        chooses = self._each(SequenceDecoder.look, live)
+        outlooks = [Outlook(one.policy, one.outlook) for one in live if chooses.get(one)]
+        self.policy.look(outlooks, len(live))
         wishes = self._each(SequenceDecoder.wish, live)
         groups: defaultdict[Any, list[tuple[SequenceDecoder, Wish]]] = defaultdict(list)
         for sequence, wish in wishes.items():
@@ -115,6 +112,14 @@ class JointStep:
                     if tree is not None and tree.known is None:
                         arrays.extend(tree.arrays)
             mx.async_eval(arrays)
+
+    def _ask(self, live: Sequence[SequenceDecoder]) -> Asked:
+        """Return what the target is to process next, by sequence; none for those at their end."""
+        self._each(SequenceDecoder.read, live)
+        offers = self._each(lambda one: one.offer, live).values()
+        self.policy.weigh([one for one in offers if one is not None])
+        asked = self._each(SequenceDecoder.ask, live)
+        return {one: drafts for one, drafts in asked.items() if drafts is not None}
 
     def _answer(self, asked: Asked) -> None:
         """Run the target on all roots and trees, sample, and answer each sequence."""
@@ -177,7 +182,7 @@ class JointStep:
 
 
 # Root of a slot without a sequence, made once.
-_IDLE = mx.zeros((1,), dtype=mx.int32)
+_IDLE = mx.array([0], dtype=mx.int32)
 
 
 def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:

@@ -89,7 +89,7 @@ class SequenceDecoder:
         self.is_finished = self.is_cancelled = self.is_closed = False
         self._on_close = on_close
         self._clock = StepClock()
-        # Whether a chunk of the prompt was asked for, and the tokens in the cache at that time.
+        # Whether the prefill has started, and the prompt's tokens in the cache at that time.
         self._has_started, self._first = False, 0
         self._end_of_prompt = cache.length + len(request.prompt)
         # Tokens of all steps so far.

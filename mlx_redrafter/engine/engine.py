@@ -45,8 +45,7 @@ from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
-from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import SHORTEST, WIDEST
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
@@ -133,8 +132,8 @@ class Engine:
             grammar: Grammar of the text, or of its end; it allows every token, after the logits
                 processors. A text that ``max_tokens`` cuts may be incomplete.
             shared: Scheduler from `share`: the text shares its forward passes with the others of
-                that scheduler, whatever options each has; one
-                with ``kv_bits`` is decoded alone, in turns with them.
+                that scheduler, whatever options each has. Texts whose K/V entries are quantised
+                otherwise than those of the first one are decoded alone, in turns with them.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -168,8 +167,7 @@ class Engine:
         )
         known = [_as_list("history[...]", one) for one in _as_list("history", history)]
         sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
-        is_batched = chosen.quantisation is None
-        stream = ResponseStream(sequence, self.tokenizer, shared if is_batched else None)
+        stream = ResponseStream(sequence, self.tokenizer, shared)
         _claims.claim(layers, stream)
         self._streams.add(stream)
         return stream
@@ -192,13 +190,10 @@ class Engine:
 
         Raises:
             ConfigError: As `stream`; an error says which prompt is meant.
-            UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
         chosen = self._options(options)
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
-        if chosen.quantisation is not None:
-            raise ConfigError("kv_bits has no batches; leave it out, or stream each text")
         if grammar is not None:
             self.masks(grammar)  # raises for one that does not go with the tokenizer
         requests = [self._request(one, chosen) for one in prompts]
@@ -214,9 +209,6 @@ class Engine:
         """Return a scheduler that batches the passes of streams that one thread reads in turns.
 
         Streams come and go, and each text is the one that it is alone.
-
-        Raises:
-            UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
         end_streams_with_thread()
         return self._share(self._options({}))
@@ -338,7 +330,7 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            if policy.shows_long_times:
+            if experience.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
         return conclude

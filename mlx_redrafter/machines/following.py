@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
             obey(machines, model)
     except Exception as error:
         line.fail(f"{type(error).__name__}: {first_line(error)}")
-    sys.exit(0)
+    # An orderly exit would wait until other threads have read what will never come.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def obey(machines: Machines, model: nn.Module) -> None:
@@ -95,7 +98,7 @@ class Follower:
             Do.NEW_BATCH: self._add_batch,
             Do.KEEP: lambda batch, slot, *path: self._batches[batch].commit(slot, path),
             Do.INSERT: lambda batch, slot, cache: self._batches[batch].insert(
-                slot, self._cache(cache).stock
+                slot, self._cache(cache), lambda: sys.maxsize
             ),
             Do.LEAVE: self._leave,
             Do.RESIZE: lambda batch, count, rows, *slots: self._batches[batch].resize(
@@ -157,10 +160,7 @@ class Follower:
         self._batches[number] = self._target.new_batch_cache()
 
     def _leave(self, batch: int, slot: int, cache: int) -> None:
-        stock = self._cache(cache).stock if cache else None
-        left = self._batches[batch].leave(slot, stock)
-        if cache:
-            self._caches[cache] = left
+        self._batches[batch].leave(slot, self._cache(cache) if cache else None)
 
     def _cache(self, number: int) -> TreeCache:
         """Return the cache of this number, which is new if rank 0 has not named it yet."""

@@ -24,7 +24,7 @@ from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 from mlx_redrafter.server.wire import event, respond
 
 logger = logging.getLogger(__name__)
@@ -348,7 +348,6 @@ def _read_output(fields: Fields) -> tuple[str | None, AnswerFormat | None]:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     definitions = []
     for i, tool in enumerate(given):
         within = f"tools[{i}]"

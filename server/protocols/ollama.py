@@ -26,7 +26,7 @@ from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 from mlx_redrafter.server.wire import respond, to_text
 
 # Version of Ollama whose API this follows, since clients look for one that is new enough.
@@ -359,7 +359,6 @@ def _read_message(fields: Fields, conversation: Conversation) -> None:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     definitions = []
     for i, tool in enumerate(given):
         one = Fields(tool, f"tools[{i}]")

@@ -19,7 +19,7 @@ from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_com
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 
 # Maximum of ``top_logprobs``, as at OpenAI.
 MAX_TOP_LOGPROBS = 20
@@ -167,7 +167,6 @@ def _shown(token: TokenLogprob) -> dict[str, Any]:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     for i, tool in enumerate(given):
         one = Fields(tool, f"tools[{i}]")
         if one.one_of("type", ["function"]) is None:

@@ -3,8 +3,8 @@
     python -m tests.helpers.hostile 500
 
 runs the first 500 in this process and prints those that end badly: with an exception, after more
-than `PATIENCE` seconds, with a message of more than `MOST_LINES` lines, or with another exit code
-than those that are documented.
+than `PATIENCE` seconds, with a message of more than `MOST_LINES` lines or `MOST_CHARACTERS`
+characters, without an error, or with another exit code than those that are documented.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from tests.helpers.models import random_drafter, tiny_llama
 PATIENCE = 60
 # Maximum number of lines about a call that fails.
 MOST_LINES = 10
+# Maximum number of characters of its error.
+MOST_CHARACTERS = 1100
 # Documented exit codes: success, failure or difference, wrong usage, Ctrl-C.
 CODES = (0, 1, 2, 130)
 # Arguments with which each command would do its work.
@@ -175,8 +177,11 @@ def run_call(call: Call) -> str | None:
         return err.getvalue()
     if code and len(lines) > MOST_LINES:
         return f"{len(lines)} lines: {err.getvalue()[:2000]}"
-    if code == 2 and not lines[-1].startswith("error: "):
-        return f"no error: {err.getvalue()[:2000]}"
+    if code == 2 or (code == 1 and not out.getvalue()):
+        if not lines or not lines[-1].startswith("error: "):
+            return f"no error: {err.getvalue()[:2000]}"
+        if len(lines[-1]) > MOST_CHARACTERS:
+            return f"{len(lines[-1])} characters: {lines[-1][:2000]}"
     return None
 
 

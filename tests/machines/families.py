@@ -24,7 +24,7 @@ from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead, target_of
 from mlx_redrafter.machines.meeting import Machines, meet
 from mlx_redrafter.machines.splitting import split
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import PLAN, PROMPT, ScriptedDrafts
@@ -46,9 +46,11 @@ def model_of(family: str, size: int, dtype: mx.Dtype) -> nn.Module:
     config = tiny_config(family, main_rope(family))
     for part in (config, config.get("text_config", {})):
         for name in part:
-            if size > 2 and isinstance(part[name], int) and "heads" in name:
-                part[name] = 2 * size if "key_value" not in name else size
-            elif size == 3 and isinstance(part[name], int) and name.endswith(WIDTHS):
+            if size > 2 and name.endswith(("heads", "groups")):
+                part[name] = (
+                    size if name.endswith(("key_value_heads", "key_heads", "groups")) else 2 * size
+                )
+            elif size == 3 and name.endswith(WIDTHS):
                 part[name] = 96
     model = build(config)
     model.set_dtype(dtype)

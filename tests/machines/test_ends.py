@@ -1,23 +1,19 @@
-"""Ranks that are killed, stopped or fail: all others end with one line, none is left behind."""
+"""Ranks that are killed or fail: all others end with one line, and none is left behind."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.bench.lab.machine_ends import EVENTS, end_by
+from mlx_redrafter.bench.lab.ranks import started
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from mlx_redrafter.machines.line import LOST, PATIENCE
-from tests.machines.ranks import Ended, started
+from mlx_redrafter.machines.line import LOST
 from tests.models.tiny_models import build, flat_parameters, tiny_config
-
-# Seconds that a rank may take beyond the limit, on a busy machine.
-SLACK = 12.0
 
 
 def store_tiny(folder: Path, family: str = "llama", **changes: object) -> Path:
@@ -38,35 +34,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def end_of(
-    folder: Path, fault: str = "", victim: int = 1, act: signal.Signals | None = None, size: int = 2
-) -> tuple[list[Ended], float]:
-    """How ranks end after a fault, and the seconds from it until all but the victim were gone."""
-    with started(["-m", "tests.machines.endless", str(folder), fault], size) as ranks:
-        if act is not None:
-            ranks.wait_for("writing")
-            ranks.processes[victim].send_signal(act)
-        begun = time.monotonic()
-        if act is signal.SIGSTOP:
-            for rank, process in enumerate(ranks.processes):
-                if rank != victim:
-                    process.wait(PATIENCE + SLACK)
-            ranks.processes[victim].kill()
-        ended = ranks.wait(PATIENCE + SLACK)
-        last = max(one.seconds for rank, one in enumerate(ended) if rank != victim)
-    return ended, last - (begun - ranks.begun)
-
-
-def _last_line(ended: Ended) -> str:
-    return ended.out.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
-    ("victim", "line"), [(1, "redrafter-mlx: rank 1 ("), (0, "redrafter-mlx: rank 1 (")]
+    ("event", "codes", "line"),
+    [
+        ("a follower is killed", [LOST, -9], "has gone"),
+        ("a follower raises in a pass", [LOST, 1], "MemoryError: no memory for a buffer of 12 GB"),
+    ],
 )
-def test_a_killed_rank_ends_the_other(folder: Path, victim: int, line: str) -> None:
-    ended, _ = end_of(folder, victim=victim, act=signal.SIGKILL)
-    other = ended[1 - victim]
-    assert other.code == LOST
-    assert _last_line(other).startswith(line)
-    assert _last_line(other).endswith("has gone") or "is lost" in _last_line(other)
+def test_a_lost_rank_ends_the_other(folder: Path, event: str, codes: list[int], line: str) -> None:
+    assert event in EVENTS
+    end = end_by(event, str(folder))
+    assert end.codes == codes
+    assert end.lines[0].startswith("redrafter-mlx: rank 1 (")
+    assert line in end.lines[0]
+
+
+def test_what_cannot_be_split_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    odd = store_tiny(tmp_path / "odd", num_attention_heads=5, num_key_value_heads=5, hidden_size=80)
+    command = ["-m", "mlx_redrafter", "generate", "--model", str(odd), "-p", "Once", "-m", "4"]
+    with started(command, 2) as ranks:
+        ended = ranks.wait()
+    assert [one.code for one in ended] == [1, 0]
+    assert "error: expected a model that divides by 2 machines, found 5 n_heads" in ended[0].out
+    assert ended[1].out == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.machines.ranks import started
+from mlx_redrafter.bench.lab.ranks import started
 
 
 def _families(*arguments: str, size: int) -> list[dict[str, object]]:

@@ -18,7 +18,7 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target import target as target_module
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 from mlx_redrafter.target.caches.prompt_cache import num_tokens

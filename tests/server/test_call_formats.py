@@ -87,7 +87,7 @@ ODD = (
 def _body(**more: Any) -> dict[str, Any]:
     function = {"name": "say", "parameters": SCHEMA}
     tools = [{"type": "function", "function": function}]
-    return {"messages": [{"role": "user", "content": "A"}], "tools": tools, **more}
+    return {"messages": [{"role": "user", "content": "A"}], **{"tools": tools, **more}}
 
 
 def _spell(engine: Engine, text: str) -> list[int]:
@@ -254,3 +254,36 @@ def test_as_many_tools_as_a_request_may_have(kind: str) -> None:
     ]
     tools = Tools([{"type": "function", "function": one} for one in functions])
     assert make_grammar(engine, PROMPT, tools, None) is not None
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "kimi_k3", "minicpm5", "qwen3_coder"])
+def test_thousands_of_choices(kind: str) -> None:
+    """Each is one that a model can choose, to the letter."""
+    engine = Engine(MODEL, tool_tokenizer(kind), None)
+    form = find_format(engine.tokenizer)
+    assert form is not None
+    choices = ["", "a", "a b", 'é"\\/\t', *(f"choice number {i}" for i in range(2000))]
+    schema = {"properties": {"text": {"enum": choices}}, "required": ["text"]}
+    tools = Tools([{"type": "function", "function": {"name": "say", "parameters": schema}}])
+    for said in (*choices[:4], choices[-1]):
+        text = {
+            "gemma4": 'call:say{text:<|"|>STRING<|"|>}',
+            "kimi_k3": '<|open|>call tool="say" index="1"<|sep|>'
+            '<|open|>argument key="text" type="string"<|sep|>STRING<|close|>argument<|sep|>'
+            "<|close|>call<|sep|>",
+            "minicpm5": '"say"><param name="text">STRING</param>',
+            "qwen3_coder": "<function=say>\n<parameter=text>\nSTRING\n</parameter>\n</function>",
+        }[kind]
+        call = _tokens(engine, kind, said, text)
+        tokens = [*_marker(engine, "start"), *call, *_marker(engine, "end")]
+        fields = {"tools": tools.definitions, "tool_choice": "required"}
+        pieces = [
+            piece for part in _read(engine, tokens, "stop", **fields) for piece in part.tool_calls
+        ]
+        assert json.loads("".join(piece.arguments for piece in pieces)) == {"text": said}
+
+
+def test_two_tools_with_one_name() -> None:
+    tool = {"type": "function", "function": {"name": "say"}}
+    with pytest.raises(Refusal, match="names of their own"):
+        read(_body(tools=[tool, tool]), DEFAULTS)

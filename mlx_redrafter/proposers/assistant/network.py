@@ -159,6 +159,7 @@ class AssistantDrafting(AutoregressiveDrafting):
     """
 
     network: Assistant
+    is_joint = False
 
     def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Copy the entries of the tokens that the states belong to; their last hidden states."""

@@ -146,7 +146,7 @@ def _offers(members: list[MemberPolicy], plan: DraftPlan, *chances: list[float])
 
 
 def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
-    """One sequence's good drafts do not pay for the rows of the others; good ones of all do."""
+    """Good drafts of one sequence do not pay for the rows of the others; those of all do."""
     good, bad = [0.9, 0.8, 0.7, 0.6], [0.1, 0.05, 0.02, 0.01]
     slow = StepCosts(plain=1.0, verify={size: 1 + 0.1 * size for size in SIZES})
     sizes = []

@@ -20,8 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers.models import ROOT
-
 # Seconds after which ranks that still run are killed.
 LIMIT = 120.0
 
@@ -53,7 +51,6 @@ class Ranks:
                 "OPENBLAS_NUM_THREADS": "1",
                 "PYTHONUNBUFFERED": "1",
                 "XDG_CACHE_HOME": str(folder / f"cache{rank}"),
-                "PYTHONPATH": str(ROOT),
             }
             with output.open("wb") as file:
                 command = [sys.executable, *arguments]
@@ -85,11 +82,15 @@ class Ranks:
         """Number of ranks."""
         return len(self.processes)
 
-    def wait(self, limit: float = LIMIT) -> list[Ended]:
-        """Wait until all ranks have ended; the code is None for one that had to be killed."""
+    def wait(self, limit: float = LIMIT, awaited: Sequence[int] | None = None) -> list[Ended]:
+        """Wait until ranks have ended, all by default, and kill those that still run.
+
+        The code is None for one that had to be killed.
+        """
+        awaited = range(self.size) if awaited is None else awaited
         codes: dict[int, tuple[int | None, float]] = {}
         end = time.monotonic() + limit
-        while len(codes) < self.size and time.monotonic() < end:
+        while not codes.keys() >= set(awaited) and time.monotonic() < end:
             for rank, process in enumerate(self.processes):
                 if rank not in codes and process.poll() is not None:
                     codes[rank] = process.returncode, time.monotonic() - self.begun
