@@ -111,6 +111,11 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
     conversation = Conversation()
     _read_system(fields.take("system"), conversation)
     _read_messages(fields, conversation)
+    if not counts and conversation.messages[-1]["role"] == "assistant":
+        raise Refusal(
+            "messages must end with a message of the user; the model cannot go on with an answer",
+            "messages",
+        )
     effort, asked = _read_output(fields)
     request = ChatRequest(
         model=fields.typed("model", str),
@@ -262,6 +267,8 @@ def _read_messages(fields: Fields, conversation: Conversation) -> None:
         role = message.one_of("role", ["user", "assistant", "system"])
         content = message.take("content")
         blocks = content if isinstance(content, list) else [content]
+        if not blocks:
+            raise message.refusal("content", "a text or at least one block", content)
         for j, block in enumerate(blocks):
             within = f"messages[{i}].content[{j}]"
             if role == "system":
