@@ -17,7 +17,7 @@ from tests.models.tiny_models import build, flat_parameters, tiny_config
 
 
 def store_tiny(folder: Path, family: str = "llama", **changes: object) -> Path:
-    """A tiny model with the bundled tokenizer, as mlx-lm stores one."""
+    """Write a tiny model with the bundled tokenizer, as mlx-lm stores one."""
     config = {**tiny_config(family), "vocab_size": 4096, "eos_token_id": 2, **changes}
     config["max_position_embeddings"] = 4096
     folder.mkdir(parents=True, exist_ok=True)
