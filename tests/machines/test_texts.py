@@ -8,8 +8,8 @@ from pathlib import Path
 from mlx_redrafter.bench.lab.ranks import started
 from tests.machines.proposers import store
 
-# Kinds of proposers to try, as all of them take a minute: one without states, one with, a model.
-TRIED = ("recurrent", "EAGLE-3", "draft model")
+# Kinds of proposers to try, as all of them take a minute: one that reads the target's states.
+TRIED = ("EAGLE-3",)
 
 
 def _families(*arguments: str, size: int) -> list[dict[str, object]]:
@@ -24,7 +24,7 @@ def _is_exact(found: dict[str, object]) -> bool:
 
 
 def test_two_ranks_write_what_one_process_writes() -> None:
-    families = ("llama", "qwen3_5", "gpt_oss")
+    families = ("llama", "qwen3_5")
     found = _families(*families, size=2)
     assert [one["family"] for one in found] == list(families)
     assert all(map(_is_exact, found)), found
