@@ -1,4 +1,4 @@
-"""``redrafter-mlx advise``: usable drafters, expected speed and training cost of a model."""
+"""``redrafter-mlx advise``: the command for a model, its expected gain and its reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def advise(
     tokens: Annotated[str, typer.Option(help="Tokens to train on, such as 1M.")] = "1M",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Forecast the speed of drafting for a model, here or on another chip, and advise a drafter."""
+    """Recommend one command for a model, with the expected gain, here or on another chip."""
     count = parse_count(tokens)
     from mlx_redrafter.bench import advice
     from mlx_redrafter.bench.several_machines import SplitModel, describe
@@ -73,7 +73,8 @@ def advise(
         known = _find_chip(chip)
         machine, trial = known.name, None
         forecast = predict_forecast(subject.shape, known, cost)
-    sections = advice.advise(subject, machine, forecast, trial, cost)
+    recommended = advice.recommend(subject, forecast, trial)
+    sections = advice.advise(subject, machine, forecast, recommended, cost)
     if machines != 1:
         split = SplitModel(subject.shape, known, machines, link)
         headline = f"Expected speed on {machines} x {machine} over {link}"
@@ -83,9 +84,14 @@ def advise(
             "supported": True,
             "machine": machine,
             "drafter": advice.describe_drafter(subject),
-            "gain": advice.expected_gain(subject, forecast, trial),
-            "command": advice.recommended_command(subject, trial),
-            "training_seconds": forecast.training.total,
+            "command": recommended.command,
+            "gain": {"speedup": recommended.speedup, "source": recommended.source},
+            "limits": recommended.limits,
+            "training": {
+                "seconds": forecast.training.total,
+                "speedup": forecast.speedup,
+                "command": advice.training_command(subject, count),
+            },
             "sections": sections,
         }
         typer.echo(json.dumps(summary))
@@ -96,7 +102,7 @@ def advise(
             typer.echo(f"  {sentence}")
 
 
-def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTrial | None]:
+def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTrial]:
     from mlx_redrafter.bench.forecast import measure_forecast, try_drafter
     from mlx_redrafter.checkpoints.loading import load
 
@@ -104,8 +110,7 @@ def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTri
     model, tokenizer, loaded = load(folder, subject.usable_drafter)
     with progress("timing") as on_stage:
         forecast = measure_forecast(model, subject.shape, cost, on_stage)
-    trial = None if loaded is None else try_drafter(model, tokenizer, loaded, PROMPTS)
-    return forecast, trial
+    return forecast, try_drafter(model, tokenizer, loaded or "lookup", PROMPTS)
 
 
 def _find_chip(name: str | None) -> Chip:

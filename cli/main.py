@@ -27,8 +27,10 @@ from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
+from mlx_redrafter.cli.try_out import try_out
 from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError, RedrafterError, explain
+from mlx_redrafter.escaping import one_line
 from mlx_redrafter.version import __version__
 
 app = Application(
@@ -37,6 +39,7 @@ app = Application(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("try")(try_out)
 app.command("run")(run_model)
 app.command()(generate)
 app.command()(chat)
@@ -109,7 +112,7 @@ def _report(error: Exception) -> int:
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
     if message:  # empty after the help that a call without arguments prints
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        typer.echo(f"error: {one_line(message)}", err=True)
     return code
 
 

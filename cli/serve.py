@@ -290,9 +290,12 @@ def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
         folder = None if pair.model is None else Path(pair.model).expanduser()
-        model = Model(name, partial(_load, pair), folder, pair.drafter or "auto")
-        found[name] = model
+        found[name] = Model(name, partial(_load, pair), folder, partial(_name_drafter, pair))
     return list(found.values())
+
+
+def _name_drafter(pair: WritingPair) -> str:
+    return pair.drafter_name or "bundled"
 
 
 def _load(pair: WritingPair) -> Engine:

@@ -1,8 +1,8 @@
 """The thread that owns the device: it reads requests from a queue and writes their texts.
 
-Running requests advance in turns, one step each. If the model supports batches, they share their
-forward passes: a request joins the batch after the prefill of its prompt, and the others go on
-between the chunks of that prefill. An error of one request does not end the others.
+Running requests advance in turns, one step each, and share their forward passes: a request joins the
+batch after the prefill of its prompt, and the others go on between the chunks of that prefill. An
+error of one request does not end the others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import deque
 from contextlib import ExitStack
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, wired_limit
 
+from mlx_redrafter.engine.memory_guard import wire_memory
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
@@ -106,7 +106,7 @@ class Worker(threading.Thread):
             for job in self._running[:1]:
                 # Wired for all texts together: each text alone would unwire the memory at its end.
                 model = job.model.engine.target.model
-                wired.enter_context(wired_limit(model, [generation_stream]))  # type: ignore[list-item]
+                wired.enter_context(wire_memory(model))
             while goes_on:
                 start = time.perf_counter()
                 self._step_all()

@@ -230,7 +230,7 @@ def _phases(function: ast.FunctionDef) -> list[str]:
 
 
 def test_a_step_is_draft_ask_answer_take_alone_and_in_a_batch() -> None:
-    alone, batch = _method("decoding.sequence", "step"), _method("decoding.scheduler", "_run_pass")
+    alone, batch = _method("decoding.sequence", "step"), _method("decoding.joint_step", "run")
     assert _phases(alone) == PHASES
     assert _phases(batch) == PHASES
     phases = [_method("decoding.sequence", name) for name in PHASES]
@@ -258,3 +258,16 @@ def test_the_checker_reads_floors() -> None:
         "b_c": 2,
         "d": 1,
     }
+
+
+def test_constants_are_no_pending_operations() -> None:
+    """An array of a module must hold its value, as another thread cannot run the operation."""
+    pending = [
+        f"{name}: {ast.unparse(node)}"
+        for name, source in SOURCES.items()
+        for node in source.tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if ast.unparse(node.value.func).startswith("mx.")
+        if ast.unparse(node.value.func) not in ("mx.array", "mx.new_thread_local_stream")
+    ]
+    assert pending == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
 from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError
@@ -27,6 +29,11 @@ from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import check_config
 from mlx_redrafter.thread_streams import end_streams_with_thread
+
+logger = logging.getLogger(__name__)
+
+# Word for prompt lookup, which needs no files.
+LOOKUP = "lookup"
 
 
 def load(
@@ -54,8 +61,9 @@ def load(
             bundled one.
         drafter: Likewise a folder or a repository, of a drafter of any kind in `proposers` or of a
             smaller model with the same token ids. "mtp" stands for the module in the model's own
-            files, "lookup" for prompt lookup. None loads none, or the bundled drafter for the
-            bundled model.
+            files, "lookup" for prompt lookup. "auto" finds a drafter on this machine that was made
+            for the model, else a much smaller model with the same tokens, else prompt lookup. None
+            loads none. The bundled model has the bundled drafter for None and "auto".
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
@@ -74,8 +82,8 @@ def load(
     Raises:
         CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model; or
             another rank has another model.
-        ConfigError: "lookup" or "mtp" is a folder as well, or the model has no such module; or an
-            option is not for several machines.
+        ConfigError: "auto", "lookup" or "mtp" is a folder as well, or the model has no such module;
+            or an option is not for several machines.
         NonFiniteError: The drafter's weights are not finite.
         UnsupportedTargetError: Trees of this architecture would not be decoded exactly, or the
             model cannot be split over so many machines.
@@ -89,10 +97,12 @@ def load(
     is_bundled = path_or_repo is None
     if path_or_repo is None:
         path_or_repo = find_bundled("target")
-        drafter = find_bundled("drafter") if drafter is None else drafter
+        drafter = find_bundled("drafter") if drafter is None or is_auto(drafter) else drafter
     name = str(path_or_repo)
     config = read_config(find_checkpoint(name, CONFIG_ONLY))
     check_config(config)
+    if is_auto(drafter):
+        drafter = _find_drafter(name)
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
     kind = None if drafter is None else find_kind(drafter)
@@ -122,6 +132,15 @@ def load(
     if tune and isinstance(kind, TunedKind):
         proposer = kind.tune(proposer, target)
     return model, tokenizer, proposer
+
+
+def _find_drafter(model: str) -> str:
+    """Find a drafter on this machine for a model; prompt lookup if there is none."""
+    search = DrafterSearch.of(model)
+    found = search.stored() or search.draft_model()
+    chosen = LOOKUP if found is None else found.option
+    logger.info("drafter of %s: %s", model, chosen)
+    return chosen
 
 
 def _check_for_machines(

@@ -124,6 +124,47 @@ class Drafting(Protocol):
         ...
 
 
+class Wish(NamedTuple):
+    """Drafts that a sequence wants after a pass.
+
+    Attributes:
+        drafting: The sequence's drafts.
+        pending: The pass.
+        plan: Plan of the drafts.
+        noise: Noise of the target's choices after them; None without noise.
+    """
+
+    drafting: Drafting
+    pending: PendingPass
+    plan: DraftPlan
+    noise: GumbelNoise | None
+
+
+@runtime_checkable
+class JointDrafting(Protocol):
+    """Drafts of a network that can draft for several sequences in the same passes."""
+
+    def propose_all(self, wishes: Sequence[Wish], /) -> list[TokenTree | None]:
+        """Do what `Drafting.propose` does for several sequences, this one's the first.
+
+        Args:
+            wishes: Wishes of sequences with drafts of this class. All have one plan, which is
+                `DraftPlan.searched`, and noise of one form or none.
+        """
+        ...
+
+
+def propose_all(wishes: Sequence[Wish]) -> list[TokenTree | None]:
+    """Draft for several sequences, in the same passes of their network if it can do that.
+
+    The arguments are those of `JointDrafting.propose_all`.
+    """
+    first = wishes[0].drafting
+    if len(wishes) > 1 and isinstance(first, JointDrafting):
+        return first.propose_all(wishes)
+    return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
+
+
 class Proposal(NamedTuple):
     """Dispatched drafts of what may follow a pass.
 
@@ -182,3 +223,63 @@ class DraftPolicy(Protocol):
     def observe(self, step: Step) -> None:
         """Learn from a finished step."""
         ...
+
+
+class Outlook(NamedTuple):
+    """Outlook of one of several sequences.
+
+    Attributes:
+        policy: Policy of the sequence in the batch.
+        probabilities: Result of `Drafting.outlook`.
+    """
+
+    policy: DraftPolicy | None
+    probabilities: Sequence[float] | None
+
+
+class Offer(NamedTuple):
+    """Drafts of one of several sequences, before some of them are verified.
+
+    Attributes:
+        policy: Policy of the sequence.
+        plan: Plan of the drafts.
+        tree: The drafts.
+    """
+
+    policy: DraftPolicy
+    plan: DraftPlan
+    tree: TokenTree
+
+
+class JointPolicy(Protocol):
+    """Decides for all sequences of a batch, whose forward passes have one size."""
+
+    def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
+        """Return the policy of a sequence in the batch for its own one; None to decode plainly."""
+        ...
+
+    def look(self, outlooks: Sequence[Outlook], count: int) -> None:
+        """Prepare `DraftPolicy.choose` of the next step.
+
+        Args:
+            outlooks: Outlooks of the sequences whose policies choose.
+            count: Number of all sequences of the step.
+        """
+        ...
+
+    def weigh(self, offers: Sequence[Offer]) -> None:
+        """Prepare `DraftPolicy.keep` of the sequences that have drafts, probes excepted."""
+        ...
+
+
+class OwnPolicies:
+    """A `JointPolicy` that leaves every sequence its own policy."""
+
+    def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
+        return policy
+
+    def look(self, outlooks: Sequence[Outlook], count: int) -> None:
+        """Do nothing."""
+
+    def weigh(self, offers: Sequence[Offer]) -> None:
+        """Do nothing, either."""

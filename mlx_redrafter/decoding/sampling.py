@@ -126,14 +126,20 @@ class GumbelNoise:
         Args:
             log_probs: The drafter's natural log-probabilities, shape (W, rows of its head).
             depth: Depth of the nodes, or of each of them, int32, shape (W,).
-            token_ids: Token ids of those rows, if they are not the first tokens in order.
+            token_ids: Token ids of the columns, if they are not the first tokens in order: the same
+                for all nodes, shape (n,), or of each node, (W, n).
             weight: Weight of the noise, 0 to 1; see `calibration`.
 
         Returns:
             Natural log-probabilities given the noise, float32, of the same shape.
         """
         rows = self.values[depth]
-        rows = rows[..., : log_probs.shape[-1]] if token_ids is None else rows[..., token_ids]
+        if token_ids is None:
+            rows = rows[..., : log_probs.shape[-1]]
+        elif token_ids.ndim == 1:
+            rows = rows[..., token_ids]
+        else:
+            rows = mx.take_along_axis(rows, token_ids, axis=-1)
         scores = self._tempered(log_probs) + weight * rows
         return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 

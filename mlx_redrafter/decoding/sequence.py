@@ -15,28 +15,30 @@ verify, or a lookup waits for the outcome, the device is idle while the host bui
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, Proposal, Step
+from mlx_redrafter.decoding.protocols import (
+    Drafting,
+    DraftPolicy,
+    Offer,
+    Proposal,
+    Step,
+    Wish,
+)
 from mlx_redrafter.decoding.records import PendingPass, Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import SlotCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
-
-
-class _Cancelled(Exception):
-    """Ends the prefill."""
 
 
 class SequenceDecoder:
@@ -55,9 +57,11 @@ class SequenceDecoder:
     Attributes:
         stats: Counts of its steps and tokens.
         num_ready: Tokens that can be delivered without another step.
+        has_begun: Whether the prompt without its last token is processed.
         is_finished: Whether it has ended.
         is_cancelled: Whether it ends before its next step.
         is_closed: Whether its caches are the caller's again.
+        outlook: Probabilities of the drafts of a prompt lookup, from the newest `look`.
     """
 
     def __init__(
@@ -80,10 +84,13 @@ class SequenceDecoder:
         self.processors = processors
         self.stats = DecodingStats()
         self.num_ready = 0
+        self.outlook: Sequence[float] | None = None
+        self.has_begun = False
         self.is_finished = self.is_cancelled = self.is_closed = False
         self._on_close = on_close
         self._clock = StepClock()
-        self._has_begun = False
+        # Whether the prefill has started, and the prompt's tokens in the cache at that time.
+        self._has_started, self._first = False, 0
         self._end_of_prompt = cache.length + len(request.prompt)
         # Tokens of all steps so far.
         self._num_tokens = 0
@@ -95,6 +102,8 @@ class SequenceDecoder:
         self._taken: PendingPass | None = None
         # Drafts of what follows the newest pass.
         self._proposal: Proposal | None = None
+        # Whether the policy chooses the drafts of this step.
+        self._chooses = False
         # Whether this step verifies no drafts, as there are none, or those of a probe.
         self._is_plain = True
         # The root or tree that the target is to process, until it has answered.
@@ -112,7 +121,7 @@ class SequenceDecoder:
         self.draft()
         drafts = self.ask()
         if drafts is not None:
-            self.answer(self.sample(drafts, self._process(drafts)))
+            self.answer(self.sample(drafts, self._run_target(drafts)))
         return self.take()
 
     def draft(self) -> None:
@@ -123,25 +132,78 @@ class SequenceDecoder:
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
         """
+        self.look()
+        wish = self.wish()
+        if wish is not None:
+            with mx.stream(generation_stream):
+                tree = wish.drafting.propose(wish.pending, wish.plan.searched, wish.noise)
+                if tree is not None and tree.known is None:
+                    mx.async_eval(tree.arrays)
+            self.receive(wish, tree)
+
+    def look(self) -> bool:
+        """Ask the drafting for its outlook; return whether the policy has anything to choose."""
+        is_last = self._num_tokens + 1 == self.request.max_tokens
+        has_none = is_last or self.policy is None or self.drafting is None
+        self._chooses = not has_none and self._pending is not None
+        self.outlook = self.drafting.outlook() if self._chooses and self.drafting else None
+        return self._chooses
+
+    def wish(self) -> Wish | None:
+        """Choose, after `look`, the drafts of what may follow the newest pass; None for no drafts.
+
+        Before the first pass, process the prompt without its last token.
+
+        Raises:
+            NonFiniteError: The logits after the tokens so far are NaN.
+        """
         pending, self._proposal = self._pending, None
         if pending is None:
             self.begin()
-            return
+            return None
         if pending.is_accepted:
             pending.check_finite()  # NaN may follow drafts that were accepted
-        plan = self._choose_plan()
+        plan = self.policy.choose(self.outlook) if self._chooses and self.policy else None
         self._is_plain = plan is None or plan.is_probe
-        if plan is not None:
-            self._proposal = self._propose(plan, pending)
-        elif pending.is_accepted:
-            self._show(pending)
+        if plan is None or self.drafting is None:
+            if pending.is_accepted:
+                self._show(pending)
+            return None
+        pending.is_shown = True
+        accepted = pending.num_accepted, pending.max_accepted
+        with mx.stream(generation_stream):
+            noise = self.sampler.noise(pending.length + 1, plan.shape.length, *accepted)
+        return Wish(self.drafting, pending, plan, noise)
+
+    def receive(self, wish: Wish, tree: TokenTree | None) -> None:
+        """Set the drafts that were dispatched for a wish; None if there are none."""
+        self._proposal = Proposal(wish.plan, tree, wish.noise)
+
+    def read(self) -> None:
+        """Read and commit the newest pass, if the next one depends on its outcome."""
+        pending = self._pending
+        if pending is None or pending.is_accepted or (pending.path is None and self._is_plain):
+            return
+        self._taken = pending
+        self._accept(pending)
+
+    @property
+    def offer(self) -> Offer | None:
+        """After `read`, the drafts of which the policy may keep some; None for plain decoding."""
+        pending, proposal = self._pending, self._proposal
+        if self._is_plain or self.is_finished or pending is None or not pending.is_finite:
+            return None
+        if self.policy is None or proposal is None or proposal.tree is None:
+            return None
+        return Offer(self.policy, proposal.plan, proposal.tree)
 
     def ask(self) -> mx.array | TokenTree | None:
         """Return what the target is to process next: a root, shape (1,), or a tree.
 
-        After a tree this reads and commits the outcome first, as the next pass depends on it. From
-        one token to the next it reads nothing, as the length is known anyway. None at the end.
+        After a tree this does `read` first. From one token to the next it reads nothing, as the
+        length is known anyway. None at the end.
         """
+        self.read()
         pending = self._pending
         if pending is None:
             # The last token of the prompt alone, as in mlx-lm.
@@ -150,13 +212,9 @@ class SequenceDecoder:
         elif pending.path is None and self._is_plain and not pending.is_accepted:
             self._taken = pending
             self._asked = pending.root if self._needs_next else None
-        else:
-            if not pending.is_accepted:
-                self._taken = pending
-                self._accept(pending)
-            if not self.is_finished and pending.is_finite:
-                tree = None if self._is_plain else self._keep_drafts()
-                self._asked = pending.root if tree is None else tree
+        elif not self.is_finished and pending.is_finite:
+            tree = None if self._is_plain else self._keep_drafts()
+            self._asked = pending.root if tree is None else tree
         return self._asked
 
     def answer(self, chosen: PendingPass) -> None:
@@ -203,42 +261,62 @@ class SequenceDecoder:
             outputs: The target's outputs for it.
         """
         with mx.stream(generation_stream):
+            outputs = outputs._replace(logits=self.process(drafts, outputs.logits))
+        return self.choose(drafts, outputs)
+
+    def choose(self, drafts: mx.array | TokenTree, outputs: TargetOutputs) -> PendingPass:
+        """Do what `sample` does, with logits that are processed already."""
+        with mx.stream(generation_stream):
             if isinstance(drafts, TokenTree):
-                if self.processors is not None:
-                    self.processors.extend(drafts.tokens[:1])
-                    logits = self.processors.process_tree(outputs.logits, drafts)
-                    outputs = outputs._replace(logits=logits)
                 return sample_and_accept(self.sampler, outputs, drafts, self.noise)
-            if self.processors is not None:
-                if self._pending is not None:  # the processors know the prompt
-                    self.processors.extend(drafts)
-                outputs = outputs._replace(logits=self.processors.process(outputs.logits))
             # The token just processed, the last of the committed ones, is the root of this choice.
             noise = self.sampler.noise_of_root(self.cache.length - 1)
             return sample_root(self.sampler, outputs, noise)
 
+    def process(self, drafts: mx.array | TokenTree, logits: mx.array) -> mx.array:
+        """Apply the logits processors, if any, to the logits after a root or a tree, (N, V)."""
+        if self.processors is None:
+            return logits
+        if isinstance(drafts, TokenTree):
+            self.processors.extend(drafts.tokens[:1])
+            return self.processors.process_tree(logits, drafts)
+        if self._pending is not None:  # the processors know the prompt
+            self.processors.extend(drafts)
+        return self.processors.process(logits)
+
     def begin(self) -> None:
-        """Process the prompt without its last token, unless that is done.
+        """Process the prompt without its last token, unless that is done."""
+        while not self.has_begun:
+            self.process_chunk()
+
+    def process_chunk(self, most: int | None = None) -> None:
+        """Process a chunk of the prompt without its last token; the last chunk sets `has_begun`.
 
         Tokens that the cache holds, such as those of a shared prefill, are left out. A sequence
         that is cancelled meanwhile is finished.
+
+        Args:
+            most: Maximum number of tokens, if less than the request allows.
         """
-        if self._has_begun:
-            return
-        self._has_begun, request = True, self.request
-        done = self.own_cache.length + len(request.prompt) - self._end_of_prompt
-        with mx.stream(generation_stream):
-            try:
+        request, total = self.request, len(self.request.prompt)
+        done = self.own_cache.length + total - self._end_of_prompt
+        if not self._has_started:
+            self._has_started, self._first = True, done
+            self._report(done)
+        left = total - 1 - done
+        if left > 0 and not self.is_cancelled:
+            limit = request.chunk_size or (lambda done: request.prefill_step_size)
+            size = min(left, limit(done - self._first), most or left)
+            chunk = mx.array(request.prompt[done : done + size + 1], dtype=mx.int32)
+            with mx.stream(generation_stream):
                 self.target.prefill_but_last(
-                    mx.array(request.prompt[done:], dtype=mx.int32),
-                    self.own_cache,
-                    request.chunk_size or request.prefill_step_size,
-                    self._on_progress,
-                    self.layers,
-                    self._read_states,
+                    chunk, self.own_cache, size, lambda *_: None, self.layers, self._read_states
                 )
-            except _Cancelled:
-                self.is_finished = True
+            self._report(done + size)
+            left -= size
+        if self.is_cancelled:
+            self.is_finished = True
+        self.has_begun = left <= 0 or self.is_finished
 
     def finish_pass(self) -> list[Token]:
         """Read and commit the newest pass, so that the sequence can move to other caches.
@@ -253,9 +331,6 @@ class SequenceDecoder:
         if self._pending is not None and not self._pending.is_accepted:
             self._accept(self._pending)
             tokens = self._pending.kept_tokens
-        if isinstance(self.cache, TreeCache):
-            with mx.stream(generation_stream):
-                self.cache.settle(self.cache.length)
         return tokens
 
     def move(self, cache: TreeCache | SlotCache, policy: DraftPolicy | None = None) -> None:
@@ -302,14 +377,21 @@ class SequenceDecoder:
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether its prompt may be processed together with those of others."""
-        return self.own_cache.length == 0 and len(self.request.prompt) > 1 and not self.layers
+        """Whether its prompt may be processed together with others, all padded on the right."""
+        cache = self.own_cache
+        is_new = cache.length == 0 and len(self.request.prompt) > 1
+        return is_new and not self.layers and cache.may_pad
+
+    def num_kept(self) -> int:
+        """Return the number of tokens that its caches will hold at least when it ends."""
+        if not self.request.leave_as_stock:
+            return sys.maxsize
+        return self._end_of_prompt + self.stats.num_tokens
 
     @property
     def common_sampler(self) -> KeyedSampler | None:
         """Sampler that a batch may apply to several sequences at once; None to sample it alone."""
-        is_alone = self.processors is not None or not isinstance(self.sampler, KeyedSampler)
-        return None if is_alone else cast(KeyedSampler, self.sampler)
+        return self.sampler if isinstance(self.sampler, KeyedSampler) else None
 
     @property
     def noise(self) -> GumbelNoise | None:
@@ -328,30 +410,15 @@ class SequenceDecoder:
         """Whether the target has to process the token in flight, too."""
         return self.request.leave_as_stock or self._num_tokens + 1 != self.request.max_tokens
 
-    def _process(self, drafts: mx.array | TokenTree) -> TargetOutputs:
+    def _run_target(self, drafts: mx.array | TokenTree) -> TargetOutputs:
         """Run the target on a root or a tree of this sequence alone."""
         with mx.stream(generation_stream):
             if isinstance(drafts, TokenTree):
-                return self.target.verify(drafts, self.own_cache, self.layers)
+                outputs = self.target.verify(drafts, self.own_cache, self.layers)
+                if self.target.is_first_use:
+                    self._clock.skip()
+                return outputs
             return self.target.advance(drafts, self.own_cache, self.layers)
-
-    def _choose_plan(self) -> DraftPlan | None:
-        is_last = self._num_tokens + 1 == self.request.max_tokens
-        if is_last or self.policy is None or self.drafting is None:
-            return None
-        return self.policy.choose(self.drafting.outlook())
-
-    def _propose(self, plan: DraftPlan, pending: PendingPass) -> Proposal:
-        """Dispatch the drafts of what may follow a pass."""
-        assert self.drafting is not None
-        pending.is_shown = True
-        with mx.stream(generation_stream):
-            accepted = pending.num_accepted, pending.max_accepted
-            noise = self.sampler.noise(pending.length + 1, plan.shape.length, *accepted)
-            tree = self.drafting.propose(pending, plan.searched, noise)
-            if tree is not None and tree.known is None:
-                mx.async_eval(tree.arrays)
-        return Proposal(plan, tree, noise)
 
     def _show(self, pending: PendingPass) -> None:
         """Show the proposer an accepted pass after which it drafts nothing."""
@@ -373,10 +440,9 @@ class SequenceDecoder:
         if self.drafting is not None and self.drafting.reader is not None:
             self.drafting.reader.read(states)
 
-    def _on_progress(self, done: int, total: int) -> None:
-        if self.is_cancelled:
-            raise _Cancelled
-        self.request.on_progress(done, total)
+    def _report(self, done: int) -> None:
+        """Report how many tokens of the prompt are processed, without those of a shared prefill."""
+        self.request.on_progress(done - self._first, len(self.request.prompt) - self._first)
 
     def _accept(self, pending: PendingPass) -> None:
         """Wait for a pass, commit what it accepted, and find where the sequence ends."""
@@ -426,6 +492,6 @@ class SequenceDecoder:
         """Process the last token, and leave the random state where plain decoding has it."""
         num_cut = len(pending.tokens) - pending.num_kept
         if num_cut == 0:
-            self.sample(pending.root, self._process(pending.root))
+            self.sample(pending.root, self._run_target(pending.root))
         else:
             self.sampler.commit(len(pending.tokens) - num_cut + 1)

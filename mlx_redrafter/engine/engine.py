@@ -15,7 +15,6 @@ import reprlib
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -35,6 +34,7 @@ from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
+from mlx_redrafter.engine.memory_guard import MemoryGuard
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
@@ -45,8 +45,7 @@ from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
-from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import SHORTEST, WIDEST
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
@@ -133,7 +132,8 @@ class Engine:
             grammar: Grammar of the text, or of its end; it allows every token, after the logits
                 processors. A text that ``max_tokens`` cuts may be incomplete.
             shared: Scheduler from `share`: the text shares its forward passes with the others of
-                that scheduler, unless it has a ``sampler``, ``grammar`` or ``kv_bits``.
+                that scheduler, whatever options each has. Texts whose K/V entries are quantised
+                otherwise than those of the first one are decoded alone, in turns with them.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -167,8 +167,7 @@ class Engine:
         )
         known = [_as_list("history[...]", one) for one in _as_list("history", history)]
         sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
-        may_share = sampler is None and grammar is None and chosen.quantisation is None
-        stream = ResponseStream(sequence, self.tokenizer, shared if may_share else None)
+        stream = ResponseStream(sequence, self.tokenizer, shared)
         _claims.claim(layers, stream)
         self._streams.add(stream)
         return stream
@@ -178,6 +177,7 @@ class Engine:
         prompts: Sequence[str | Sequence[int] | mx.array],
         *,
         batch_size: int = 8,
+        grammar: Grammar | LateGrammar | None = None,
         **options: Any,
     ) -> BatchStream:
         """Generate texts that share their forward passes; each is that of `stream` for its prompt.
@@ -185,21 +185,22 @@ class Engine:
         Args:
             prompts: Texts, or token ids; texts begin in this order as others end.
             batch_size: Maximum number of texts at once.
+            grammar: Grammar of every text, as in `stream`.
             **options: Fields of `GenerationOptions`, which hold for every text, the seed too.
 
         Raises:
             ConfigError: As `stream`; an error says which prompt is meant.
-            UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
-        grammar = options.pop("grammar", None)
         chosen = self._options(options)
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
-        for name, value in {"grammar": grammar, "kv_bits": chosen.quantisation}.items():
-            if value is not None:
-                raise ConfigError(f"{name} has no batches; leave it out, or stream each text")
+        if grammar is not None:
+            self.masks(grammar)  # raises for one that does not go with the tokenizer
         requests = [self._request(one, chosen) for one in prompts]
-        sequences = (self._open(request, chosen) for request in requests)
+        sequences = (
+            self._open(request, chosen, masks=None if grammar is None else self.masks(grammar))
+            for request in requests
+        )
         stream = BatchStream(self._share(chosen), sequences, self.tokenizer, batch_size)
         self._streams.add(stream)
         return stream
@@ -208,9 +209,6 @@ class Engine:
         """Return a scheduler that batches the passes of streams that one thread reads in turns.
 
         Streams come and go, and each text is the one that it is alone.
-
-        Raises:
-            UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
         end_streams_with_thread()
         return self._share(self._options({}))
@@ -282,7 +280,7 @@ class Engine:
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            on_progress=on_progress,
+            on_progress=MemoryGuard().watching(on_progress),
             leave_as_stock=leave_as_stock,
             chunk_size=chunk_size,
         )
@@ -332,39 +330,24 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            if policy.shows_long_times:
+            if experience.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
         return conclude
 
     def _share(self, options: GenerationOptions) -> Scheduler:
-        @cache
-        def batch_policy() -> BatchPolicy:
-            return self._batch_policy(scheduler, options)
-
-        def in_batch(policy: DraftPolicy | None) -> DraftPolicy | None:
-            """Replace a policy that rests on the step times of a lone sequence."""
-            if isinstance(policy, AdaptivePolicy):
-                return batch_policy().new_member()
-            return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
-
-        scheduler = Scheduler(self.target, in_batch)
+        scheduler, proposer = Scheduler(self.target), self.proposer
+        if proposer is not None:
+            # Acceptance of uncoupled drafts is not that of coupled ones.
+            memory = self.memory if options.couple else LearnedState()
+            scheduler.policy = BatchPolicy(
+                lambda: self._costs(self._network),
+                lambda: scheduler.num_slots,
+                memory.batches,
+                lambda: memory.experience,
+                proposer.max_length,
+            )
         return scheduler
-
-    def _batch_policy(self, scheduler: Scheduler, options: GenerationOptions) -> BatchPolicy:
-        """Make the policy of a whole batch. Prompt lookup needs a fixed plan there."""
-        proposer = self.proposer
-        assert proposer is not None
-        costs = self._costs(self._network)
-        # Acceptance of uncoupled drafts is not that of coupled ones.
-        memory = self.memory if options.couple else LearnedState()
-        return BatchPolicy(
-            costs,
-            lambda: scheduler.num_slots,
-            memory.batches,
-            memory.experience,
-            proposer.max_length,
-        )
 
     def _costs(
         self,

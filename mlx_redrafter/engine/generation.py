@@ -76,6 +76,7 @@ def generate_batch(
     *,
     drafter: AnyDrafter = "lookup",
     batch_size: int = 8,
+    grammar: Grammar | None = None,
     **options: Unpack[OptionKeywords],
 ) -> list[str]:
     """Generate several texts at once, which costs less time than one after the other.
@@ -87,20 +88,20 @@ def generate_batch(
         model: A model loaded by `load` or by mlx-lm.
         tokenizer: The model's tokenizer.
         prompts: Texts, or token ids.
-        drafter: As in `stream_generate`. Prompt lookup drafts only with a fixed plan, that is, with
-            ``beam_width``, ``beam_length`` or ``tree_nodes``.
+        drafter: As in `stream_generate`.
         batch_size: Maximum number of texts at once.
+        grammar: Grammar of every text.
         **options: Fields of `GenerationOptions`; all texts have the same seed.
 
     Raises:
         ConfigError: As `stream_generate`, before any text begins.
         CheckpointError: The drafter was made for another model.
-        UnsupportedTargetError: The model has layers that do not attend to all tokens.
         NonFiniteError: The logits after one of the prompts or texts are NaN.
     """
     texts = ["" for _ in prompts]
     engine = _engine(model, tokenizer, drafter)
-    for number, response in engine.stream_batch(prompts, batch_size=batch_size, **options):
+    stream = engine.stream_batch(prompts, batch_size=batch_size, grammar=grammar, **options)
+    for number, response in stream:
         texts[number] += response.text
     return texts
 

@@ -91,6 +91,7 @@ class Follower:
 
     def __init__(self, model: nn.Module, machines: Machines):
         self._target = Target(model)
+        self._target.compiled = None  # as on rank 0
         self._group = machines.group
         self._caches: dict[int, TreeCache] = {}
         self._batches: dict[int, BatchCache] = {}
@@ -109,7 +110,7 @@ class Follower:
             Do.NEW_BATCH: self._add_batch,
             Do.KEEP: lambda batch, slot, *path: self._batches[batch].commit(slot, path),
             Do.INSERT: lambda batch, slot, cache: self._batches[batch].insert(
-                slot, self._cache(cache).stock
+                slot, self._cache(cache), lambda: sys.maxsize
             ),
             Do.LEAVE: self._leave,
             Do.RESIZE: lambda batch, count, rows, *slots: self._batches[batch].resize(
@@ -171,10 +172,7 @@ class Follower:
         self._batches[number] = self._target.new_batch_cache()
 
     def _leave(self, batch: int, slot: int, cache: int) -> None:
-        stock = self._cache(cache).stock if cache else None
-        left = self._batches[batch].leave(slot, stock)
-        if cache:
-            self._caches[cache] = left
+        self._batches[batch].leave(slot, self._cache(cache) if cache else None)
 
     def _cache(self, number: int) -> TreeCache:
         """Return the cache of this number, which is new if rank 0 has not named it yet."""

@@ -28,7 +28,7 @@ from mlx_redrafter.machines.frames import Do, Frame, pack
 from mlx_redrafter.machines.line import end_process
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
-from mlx_redrafter.target.caches.batch_cache import BatchCache
+from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -165,8 +165,8 @@ class LedCache(TreeCache):
 class LedBatchCache(BatchCache):
     """The cache of a batch on rank 0, which tells the other ranks what becomes of theirs."""
 
-    def __init__(self, leader: Leader, num_layers: int, has_buckets: bool):
-        super().__init__(num_layers, has_buckets)
+    def __init__(self, leader: Leader, has_buckets: bool):
+        super().__init__(has_buckets)
         self._leader = leader
         self._is_within = False
         self.number = leader.add(self)
@@ -177,17 +177,18 @@ class LedBatchCache(BatchCache):
         with self._leader.together(Do.KEEP, self.number, slot, *path):
             super().commit(slot, path)
 
-    def insert(self, slot: int, stock: Sequence[Any]) -> None:
-        number = self._leader.number_of(stock[0])
-        assert number is not None
-        with self._leader.together(Do.INSERT, self.number, slot, number), self.within():
-            super().insert(slot, stock)
+    def takes(self, own: TreeCache) -> bool:
+        # The other ranks do not know how far a sequence may have to go back to a state.
+        return own.may_pad and super().takes(own)
 
-    def leave(self, slot: int, stock: Sequence[Any] | None) -> TreeCache:
-        number = None if stock is None else self._leader.number_of(stock[0])
-        with self._leader.together(Do.LEAVE, self.number, slot, number or 0):
-            cache = super().leave(slot, stock)
-        return cache if number is None else LedCache(self._leader, number, cache)
+    def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
+        with self._leader.together(Do.INSERT, self.number, slot, _number(own)), self.within():
+            super().insert(slot, own, floor)
+
+    def leave(self, slot: int, own: TreeCache | None) -> None:
+        number = 0 if own is None else _number(own)
+        with self._leader.together(Do.LEAVE, self.number, slot, number):
+            super().leave(slot, own)
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
         numbers = self.number, num_slots, num_rows, *slots
@@ -218,6 +219,7 @@ class LeadingTarget(Target):
         self.leader = leader
         self.devices = tuple(rank.device for rank in leader.machines.ranks)
         super().__init__(model)
+        self.compiled = None  # each rank would compare bits, and compile, for itself
 
     @property
     def stock_model(self) -> Any:
@@ -256,8 +258,7 @@ class LeadingTarget(Target):
             super().reserve(cache, num_rows)
 
     def new_batch_cache(self) -> BatchCache:
-        super().new_batch_cache()  # refuses models without batches
-        return LedBatchCache(self.leader, self.num_layers, self.has_buckets)
+        return LedBatchCache(self.leader, self.has_buckets)
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         if has_split_head(self.model):
@@ -272,10 +273,10 @@ class LeadingTarget(Target):
         self,
         beginnings: Sequence[Sequence[int]],
         caches: Sequence[TreeCache],
-        step_size: int,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
+        step_size: Callable[[], int],
+    ) -> Iterator[None]:
         """Leave all caches empty: every sequence processes its own beginning."""
+        return iter(())
 
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()

@@ -1,18 +1,22 @@
 """Draft size of a batch: one decision in every step, for all of its sequences.
 
 A forward pass has one size for all sequences, and its cost grows with the rows of all of them, so
-more sequences draft fewer tokens each. One `AdaptivePolicy` decides by means over all drafts.
+more sequences draft fewer tokens each. One `AdaptivePolicy` decides by means over all drafts, and
+by the probabilities of all drafts once they are known.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 
 import numpy as np
 
-from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.decoding.protocols import DraftPolicy, Offer, Outlook, Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience, PendingDrafts
+from mlx_redrafter.policy.acceptance import ScoredDrafts
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
@@ -49,91 +53,124 @@ def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
 
 
 class BatchPolicy:
-    """The policy of a batch.
+    """The policy of a batch, a `JointPolicy`.
 
     Args:
-        costs: Costs of one sequence's steps.
+        costs: Function that returns the costs of one sequence's steps; called if they are needed.
         num_slots: Function that returns the number of slots of the batch.
         batches: Experience by number of slots, which this policy keeps up to date.
-        before: Experience of a sequence or batch before, for other numbers of slots.
+        before: Function that returns the experience of a sequence before, for new numbers of slots.
         max_length: As in `AdaptivePolicy`.
     """
 
     def __init__(
         self,
-        costs: StepCosts,
+        costs: Callable[[], StepCosts],
         num_slots: Callable[[], int],
         batches: MutableMapping[int, Experience],
-        before: Experience | None = None,
+        before: Callable[[], Experience | None] = lambda: None,
         max_length: int | None = None,
     ):
         self._costs = costs
         self._num_slots = num_slots
         self._batches = batches
+        self._before = before
         self._max_length = max_length
-        self._begin(before)
+        self._policy: AdaptivePolicy | None = None
+        # Number of slots that it decides for.
+        self._size = 0
         self._plan: DraftPlan | None = None
-        # Decisions so far, and the sequence whose steps are timed: the first to ask.
-        self.num_decisions = 0
-        self._timed: MemberPolicy | None = None
+        # Number of sequences of the step that is being decided.
+        self._count = 1
+        # Decisions so far, and which member's step is timed, for each decision whose step has not
+        # been observed, at most two.
+        self._number = 0
+        self._timed: deque[tuple[int, MemberPolicy]] = deque(maxlen=2)
+        # Selected drafts of the step's members.
+        self._kept: dict[MemberPolicy, TokenTree] = {}
 
-    def new_member(self) -> MemberPolicy:
-        """Return the policy of one sequence."""
-        return MemberPolicy(self)
+    def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
+        """Replace a policy that rests on the step times of a lone sequence."""
+        if isinstance(policy, AdaptivePolicy):
+            return MemberPolicy(self)
+        return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
-    def choose(self, member: MemberPolicy) -> DraftPlan | None:
-        """Return the plan of a sequence's next step; the first to ask has it decided for all."""
-        if member.num_decisions == self.num_decisions:
-            if self._size != self._num_slots():
-                self._begin(self._policy.conclude())
-            self._timed = member
-            self._plan = self._policy.choose(None)
-            self.num_decisions += 1
-        member.num_decisions = self.num_decisions
-        return self._plan
+    def look(self, outlooks: Sequence[Outlook], count: int) -> None:
+        """Decide the plan of the next step for all members."""
+        members = [(one, found) for one, found in outlooks if isinstance(one, MemberPolicy)]
+        self._kept = {}
+        if members:
+            policy, self._count = self._current(), count
+            self._plan = policy.choose_for([found for _, found in members if found], count)
+            self._number += 1
+            self._timed.append((self._number, members[0][0]))
 
-    def keep(self, member: MemberPolicy, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """Select the drafts of one sequence to verify."""
-        return self._policy.keep_for(member.pending, plan, tree)
+    def weigh(self, offers: Sequence[Offer]) -> None:
+        """Select the drafts of all members to verify."""
+        found = [(one, tree) for one, _, tree in offers if isinstance(one, MemberPolicy)]
+        if found:
+            found.sort(key=lambda offer: -offer[1].size)
+            drafts = [(member.pending, tree) for member, tree in found]
+            kept = self._current().keep_all(drafts, self._count)
+            self._kept = {member: tree for (member, _), tree in zip(found, kept, strict=True)}
+            self._timed[-1] = self._number, found[0][0]
 
-    def observe(self, member: MemberPolicy, step: Step) -> None:
+    def choose(self, outlook: Sequence[float] | None) -> tuple[int, DraftPlan | None]:
+        """Return the number of the newest decision, and the plan of a member's next step."""
+        is_lookup = self._plan is not None and self._plan.from_text
+        return self._number, self._plan if outlook or not is_lookup else None
+
+    def keep(self, member: MemberPolicy, tree: TokenTree) -> TokenTree:
+        """Return the selected drafts of a member; those of a probe are only learnt from."""
+        if member in self._kept:
+            return self._kept[member]
+        return self._current().keep_all([(member.pending, tree)], self._count)[0]
+
+    def observe(self, member: MemberPolicy, step: Step, number: int) -> None:
         """Learn from a sequence's tokens, and from the cost of one sequence's steps."""
-        if member is self._timed:
-            self._policy.observe_time(step)
-        self._policy.observe_tokens(member.pending, step.tokens)
+        if self._timed and self._timed[0] == (number, member):
+            self._timed.popleft()
+            self._current().observe_time(step)
+        self._current().observe_tokens(member.pending, step.tokens)
 
-    def _begin(self, before: Experience | None) -> None:
-        """Decide by the costs of the present number of slots."""
-        self._size = self._num_slots()
-        slots = max(1, self._size)
-        begin = self._batches.get(self._size)
-        if begin is None and before is not None:
-            begin = before.without_times()
-        costs = batch_costs(self._costs, slots)
-        self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
-        experience = self._batches[self._size] = self._policy.experience
-        experience.drafts.window = MEMORY * slots
-        self._timed = None
+    def _current(self) -> AdaptivePolicy:
+        """Return the policy for the present number of slots."""
+        size = max(1, self._num_slots())
+        if self._policy is None or self._size != size:
+            before = self._before() if self._policy is None else self._policy.conclude()
+            begin = self._batches.get(size)
+            if begin is None and before is not None:
+                begin = before.without_times()
+            costs = batch_costs(self._costs(), size)
+            self._size = size
+            self._timed.clear()
+            self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
+            experience = self._batches[size] = self._policy.experience
+            experience.drafts.window = MEMORY * size
+        return self._policy
 
 
 class MemberPolicy:
     """A `DraftPolicy` of one sequence, which does what is decided for all.
 
     Attributes:
-        num_decisions: Decisions of the batch that the sequence has followed.
         pending: Its drafts that the policy still learns from.
     """
 
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
-        self.num_decisions = batch.num_decisions
-        self.pending = PendingDrafts()
+        self.pending: list[ScoredDrafts] = []
+        # Numbers of the decisions whose steps have not been observed.
+        self._numbers: deque[int] = deque()
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        return self._batch.choose(self)
+        number, plan = self._batch.choose(outlook)
+        self._numbers.append(number)
+        return plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self._batch.keep(self, plan, tree)
+        return self._batch.keep(self, tree)
 
     def observe(self, step: Step) -> None:
-        self._batch.observe(self, step)
+        # The last step of a sequence is observed without having been chosen.
+        self._batch.observe(self, step, self._numbers.popleft() if self._numbers else 0)

@@ -1,6 +1,6 @@
 """Networks with K/V entries that draft one token after another: EAGLE heads, MTP modules.
 
-Axes: n tokens, W beams, H hidden size, V rows of the head.
+Axes: n tokens, W beams of each sequence, H hidden size, V rows of the head.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import mlx.core as mx
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
+from mlx_redrafter.proposers.kv_drafting import KvDrafting, read_flights, read_levels
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 
 
@@ -41,38 +41,51 @@ class AutoregressiveNetwork(KvNetwork):
 class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
     """Drafts of one sequence by such a network."""
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        return search(_Levels(self, flight), shape, rank)
+    def expand_roots(
+        self,
+        draftings: Sequence[AutoregressiveDrafting],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
+        return search_all(_Levels(draftings, flights), shape, rank)
 
 
 class _Levels:
-    """The network after one root; a `LevelScorer`."""
+    """The network after one root of each sequence; a `LevelScorer`."""
 
-    def __init__(self, drafting: AutoregressiveDrafting, flight: PendingPass):
-        self.drafting = drafting
-        self.network = drafting.network
-        self.flight = flight
+    def __init__(self, draftings: Sequence[AutoregressiveDrafting], flights: Sequence[PendingPass]):
+        self.draftings = draftings
+        self.network, self.target = draftings[0].network, draftings[0].target
+        self.flights = flights
         self.num_rows = self.network.num_rows
         self.to_token_ids = self.network.to_token_ids
 
     def first(self) -> mx.array:
-        self._outputs = self.drafting.read_flight(self.flight)
-        self._lineage = self.drafting.lineage_after(self.flight)
+        self._outputs = read_flights(self.draftings, self.flights)
+        pairs = zip(self.draftings, self.flights, strict=True)
+        self._lineages = [drafting.lineage_after(flight) for drafting, flight in pairs]
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """Process the beams; those of the first level share the root's output."""
-        width = tokens.shape[0]
+        """Process the beams; those of the first level share the outputs of their roots."""
+        count, roots = tokens.shape[0], len(self.draftings)
+        width = count // roots
         features = self.network.feed_back(self._outputs)
-        features = (
-            mx.broadcast_to(features, (width, features.shape[-1]))
-            if beams is None
-            else features[beams]
-        )
-        level = self._lineage.extend(beams, width, depth)
-        self._outputs = self.drafting.read_level(features, tokens, *level)
+        if beams is not None:
+            features = features[beams]
+        elif features.shape[0] != count:
+            features = mx.broadcast_to(features, (count, features.shape[-1]))
+        own: list[mx.array | None] = [beams] * roots
+        if beams is not None and roots > 1:
+            parts = mx.split(beams, roots)
+            own = [part - number * width for number, part in enumerate(parts)]
+        levels = [
+            lineage.extend(beams, width, depth)
+            for lineage, beams in zip(self._lineages, own, strict=True)
+        ]
+        self._outputs = read_levels(self.draftings, features, tokens, levels)
         return self._log_probs()
 
     def _log_probs(self) -> mx.array:
-        logits = self.network.logits(self._outputs, self.drafting.target)
-        return log_probs(logits, self.num_rows)
+        return log_probs(self.network.logits(self._outputs, self.target), self.num_rows)

@@ -87,10 +87,14 @@ class CachedDrafting(ABC):
         """Return None, as a network always has something to propose."""
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        self.count_flight(flight)
-        self._flight = flight
+        self.begin(flight)
         expansion = self.expand(flight, plan.shape, self.rank(noise))
         return build_tree(expansion, flight.root, plan)
+
+    def begin(self, flight: PendingPass) -> None:
+        """Count the pass before, as a tree is drafted after this one."""
+        self.count_flight(flight)
+        self._flight = flight
 
     def skip(self, flight: PendingPass) -> None:
         self.count_flight(flight)

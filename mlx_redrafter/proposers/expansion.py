@@ -5,6 +5,8 @@ Axes: W beam width, L beam length, K nodes scored per level, M in all, N nodes o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -53,6 +55,24 @@ def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
     return best_nodes(expansion, root, plan)
 
 
+def build_trees(
+    expansion: Expansion, roots: Sequence[mx.array], plan: DraftPlan
+) -> list[TokenTree]:
+    """Build the trees of several roots with the operations of one.
+
+    Args:
+        expansion: Scored nodes, each array with an axis of roots before its own.
+        roots: The newest tokens, integer, shape (1,).
+        plan: As in `build_tree`.
+    """
+    count = len(roots)
+    if plan.shape.select == "beam":
+        return [build_tree(expansion.of_root(i), root, plan) for i, root in enumerate(roots)]
+    arrays = _best(expansion, mx.concatenate(list(roots))[:, None], plan)
+    rows = zip(*(mx.split(array, count) for array in arrays), strict=True)
+    return [_tree(plan, [array.squeeze(0) for array in row]) for row in rows]
+
+
 def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
     """Build the tree of the N - 1 most probable nodes, ordered by probability after the root.
 
@@ -61,20 +81,52 @@ def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
     of equals preferred, always form a tree. It maximises the expected number of accepted drafts
     if the scores are true (OPT-Tree, arXiv 2406.17276).
     """
-    shape = plan.shape
+    return _tree(plan, _best(expansion, root, plan))
+
+
+def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:
+    """Choose the best nodes, for arrays with any axes before those of the nodes.
+
+    Returns:
+        Arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
+        parents, depths and ancestors.
+    """
+    shape, count = plan.shape, plan.num_nodes - 1
     if shape.width == 1:
-        tree = _chain(expansion, root, plan.num_nodes)
-        return tree.scored(expansion.scores[: plan.num_nodes - 1])
-    best = mx.argsort(-expansion.scores)[: plan.num_nodes - 1].astype(mx.int32)
-    tree = _pack(expansion, root, best, 1 + best // _level_size(expansion, shape), shape)
-    return tree.scored(expansion.scores[best])
+        tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[..., :count]], axis=-1)
+        scores = expansion.scores[..., :count]
+        return [tokens, scores, _packed(tokens, scores)]
+    best = mx.argsort(-expansion.scores, axis=-1)[..., :count].astype(mx.int32)
+    depths = 1 + best // _level_size(expansion, shape)
+    tokens, parents, depths = _number(expansion, root, best, depths)
+    scores = mx.take_along_axis(expansion.scores, best, axis=-1)
+    ancestors = ancestor_mask(parents, shape.levels)
+    return [tokens, scores, _packed(tokens, scores, parents, depths), parents, depths, ancestors]
 
 
-def _chain(expansion: Expansion, root: mx.array, num_nodes: int) -> TokenTree:
-    """Build the tree of a search of width 1, in which each node is the child of the one before."""
-    drafts = expansion.tokens[: num_nodes - 1]
-    tokens = mx.concatenate([root.astype(mx.int32), drafts])
-    return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
+def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
+    columns = [tokens[..., 1:], scores.view(mx.int32), *(array[..., 1:] for array in places)]
+    return mx.concatenate(columns, axis=-1)
+
+
+def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
+    """Make a tree of the arrays of `_best`."""
+    tokens, scores, packed, *places = arrays
+    shape = plan.shape
+    if not places:
+        tree = TokenTree.chain(tokens, num_unmerged=1 + shape.levels)
+    else:
+        parents, depths, ancestors = places
+        tree = TokenTree(
+            tokens,
+            parents,
+            depths,
+            ancestors,
+            num_nodes=tokens.shape[0],
+            num_unmerged=1 + shape.width * shape.levels,
+            max_depth=shape.levels,
+        )
+    return replace(tree, scores=scores, packed=packed)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
@@ -84,9 +136,10 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     (``dedup_prefix`` and ``pack_beam``). With several beams the host reads the number of nodes, so
     it waits for the device.
     """
-    scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
     if shape.width == 1:
-        return _chain(expansion, root, shape.length)
+        tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])
+        return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
+    scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
     lineage = [mx.arange(shape.width, dtype=mx.int32) + (scored - level)]
     for _ in range(shape.levels - 1):
         lineage.append(expansion.parents[lineage[-1]])
@@ -95,29 +148,39 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     kept = mx.sort(mx.where(on_beam == 1, ids, scored))
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
     kept = kept[:count]
-    return _pack(expansion, root, kept, 1 + kept // level, shape)
+    tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
+    return TokenTree(
+        tokens,
+        parents,
+        depths,
+        ancestor_mask(parents, shape.levels),
+        num_nodes=1 + count,
+        num_unmerged=1 + shape.width * shape.levels,
+        max_depth=shape.levels,
+    )
 
 
 def _level_size(expansion: Expansion, shape: DraftShape) -> int:
-    return expansion.tokens.shape[0] // shape.levels
+    return expansion.tokens.shape[-1] // shape.levels
 
 
-def _pack(
-    expansion: Expansion, root: mx.array, kept: mx.array, depths: mx.array, shape: DraftShape
-) -> TokenTree:
-    """Number nodes of an expansion 1 to N - 1 in the order of ``kept``, int32, shape (N - 1,)."""
-    size = kept.shape[0] + 1
-    # Node index by id of the expansion; the last entry is the root's, whose id is -1.
-    nodes = mx.zeros((expansion.tokens.shape[0] + 1,), dtype=mx.int32)
-    nodes = mx.put_along_axis(nodes, kept, mx.arange(1, size, dtype=mx.int32), axis=0)
-    zero = mx.zeros((1,), dtype=mx.int32)
-    parents = mx.concatenate([zero, nodes[expansion.parents[kept]]])
-    return TokenTree(
-        tokens=mx.concatenate([root.astype(mx.int32), expansion.tokens[kept]]),
-        parents=parents,
-        depths=mx.concatenate([zero, depths]),
-        ancestors=ancestor_mask(parents, shape.levels),
-        num_nodes=size,
-        num_unmerged=1 + shape.width * shape.levels,
-        max_depth=shape.levels,
+def _number(
+    expansion: Expansion, root: mx.array, kept: mx.array, depths: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Number nodes of an expansion 1 to N - 1 in the order of ``kept``, int32, shape (..., N - 1).
+
+    Returns:
+        Tokens, parents and depths of all nodes, the root's included, int32, shape (..., N).
+    """
+    # Node index by id of the expansion, and of the root, whose id is -1, at the end.
+    nodes = mx.zeros((*kept.shape[:-1], expansion.tokens.shape[-1] + 1), dtype=mx.int32)
+    numbers = mx.broadcast_to(mx.arange(1, kept.shape[-1] + 1, dtype=mx.int32), kept.shape)
+    nodes = mx.put_along_axis(nodes, kept, numbers, axis=-1)
+    above = mx.take_along_axis(expansion.parents, kept, axis=-1)
+    zero = mx.zeros(root.shape, dtype=mx.int32)
+    tokens = mx.take_along_axis(expansion.tokens, kept, axis=-1)
+    return (
+        mx.concatenate([root.astype(mx.int32), tokens], axis=-1),
+        mx.concatenate([zero, mx.take_along_axis(nodes, above, axis=-1)], axis=-1),
+        mx.concatenate([zero, depths], axis=-1),
     )

@@ -1,6 +1,6 @@
 """Levels whose probabilities depend on the depth alone, and not on the drafts above.
 
-Axes: W beam width, V tokens that the network proposes.
+Axes: R roots, W beam width, V tokens that the network proposes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FactorisedLevels:
 
     Args:
         log_probs: Function from a depth, 0 for the children of the root, to natural
-            log-probabilities of the tokens after nodes of it, float32, shape (1, V).
+            log-probabilities of the tokens after nodes of it, float32, shape (R, V).
         num_rows: Number of tokens that the network proposes, V.
         to_token_ids: Function from indices into V to token ids, int32.
     """
@@ -36,7 +36,10 @@ class FactorisedLevels:
         return self.log_probs(0)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        return mx.broadcast_to(self.log_probs(depth), (tokens.shape[0], self.num_rows))
+        rows = self.log_probs(depth)
+        if rows.shape[0] == 1:
+            return mx.broadcast_to(rows, (tokens.shape[0], self.num_rows))
+        return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)
 
 
 def ranked_slots(
@@ -45,13 +48,13 @@ def ranked_slots(
     """Make the levels of a network that has scored all depths in one pass.
 
     Args:
-        log_probs: Natural log-probabilities of the tokens of each depth, float32, shape (D, V).
+        log_probs: Natural log-probabilities of the tokens of each depth, float32, (R, D, V).
         rank: Function that ranks them with the target's noise, or None.
         to_token_ids: See `FactorisedLevels`.
     """
 
     def of_depth(depth: int) -> mx.array:
-        row = log_probs[depth : depth + 1]
-        return row if rank is None else rank(row, depth)
+        rows = log_probs[:, depth]
+        return rows if rank is None else rank(rows, depth)
 
     return FactorisedLevels(of_depth, log_probs.shape[-1], to_token_ids)

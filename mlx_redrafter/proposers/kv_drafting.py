@@ -1,6 +1,7 @@
 """Drafts of one sequence by a network with K/V entries of its own, from states of the target.
 
-Axes: n tokens, L tokens of an accepted path, S width of the target's states, H hidden size.
+Axes: R sequences, W beams of each, n tokens, L tokens of an accepted path, S width of the target's
+states, H hidden size.
 
 Entry t belongs to the state after token t and to token t + 1. Entries of committed tokens come
 from the target's states. Those of drafts come from the network's own output and stay aside.
@@ -8,14 +9,21 @@ from the target's states. Those of drafts come from the network's own output and
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
+from mlx_redrafter.decoding.protocols import Wish
 from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
+from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.proposers.joint import NetworkDrafting
+from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
 from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
@@ -24,7 +32,7 @@ from mlx_redrafter.target.target import Target
 N = TypeVar("N", bound=KvNetwork)
 
 
-class KvDrafting(CachedDrafting, Generic[N]):
+class KvDrafting(CachedDrafting, NetworkDrafting, Generic[N]):
     """Drafts of one sequence, and the `StateReader` that they need.
 
     A prompt cache holds no states, so it lacks the pair of its last token and of the first one
@@ -57,6 +65,38 @@ class KvDrafting(CachedDrafting, Generic[N]):
         return self
 
     @property
+    def is_joint(self) -> bool:
+        """Whether the network's attention is mlx-lm's own, which the last pass has shown."""
+        return all(layer.is_plain for layer in self.cache.layers)
+
+    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        return self.expand_roots([self], [flight], shape, rank).alone
+
+    def expand_all(self, wishes: Sequence[Wish], rank: NoiseRank | None) -> Expansion:
+        draftings: list[Any] = [one.drafting for one in wishes]
+        flights = [one.pending for one in wishes]
+        for drafting, flight in zip(draftings, flights, strict=True):
+            drafting.begin(flight)
+        return self.expand_roots(draftings, flights, wishes[0].plan.shape, rank)
+
+    @abstractmethod
+    def expand_roots(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
+        """Score continuations of the bonus tokens of passes.
+
+        Args:
+            draftings: Drafts of one or several sequences, of this class.
+            flights: A pass of each of them.
+            shape: As in `search_all`.
+            rank: As in `search_all`.
+        """
+
+    @property
     def num_unread(self) -> int:
         return sum(tokens.shape[0] for _, tokens in self._unread)
 
@@ -78,15 +118,14 @@ class KvDrafting(CachedDrafting, Generic[N]):
 
     def process_unread(self) -> mx.array:
         num_unread = self.num_unread
-        outputs = self._read_pairs()
+        outputs = self.process(*self.take_pairs(), self.cache.layers)
         self.length += num_unread
         return outputs
 
     def read_flight(self, flight: PendingPass) -> mx.array:
         """Process all pairs up to the one of a pass's bonus token; its output, shape (1, H)."""
         num_known = self.num_unread
-        self._unread.append((flight.path_states, flight.following_tokens))
-        outputs = self._read_pairs()
+        outputs = self.process(*self.take_pairs(flight), self.cache.layers)
         self.length += num_known
         return outputs[num_known + flight.num_accepted]
 
@@ -99,12 +138,18 @@ class KvDrafting(CachedDrafting, Generic[N]):
             embeddings = self.network.embed(tokens, self.target)
             return self.network(features, embeddings, self.cache.layers)
 
-    def _read_pairs(self) -> mx.array:
-        """Process pairs without an entry in one pass; outputs, shape (n, H)."""
+    def take_pairs(self, flight: PendingPass | None = None) -> tuple[mx.array, mx.array]:
+        """Return the pairs without an entry, which the next pass processes: states and tokens.
+
+        Args:
+            flight: A pass whose pairs come after those that the host knows; None for none.
+        """
         self.cache.keep(self.length)
-        states, tokens = (mx.concatenate(list(parts)) for parts in zip(*self._unread, strict=True))
-        self._unread = []
-        return self.process(states, tokens, self.cache.layers)
+        unread, self._unread = self._unread, []
+        if flight is not None:
+            unread.append((flight.path_states, flight.following_tokens))
+        states, tokens = (mx.concatenate(list(parts)) for parts in zip(*unread, strict=True))
+        return states, tokens
 
     def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process pairs after the entries in some caches; outputs, shape (n, H)."""
@@ -120,3 +165,47 @@ class KvDrafting(CachedDrafting, Generic[N]):
         self.process(states, mx.array([0]), own)  # never computed: it sets the shapes of entries
         check_prompt_cache(cached, own)
         return list(cached)
+
+
+def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[PendingPass]) -> mx.array:
+    """Do what `KvDrafting.read_flight` does for several sequences in one pass; shape (R, H)."""
+    first = draftings[0]
+    if len(draftings) == 1:
+        return first.read_flight(flights[0])
+    known = [one.num_unread for one in draftings]
+    pairs = [one.take_pairs(flight) for one, flight in zip(draftings, flights, strict=True)]
+    states, tokens = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
+    sizes = [rows.shape[0] for _, rows in pairs]
+    spans = [
+        range(one.length, one.length + size) for one, size in zip(draftings, sizes, strict=True)
+    ]
+    positions = [TreePositions(mx.array(list(span))[None], [span]) for span in spans]
+    with tree_positions(joint_positions(positions)):
+        layers = joint_layers([one.cache for one in draftings], sizes)
+        outputs = first.process(states, tokens, layers)
+    places, start = [], 0
+    for one, flight, count, size in zip(draftings, flights, known, sizes, strict=True):
+        places.append(start + count + flight.num_accepted)
+        start += size
+        one.length += count
+    return outputs[mx.concatenate(places)]
+
+
+def read_levels(
+    draftings: Sequence[KvDrafting[Any]],
+    features: mx.array,
+    tokens: mx.array,
+    levels: Sequence[tuple[DraftMask, TreePositions]],
+) -> mx.array:
+    """Do what `KvDrafting.read_level` does for several sequences in one pass; shape (R W, H)."""
+    first = draftings[0]
+    if len(draftings) == 1:
+        return first.read_level(features, tokens, *levels[0])
+    for one, (mask, _) in zip(draftings, levels, strict=True):
+        one.cache.expect_drafts(mask)
+    sizes = [tokens.shape[0] // len(draftings)] * len(draftings)
+    with tree_positions(joint_positions([positions for _, positions in levels])):
+        embeddings = first.network.embed(tokens, first.target)
+        layers = joint_layers([one.cache for one in draftings], sizes)
+        outputs: mx.array = first.network(features, embeddings, layers)
+    return outputs

@@ -7,7 +7,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,11 +20,12 @@ from mlx_redrafter.device_read import to_floats, wait_for
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
-from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, parts_of
+from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.compiled_pass import CompiledPasses, waits_for_host
 from mlx_redrafter.target.few_shapes import (
     additive_masks,
     attend_with_additive_mask,
@@ -105,6 +106,7 @@ class Target:
         context_length: Number of positions for which the model was made; None if its config does
             not say, or if no layer counts tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
+        compiled: Compiled passes over trees; None if they do not pay.
         devices: Devices of all machines; none for one machine alone.
 
     Raises:
@@ -128,6 +130,12 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
+        self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
+
+    @property
+    def is_first_use(self) -> bool:
+        """Whether the newest pass over a tree took time to prepare later ones of its kind."""
+        return self.compiled is not None and self.compiled.is_first_use
 
     @property
     def stock_model(self) -> Any:
@@ -175,13 +183,7 @@ class Target:
 
     def new_batch_cache(self) -> BatchCache:
         """Create a cache of several sequences."""
-        others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
-        if others:
-            raise UnsupportedTargetError(
-                f"expected a model whose layers attend to all tokens, found one with caches "
-                f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
-            )
-        return BatchCache(self.num_layers, self.has_buckets)
+        return BatchCache(self.has_buckets)
 
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """Create a cache for timing, with K/V entries of zeros in place of ``length`` tokens.
@@ -340,32 +342,31 @@ class Target:
         self,
         beginnings: Sequence[Sequence[int]],
         caches: Sequence[TreeCache],
-        step_size: int,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        """Process the beginnings of several sequences at once, in chunks, without logits.
+        step_size: Callable[[], int],
+    ) -> Iterator[None]:
+        """Process the beginnings of several sequences at once, one chunk at a time, without logits.
 
-        All layers must attend to all tokens. Shorter beginnings are padded on the right, where no
+        `TreeCache.may_pad` must hold. Shorter beginnings are padded on the right, where no
         token before the padding attends to it. Blocks until MLX has computed each chunk.
 
         Args:
             beginnings: Token ids of each sequence.
-            caches: Empty caches, which get the K/V entries of their sequences.
-            step_size: Maximum number of tokens per chunk, all sequences together.
-            is_cancelled: Called before every chunk. True leaves all caches empty.
+            caches: Empty caches, which get the K/V entries of their sequences at the end.
+            step_size: Function that returns the maximum number of tokens of the next chunk, all
+                sequences together.
         """
         longest = max(map(len, beginnings))
         padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
-        stock = self.stock_cache()
-        size = max(1, step_size // len(beginnings))
-        for start in range(0, longest, size):
-            if is_cancelled():
-                return
-            self.model(padded[:, start : start + size], cache=stock)
-            mx.eval([layer.state for layer in stock if layer.keys is not None])
+        stock, done = self.stock_cache(), 0
+        while done < longest:
+            size = max(1, step_size() // len(beginnings))
+            self.model(padded[:, done : done + size], cache=stock)
+            mx.eval([layer.state for layer in parts_of(stock) if layer.keys is not None])
             mx.clear_cache()
+            done += size
+            yield
         for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
-            for layer, own in zip(stock, cache.stock, strict=True):
+            for layer, own in zip(parts_of(stock), parts_of(cache.stock), strict=True):
                 copy_entries(layer, own, row, len(tokens))
             cache.grow(len(tokens))
 
@@ -392,12 +393,18 @@ class Target:
                 layers stands for the last one's output, `FINAL` for that output after the norm.
         """
         cache.expect(tree)
+        if self.compiled is not None:
+            compiled = self.compiled.verify(tree, cache, layers)
+            if compiled is not None:
+                return TargetOutputs(*compiled).alone
         tokens = tree.tokens
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
-        positions = TreePositions(nodes, cache.length, tree.max_depth + 1)
-        return self._process_trees(tokens[None], positions, cache.layers, layers).alone
+        span = range(cache.length, cache.length + tree.max_depth + 1)
+        return self._process_trees(
+            tokens[None], TreePositions(nodes, [span]), cache.layers, layers
+        ).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()

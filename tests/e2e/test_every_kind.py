@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import Engine, load, proposers
+from mlx_redrafter import Engine, Grammar, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import find_kind
+from mlx_redrafter.decoding.protocols import Wish, propose_all
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import mimo, toy
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
@@ -150,13 +156,93 @@ def test_turns_on_one_prompt_cache(engines: tuple[Engine, Engine]) -> None:
         assert found == expected
 
 
-def test_texts_that_share_their_passes(engines: tuple[Engine, Engine]) -> None:
+def mixed_texts() -> list[dict[str, Any]]:
+    """Options of texts that have little in common."""
+    ending = Grammar.regex("[a-f]{3,9}[0-9]{2}")
+    return [
+        {"prompt": PROMPTS[0]},
+        {"prompt": PROMPTS[1], "temp": 0.8, "seed": 4, **SHAPES[2]},
+        {"prompt": PROMPTS[2] * 9, "temp": 0.8, "seed": 5, "prefill_step_size": 7, **SHAPES[1]},
+        {"prompt": PROMPTS[0], "temp": 1.0, "seed": 6, "grammar": ending},
+        {"prompt": PROMPTS[1], "grammar": ending, **SHAPES[2]},
+        {"prompt": PROMPTS[2], "logits_processors": make_logits_processors(repetition_penalty=1.5)},
+        {"prompt": "c ab", "history": [list(range(40, 60))], **SHAPES[1]},
+        {"prompt": PROMPTS[1], "sampler": make_sampler(0.0), **SHAPES[2]},
+        {"prompt": PROMPTS[2], "temp": 0.8, "seed": 4, "top_p": 0.9, "couple": False, **SHAPES[2]},
+    ]
+
+
+def test_texts_of_any_kind_share_their_passes(engines: tuple[Engine, Engine]) -> None:
+    """They come and go, one after a kept prefix; some are cut off, and one is cancelled."""
+    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
     drafted, plain = engines
-    options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 12}
-    texts = [""] * len(PROMPTS)
-    for number, response in drafted.stream_batch(PROMPTS, batch_size=2, **options):
-        texts[number] += response.text
-    assert texts == [plain.generate(prompt, **options) for prompt in PROMPTS]
+    rng, shared, texts = random.Random(2), drafted.share(), mixed_texts()
+    caches = [engine.new_prompt_cache() for engine in engines]
+    for engine, cache in zip(engines, caches, strict=True):
+        engine.generate("A kept prefix", prompt_cache=cache, max_tokens=4)
+    expected = [[r.token for r in plain.stream(**options, max_tokens=14)] for options in texts]
+    again: dict[str, Any] = {"prompt": " goes on", "max_tokens": 14}
+    expected.append([r.token for r in plain.stream(prompt_cache=caches[1], **again)])
+    streams = [drafted.stream(**options, max_tokens=14, shared=shared) for options in texts]
+    streams.append(drafted.stream(prompt_cache=caches[0], shared=shared, **again))
+    found: list[list[int]] = [[] for _ in streams]
+    live = list(range(3))
+    while live:
+        number = rng.choice(live)
+        response = next(streams[number], None)
+        if response is not None:
+            found[number].append(response.token)
+        if response is None or (number == 1 and len(found[number]) == 6):
+            streams[number].close()
+            live.remove(number)
+        if number == 2 and len(found[number]) == 5:
+            streams[number].cancel()
+        coming = max([*live, *(n for n, one in enumerate(found) if one)]) + 1
+        if coming < len(streams) and rng.random() < 0.2 + 0.8 * (not live):
+            live.append(coming)
+    for number, (tokens, own) in enumerate(zip(found, expected, strict=True)):
+        is_cut = number in (1, 2)
+        assert tokens == (own[: len(tokens)] if is_cut else own), number
+        assert len(tokens) >= 5
+
+
+def test_a_network_drafts_for_several_texts_as_for_each(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rows of all texts in its passes; those that cannot do it draft in turn."""
+    drafted, _ = engines
+    if not drafted.proposer.networks:
+        return  # a lookup learns from one run for the next
+    prompts, num_joint = [*PROMPTS, "It was"], 0
+
+    def trees(are_joint: bool, options: dict[str, Any]) -> list[Any]:
+        found: list[Any] = []
+
+        def record(wishes: Sequence[Wish]) -> list[TokenTree | None]:
+            nonlocal num_joint
+            first = wishes[0].drafting
+            is_joint = isinstance(first, NetworkDrafting) and first.is_joint
+            num_joint += are_joint and is_joint and len(wishes) > 1
+            chosen = propose_all(wishes) if are_joint else [propose_all([one])[0] for one in wishes]
+            found.extend(chosen)
+            return chosen
+
+        with monkeypatch.context() as patch:
+            patch.setattr("mlx_redrafter.decoding.joint_step.propose_all", record)
+            list(drafted.stream_batch(prompts, max_tokens=9, **options))
+        return found
+
+    for shape in SHAPES[1:]:
+        for sampling in ({}, {"temp": 0.8, "seed": 3}):
+            together, alone = (trees(joint, {**shape, **sampling}) for joint in (True, False))
+            assert len(together) == len(alone)
+            for one, other in zip(together, alone, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    assert one.read()[1:] == other.read()[1:]
+                    assert one.read().scores == pytest.approx(other.read().scores, abs=1e-3)
+    drafts_alone = isinstance(drafted.proposer, DraftModel | toy.Toy)
+    assert (num_joint > 0) == (not drafts_alone)
 
 
 def test_the_server(engines: tuple[Engine, Engine]) -> None:

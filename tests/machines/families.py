@@ -24,7 +24,7 @@ from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead, target_of
 from mlx_redrafter.machines.meeting import Machines, meet
 from mlx_redrafter.machines.splitting import split
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import PLAN, PROMPT, ScriptedDrafts

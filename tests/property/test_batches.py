@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -13,8 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch, load
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.plans import LONGEST, PLAIN, SHORTEST, WIDEST, Choice, probe
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
+from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -77,7 +78,8 @@ def test_drafts_that_are_only_looked_at(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
     rng = random.Random(2)
-    choices = [PLAIN, probe(SHORTEST), probe(LONGEST), Choice(WIDEST, 3)]
+    probes = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
+    choices = [Choice(), *probes, Choice(WIDEST, 3)]
     monkeypatch.setattr(AdaptivePolicy, "_explore", lambda policy: rng.choice(choices))
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     prompts, options = _prompts(5), {"max_tokens": 30, **sampling}
@@ -120,7 +122,6 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     [
         ({"batch_size": 0}, "batch_size must be a whole number from 1, got 0"),
         ({"batch_size": "4"}, "batch_size must be a whole number from 1, got '4'"),
-        ({"kv_bits": 4}, "kv_bits has no batches"),
         ({"max_tokens": "x"}, "max_tokens"),
     ],
     ids=str,

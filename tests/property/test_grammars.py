@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import Grammar, generate_batch, stream_generate
+from mlx_redrafter import Grammar, generate, generate_batch, stream_generate
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.errors import ConfigError, NonFiniteError
 from tests.helpers.drafts import Scripted
@@ -221,10 +221,23 @@ def test_other_grammars_are_checked(
         make(given)
 
 
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_texts_in_a_batch_have_a_grammar_each(temp: float) -> None:
+    options: dict[str, Any] = {"temp": temp, "seed": 3, "max_tokens": 60}
+    grammar, prompts = Grammar.json_schema(SCHEMA), ["a", "bc", "{"]
+    alone = [
+        generate(MODEL, TOKENIZER, one, drafter=None, grammar=grammar, **options) for one in prompts
+    ]
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    for shape in ({}, TREE):
+        batch = {**options, **shape, "grammar": grammar, "batch_size": 2}
+        assert generate_batch(MODEL, TOKENIZER, prompts, drafter=drafter, **batch) == alone
+
+
 def test_what_does_not_go_together_is_named() -> None:
     grammar = Grammar.json_object()
-    with pytest.raises(ConfigError, match="grammar has no batches"):
-        generate_batch(MODEL, TOKENIZER, ["a"], drafter=None, grammar=grammar)
+    with pytest.raises(ConfigError, match=r"grammar must be a Grammar"):
+        generate_batch(MODEL, TOKENIZER, ["a"], drafter=None, grammar={})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="fast tokenizer"):
         stream_generate(MODEL, wrapped_tokenizer(64), [1], drafter=None, grammar=grammar)
     with pytest.raises(ConfigError, match=r"grammar must be a Grammar"):

@@ -51,21 +51,21 @@ class Scripted:
         self.text = [*prompt, *script]
         self.rng = random.Random(3)
         self.following: list[int] = []
-        read_block, logits = BlockDrafting.read_block, BlockNetwork.logits
+        surround, logits = BlockDrafting.surround, BlockNetwork.logits
 
-        def reading(drafting: BlockDrafting, flight: PendingPass, levels: int) -> mx.array:
+        def reading(drafting: BlockDrafting, flight: PendingPass, size: int) -> Any:
             bonus = flight.length + len(flight.rows)
-            self.following = self.text[bonus + 1 : bonus + 1 + levels]
-            return read_block(drafting, flight, levels)
+            self.following = self.text[bonus + 1 :]
+            return surround(drafting, flight, size)
 
         def scoring(network: BlockNetwork, outputs: mx.array, target: Target) -> mx.array:
             found = logits(network, outputs, target)
-            for depth, token in enumerate(self.following):
+            for depth, token in enumerate(self.following[: len(found)]):
                 if self.rng.random() < ACCURACY:
                     found[depth, token] += BONUS
             return found
 
-        patch.setattr(BlockDrafting, "read_block", reading)
+        patch.setattr(BlockDrafting, "surround", reading)
         patch.setattr(BlockNetwork, "logits", scoring)
 
 

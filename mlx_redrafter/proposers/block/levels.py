@@ -1,6 +1,7 @@
 """Levels of a block with a link, whose probabilities depend on the depth and on the draft before.
 
-Axes: W beams, D depths, V rows of the head, K candidates of a depth, H hidden size.
+Axes: R roots, W beams of all of them, D depths, V rows of the head, K candidates of a depth, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ class LinkedLevels:
 
     Args:
         link: The link.
-        outputs: Outputs of the block at the depths, shape (D, H).
-        unary: Logits before the link, float32, shape (D, V).
-        root: Token id of the root, integer, shape (1,).
+        outputs: Outputs of each root's block at the depths, shape (R, D, H).
+        unary: Logits before the link, float32, shape (R, D, V).
+        roots: Token ids of the roots, integer, shape (R,).
         scales: Factors of the logits, float32, shape (D,).
         rank: Function that ranks with the target's noise, or None. It also chooses the candidates,
             as the noise may favour improbable tokens.
         num_candidates: K; None for all tokens.
         to_token_ids: Function from rows of the head to token ids, int32.
-        confidences: Function from the output of a depth, shape (1, H), and the tokens before, shape
-            (W,), to log-probabilities that the best drafts are accepted, shape (W, 1); None without
-            such estimates.
+        confidences: Function from outputs of a depth, shape (1, H) or (W, H), and the tokens
+            before, shape (W,), to log-probabilities that the best drafts are accepted, shape
+            (W, 1); None without such estimates.
     """
 
     def __init__(
@@ -43,30 +44,30 @@ class LinkedLevels:
         link: Link,
         outputs: mx.array,
         unary: mx.array,
-        root: mx.array,
+        roots: mx.array,
         scales: mx.array,
         rank: NoiseRank | None,
         num_candidates: int | None,
         to_token_ids: Callable[[mx.array], mx.array],
         confidences: Callable[[mx.array, mx.array], mx.array] | None = None,
     ):
-        self.link, self.outputs, self.root = link, outputs, root
+        self.link, self.outputs, self.roots = link, outputs, roots
         self.scales, self.rank = scales[:, None], rank
         self.unary = unary * self.scales
         self.confidences = confidences
         self._to_token_ids = to_token_ids
         self._state: mx.array | None = None
         self.num_rows = min(num_candidates or unary.shape[-1], unary.shape[-1])
-        # Rows of the head, (D, K), of the candidates; None for all.
+        # Rows of the head, (R, D, K), of the candidates; None for all.
         self._candidates: mx.array | None = None
-        # Logarithm of the summed exponentials of the other tokens' logits, (D, 1).
+        # Logarithm of the summed exponentials of the other tokens' logits, (R, D, 1).
         self._rest: mx.array | None = None
         self._depth = 0
         if self.num_rows < unary.shape[-1]:
             self._choose_candidates()
 
     def first(self) -> mx.array:
-        return self._score(self.root, 0)
+        return self._score(self.roots, 0)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         state, width = self._state, tokens.shape[0]
@@ -77,17 +78,19 @@ class LinkedLevels:
         return self._score(tokens, depth)
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
-        """Return token ids of rows of the head, or of candidates of the newest depth."""
+        """Return token ids of rows of the head, or of candidates of the newest depth, (R, ...)."""
         if self._candidates is not None:
-            rows = self._candidates[self._depth][rows]
+            rows = mx.take_along_axis(self._candidates[:, self._depth], rows, axis=-1)
         return self._to_token_ids(rows)
 
     def _choose_candidates(self) -> None:
         """Choose the K best tokens of each depth by their logits and noise before the link."""
-        order = self.unary
+        roots, depths, size = self.unary.shape
+        order = self.unary.reshape(-1, size)
         if self.rank is not None:
-            order = self.rank(log_probs(order), mx.arange(order.shape[0], dtype=mx.int32))
-        chosen = top_k(order, self.num_rows).indices.astype(mx.int32)
+            places = mx.tile(mx.arange(depths, dtype=mx.int32), roots)
+            order = self.rank(log_probs(order), places)
+        chosen = top_k(order, self.num_rows).indices.astype(mx.int32).reshape(roots, depths, -1)
         total = mx.logsumexp(self.unary, axis=-1, keepdims=True)
         self.unary = mx.take_along_axis(self.unary, chosen, axis=-1)
         share = mx.exp(mx.logsumexp(self.unary, axis=-1, keepdims=True) - total)
@@ -97,25 +100,33 @@ class LinkedLevels:
     def _score(self, previous: mx.array, depth: int) -> mx.array:
         """Compute log-probabilities of tokens of a depth after others, (W, V) or (W, K)."""
         self._depth = depth
-        row = slice(depth, depth + 1)
-        rows = None if self._candidates is None else self._candidates[depth]
-        feature, self._state = self.link.feature(previous, self.outputs[row], self._state)
+
+        def of_depth(values: mx.array) -> mx.array:
+            """Select the rows of a depth: one for all beams, or one for each."""
+            rows = values[:, depth]
+            roots, count = rows.shape[0], previous.shape[0]
+            return rows if roots in (1, count) else mx.repeat(rows, count // roots, axis=0)
+
+        rows = None if self._candidates is None else of_depth(self._candidates)
+        outputs = of_depth(self.outputs)
+        feature, self._state = self.link.feature(previous, outputs, self._state)
         linked = self.link.scores(feature, rows).astype(mx.float32)
-        logits = self.unary[row] + self.scales[row] * linked
+        logits = of_depth(self.unary) + self.scales[depth] * linked
         normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
         if self._rest is not None:
-            normaliser = mx.logaddexp(normaliser, self._rest[row])
+            normaliser = mx.logaddexp(normaliser, of_depth(self._rest))
         found = logits - normaliser
         if self.rank is None:
-            return found if self.confidences is None else self._trusted(found, previous, row)
+            return found if self.confidences is None else self._trusted(found, previous, outputs)
         if rows is None:
             return self.rank(found, depth)
-        return self.rank(found, depth, token_ids=self._to_token_ids(rows))
+        ids = self._to_token_ids(rows)
+        return self.rank(found, depth, token_ids=ids[0] if ids.shape[0] == 1 else ids)
 
-    def _trusted(self, found: mx.array, previous: mx.array, row: slice) -> mx.array:
+    def _trusted(self, found: mx.array, previous: mx.array, outputs: mx.array) -> mx.array:
         """Give the best token the estimated probability, and scale those of the others to fit."""
         assert self.confidences is not None
-        best = self.confidences(self.outputs[row], previous)
+        best = self.confidences(outputs, previous)
         own = mx.max(found, axis=-1, keepdims=True)
         others = found + _log1m(best) - _log1m(own)
         # The order of the tokens stays, also if the estimate is low.

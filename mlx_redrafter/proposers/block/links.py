@@ -40,7 +40,8 @@ class Link(nn.Module):
 
         Args:
             feature: Shape (W, r).
-            rows: Rows of the head, integer, shape (K,); None for all.
+            rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
+                for all rows.
 
         Returns:
             Shape (W, V) or (W, K).
@@ -63,7 +64,7 @@ class Selector(Link):
 
     def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
         table = self.successor_codebook
-        return feature @ (table if rows is None else table[rows]).T
+        return feature @ table.T if rows is None else _scores(feature, table[rows])
 
 
 class MarkovHead(Link):
@@ -108,7 +109,14 @@ class MarkovHead(Link):
             weight = mx.dequantize(
                 weight, table.scales[rows], table.biases[rows], table.group_size, table.bits
             )
-        return feature @ weight.T
+        return _scores(feature, weight)
+
+
+def _scores(feature: mx.array, weight: mx.array) -> mx.array:
+    """Multiply features, (W, r), with rows of a table, (1, K, r) or (W, K, r), to (W, K)."""
+    if weight.shape[0] == 1:
+        return feature @ weight.squeeze(0).T
+    return (weight @ feature[..., None]).squeeze(-1)
 
 
 def new_link(config: BlockConfig) -> tuple[str, Link] | None:

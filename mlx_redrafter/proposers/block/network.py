@@ -1,7 +1,7 @@
 """The network of DFlash, DFlash 2 and DSpark.
 
-Axes: n tokens, H hidden size, S width of the target's states, B entries of a block, V rows of the
-head.
+Axes: R sequences, n tokens, H hidden size, S width of the target's states, B entries of a block, V
+rows of the head.
 
 With ``s`` the target's states and ``c = hidden_norm(fc(s))``, every layer keeps keys and values of
 ``c`` for verified tokens. A block consists of the newest token, the root, and B - 1 masks:
@@ -33,13 +33,17 @@ from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
 from mlx_redrafter.proposers.block.levels import LinkedLevels
 from mlx_redrafter.proposers.block.links import Link, new_link
-from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, write
+from mlx_redrafter.proposers.block.surroundings import (
+    DecodingSurroundings,
+    JointSurroundings,
+    write,
+)
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 
 
@@ -231,36 +235,46 @@ class BlockNetwork(KvNetwork):
 class BlockDrafting(KvDrafting[BlockNetwork]):
     """Drafts of one sequence by such a network."""
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+    # The layers attend by themselves.
+    is_joint = True
+
+    def expand_roots(
+        self,
+        draftings: Sequence[BlockDrafting],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
         network, target, levels = self.network, self.target, shape.levels
-        outputs = self.read_block(flight, levels)
-        unary, scales = network.logits(outputs, target), network.scales(levels, rank)
+        outputs = read_blocks(draftings, flights, levels)
+        unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
+        unary, scales = unary.reshape(len(outputs), levels, -1), network.scales(levels, rank)
         if network.link is None:
-            found = log_probs(unary * scales[:, None])
-            return search(ranked_slots(found, rank, network.to_token_ids), shape)
+            found = log_probs((unary * scales[:, None]).reshape(-1, unary.shape[-1]))
+            found = found.reshape(unary.shape)
+            return search_all(ranked_slots(found, rank, network.to_token_ids), shape)
         linked = LinkedLevels(
             network.link,
             outputs,
             unary,
-            flight.root,
+            mx.concatenate([flight.root for flight in flights]),
             scales,
             rank,
             network.config.num_candidates,
             network.to_token_ids,
             network.confidences if network.trusts_confidence else None,
         )
-        return search(linked, shape)
+        return search_all(linked, shape)
 
-    def read_block(self, flight: PendingPass, levels: int) -> mx.array:
-        """Process a block after a pass, whose states enter the same pass; shape (levels, H)."""
+    def surround(self, flight: PendingPass, size: int) -> DecodingSurroundings:
+        """Return what a block after a pass attends to; its states enter with the block."""
         network, first = self.network, self.length
         self.length += self.num_unread
         self._unread.append((flight.path_states, flight.following_tokens))
         features = network.fuse(mx.concatenate([states for states, _ in self._unread]))
         self._unread = []
         self.cache.keep(first)
-        size = network.block_size(levels)
-        around = DecodingSurroundings(
+        return DecodingSurroundings(
             network.layers,
             [layer.stock for layer in self.cache.layers],
             features[None],
@@ -269,7 +283,19 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
             self.length + flight.num_accepted,
             size,
         )
-        masks = mx.full((size - 1,), network.config.mask_token_id, dtype=mx.int32)
-        block = network.embed(mx.concatenate([flight.root.astype(mx.int32), masks]), self.target)
-        slot = network.config.first_slot
-        return network.outputs(block[None], around)[0, slot : slot + levels]
+
+
+def read_blocks(
+    draftings: Sequence[BlockDrafting], flights: Sequence[PendingPass], levels: int
+) -> mx.array:
+    """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
+    network, target, count = draftings[0].network, draftings[0].target, len(draftings)
+    size = network.block_size(levels)
+    parts = [one.surround(flight, size) for one, flight in zip(draftings, flights, strict=True)]
+    roots = mx.concatenate([flight.root for flight in flights]).astype(mx.int32)[:, None]
+    masks = mx.full((count, size - 1), network.config.mask_token_id, dtype=mx.int32)
+    tokens = mx.concatenate([roots, masks], axis=1)
+    blocks = network.embed(tokens.reshape(-1), target).reshape(count, size, -1)
+    around = parts[0] if count == 1 else JointSurroundings(parts)
+    slot = network.config.first_slot
+    return network.outputs(blocks, around)[:, slot : slot + levels]

@@ -10,6 +10,7 @@ accepted ones, and the host does not wait for it. The next pass overwrites the b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
@@ -53,9 +54,21 @@ class DecodingSurroundings:
     def attend(
         self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
     ) -> mx.array:
+        context = self.layers[layer].self_attn.keys_values(self.features, self.first)
+        return self.attend_to(context, layer, queries, own, scale, sinks)
+
+    def attend_to(
+        self,
+        context: KeysValues,
+        layer: int,
+        queries: mx.array,
+        own: KeysValues,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend as `attend`, given the keys and values of the new rows of context."""
         attention, cache = self.layers[layer].self_attn, self.caches[layer]
         window = attention.config.windows[layer]
-        context = attention.keys_values(self.features, self.first)
         new = [mx.concatenate(list(pair), axis=2) for pair in zip(context, own, strict=True)]
         keys, values = write(cache, *new)
         start = 0 if window is None else max(0, self.least + 2 - window)
@@ -86,6 +99,35 @@ class DecodingSurroundings:
                 own = own & (rows <= block + entries)
             self._masks[key] = seen | own
         return self._masks[key]
+
+
+class JointSurroundings:
+    """Verified tokens of several sequences, and one block after those of each; a `Surroundings`."""
+
+    def __init__(self, parts: Sequence[DecodingSurroundings]):
+        self._parts = parts
+        self._ends = list(accumulate(part.features.shape[1] for part in parts))
+        # A row of context of any sequence is a block of one entry here.
+        self._rows = mx.concatenate([part.features for part in parts], axis=1).swapaxes(0, 1)
+        places = [range(part.first, part.first + part.features.shape[1]) for part in parts]
+        self._places = mx.array(list(chain(*places)), dtype=mx.int32)
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.concatenate([part.offset for part in self._parts])
+
+    def attend(
+        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        attention = self._parts[0].layers[layer].self_attn
+        rows = attention.keys_values(self._rows, self._places)
+        keys, values = (mx.split(x.transpose(2, 1, 0, 3), self._ends[:-1], axis=2) for x in rows)
+        found = []
+        for i, part in enumerate(self._parts):
+            block = own[0][i : i + 1], own[1][i : i + 1]
+            context = keys[i], values[i]
+            found.append(part.attend_to(context, layer, queries[i : i + 1], block, scale, sinks))
+        return mx.concatenate(found)
 
 
 def write(cache: KVCache | ChunkedKVCache, keys: mx.array, values: mx.array) -> KeysValues:

@@ -25,7 +25,7 @@ from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -171,9 +171,17 @@ class ParallelDrafting(KvDrafting[Eagle]):
     in speculators, which differs by the farthest entries alone.
     """
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        scores = self.scores(flight, shape.levels)
-        return search(ranked_slots(scores, rank, self.network.to_token_ids), shape)
+    is_joint = False
+
+    def expand_roots(
+        self,
+        draftings: Sequence[ParallelDrafting],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
+        scores = self.scores(flights[0], shape.levels)
+        return search_all(ranked_slots(scores[None], rank, self.network.to_token_ids), shape)
 
     def scores(self, flight: PendingPass, count: int) -> mx.array:
         """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""

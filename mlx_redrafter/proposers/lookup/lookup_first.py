@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_redrafter.decoding.protocols import Drafting, Proposer
+from mlx_redrafter.decoding.protocols import Drafting, Proposer, Wish, propose_all
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
@@ -81,14 +81,28 @@ class LookupFirstDrafting:
     def propose(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
-        self._show_lookup()
         if plan.from_text:
+            self._show_lookup()
             self._in_vain = 0
             tree = self.lookup.propose(flight, plan, noise)
             self.network.skip(flight)
             return tree
-        self._unseen = flight
+        self.note(flight)
         return self.network.propose(flight, plan, noise)
+
+    def propose_all(self, wishes: Sequence[Wish]) -> list[TokenTree | None]:
+        if wishes[0].plan.from_text:
+            return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
+        draftings: list[Any] = [one.drafting for one in wishes]
+        for one, drafting in zip(wishes, draftings, strict=True):
+            drafting.note(one.pending)
+        pairs = zip(wishes, draftings, strict=True)
+        return propose_all([one._replace(drafting=drafting.network) for one, drafting in pairs])
+
+    def note(self, flight: PendingPass) -> None:
+        """Note a pass, after which the network drafts, for the next lookup."""
+        self._show_lookup()
+        self._unseen = flight
 
     def skip(self, flight: PendingPass) -> None:
         self._show_lookup()

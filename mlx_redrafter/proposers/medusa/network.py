@@ -14,20 +14,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.decoding.protocols import Wish
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan, DraftShape
 from mlx_redrafter.proposers.draft_network import (
     DraftNetwork,
     ResBlock,
     StatelessDrafting,
     dtype_of,
 )
-from mlx_redrafter.proposers.expansion import build_tree
+from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.factorised import FactorisedLevels
+from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.scores import bounded, log_probs, ranking
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs, ranking
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import TokenTree
@@ -113,18 +115,20 @@ def ranked_levels(
     """
     num_ranks = len(accuracies[0])
     logs = mx.log(mx.array([list(row) for row in accuracies], dtype=mx.float32))
-    # Token ids by rank, at the depth scored last.
-    newest = mx.zeros((num_ranks,), dtype=mx.int32)
+    # Token ids by rank after each root, at the depth scored last.
+    newest = mx.zeros((1, num_ranks), dtype=mx.int32)
 
     def score(depth: int) -> mx.array:
         nonlocal newest
-        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks).indices[0])
-        return logs[depth : depth + 1]
+        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks).indices)
+        return mx.broadcast_to(logs[depth], newest.shape)
 
-    return FactorisedLevels(score, num_ranks, lambda ranks: newest[ranks])
+    return FactorisedLevels(
+        score, num_ranks, lambda ranks: mx.take_along_axis(newest, ranks, axis=-1)
+    )
 
 
-class MedusaDrafting(StatelessDrafting):
+class MedusaDrafting(StatelessDrafting, NetworkDrafting):
     """Drafts of one sequence."""
 
     reader = None
@@ -134,11 +138,20 @@ class MedusaDrafting(StatelessDrafting):
         self.couple_noise = couple_noise
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        found = self._expand(flight.hidden_state[None], plan.shape, self.rank(noise))
+        return build_tree(found.alone, flight.root, plan)
+
+    def expand_all(self, wishes: Sequence[Wish], rank: NoiseRank | None) -> Expansion:
+        hidden = mx.stack([one.pending.hidden_state for one in wishes])
+        return self._expand(hidden, wishes[0].plan.shape, rank)
+
+    def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
+        network, own_noise = self.network, noise if self.couple_noise else None
+        return ranking(own_noise, network.row_ids, network.config.coupling_weight)
+
+    def _expand(self, hidden: mx.array, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        """Search after the states of R roots, shape (R, H)."""
         network, config = self.network, self.network.config
-        hidden = flight.hidden_state[None]
-        rank = ranking(
-            noise if self.couple_noise else None, network.row_ids, config.coupling_weight
-        )
         # The target's noise makes its choices as uncertain as the probabilities say.
         scale = config.inverse_temperature if rank is None else 1.0
 
@@ -150,4 +163,4 @@ class MedusaDrafting(StatelessDrafting):
             levels = FactorisedLevels(score, config.head_rows, network.to_token_ids)
         else:
             levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
-        return build_tree(search(levels, plan.shape), flight.root, plan)
+        return search_all(levels, shape)

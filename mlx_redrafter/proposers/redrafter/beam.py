@@ -1,6 +1,6 @@
 """Beam search with the recurrent drafter.
 
-Axes: W beam width, H hidden size, V head rows.
+Axes: R roots, W beam width, H hidden size, V head rows.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
-from mlx_redrafter.proposers.scores import Rank, ranking
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.scores import NoiseRank, Rank, ranking
+from mlx_redrafter.proposers.search import search_all
 
 
-def coupled_rank(drafter: RecurrentNetwork, noise: GumbelNoise | None) -> Rank | None:
+def coupled_rank(drafter: RecurrentNetwork, noise: GumbelNoise | None) -> NoiseRank | None:
     """Return the function that ranks drafts with the target's noise, by the coupling weight."""
     return ranking(noise, drafter.row_ids, drafter.config.coupling_weight)
 
@@ -30,14 +30,14 @@ def score_scale(drafter: RecurrentNetwork, rank: Rank | None) -> float:
 
 
 class RecurrentLevels:
-    """A recurrent drafter after one root; a `LevelScorer`.
+    """A recurrent drafter after R roots, mostly one; a `LevelScorer`.
 
     Args:
         drafter: The network.
         project_input: `RecurrentNetwork.project_input` of tokens: ids of shape (n,) to rows of
             shape (n, H).
-        hidden_state: The target's last hidden state that predicted the root, shape (H,).
-        root: The newest token, integer, shape (1,).
+        hidden_state: The target's last hidden states that predicted the roots, shape (R, H).
+        root: The newest tokens, integer, shape (R,).
         scale: Factor on the logits.
     """
 
@@ -59,7 +59,7 @@ class RecurrentLevels:
         self.to_token_ids = drafter.to_token_ids
 
     def first(self) -> mx.array:
-        self.state = self.drafter.start(self.project_input(self.root))  # (1, H)
+        self.state = self.drafter.start(self.project_input(self.root))  # (R, H)
         return self.log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
@@ -69,8 +69,13 @@ class RecurrentLevels:
         return self.log_probs()
 
     def log_probs(self) -> mx.array:
-        """Return natural log-probabilities after the newest tokens, float32, shape (W, V)."""
-        return self.drafter.log_probs(self.hidden_state, self.state, self.hidden_term, self.scale)
+        """Return natural log-probabilities after the newest tokens, float32, one row for each."""
+        hidden, term = self.hidden_state, self.hidden_term
+        num_roots, count = hidden.shape[0], self.state.shape[0]
+        if num_roots not in (1, count):
+            hidden = mx.repeat(hidden, count // num_roots, axis=0)
+            term = None if term is None else mx.repeat(term, count // num_roots, axis=0)
+        return self.drafter.log_probs(hidden, self.state, term, self.scale)
 
 
 def expand(
@@ -81,6 +86,19 @@ def expand(
     shape: DraftShape,
     rank: Rank | None = None,
 ) -> Expansion:
-    """Search with a recurrent drafter; see `search`, and `RecurrentLevels` for the arguments."""
+    """Search after one root, given its hidden state of shape (H,); see `RecurrentLevels`."""
+    return expand_all(drafter, project_input, hidden_state[None], root, shape, rank).alone
+
+
+def expand_all(
+    drafter: RecurrentNetwork,
+    project_input: Embed,
+    hidden_states: mx.array,
+    roots: mx.array,
+    shape: DraftShape,
+    rank: Rank | None = None,
+) -> Expansion:
+    """Search after R roots; see `search_all`, and `RecurrentLevels` for the arguments."""
     scale = score_scale(drafter, rank)
-    return search(RecurrentLevels(drafter, project_input, hidden_state, root, scale), shape, rank)
+    levels = RecurrentLevels(drafter, project_input, hidden_states, roots, scale)
+    return search_all(levels, shape, rank)

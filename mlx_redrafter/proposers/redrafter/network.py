@@ -7,15 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_redrafter.decoding.protocols import Wish
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.draft_network import StatelessDrafting
-from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand
+from mlx_redrafter.proposers.expansion import Expansion, build_tree
+from mlx_redrafter.proposers.joint import NetworkDrafting
+from mlx_redrafter.proposers.redrafter.beam import coupled_rank, expand, expand_all
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
-from mlx_redrafter.proposers.scores import Rank
+from mlx_redrafter.proposers.scores import NoiseRank, Rank
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -34,7 +36,7 @@ class Drafter(RecurrentNetwork):
         return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
 
 
-class RecurrentDrafting(StatelessDrafting):
+class RecurrentDrafting(StatelessDrafting, NetworkDrafting):
     """Drafts of one sequence."""
 
     def __init__(self, drafter: RecurrentNetwork, project_input: Embed, couple_noise: bool):
@@ -56,7 +58,15 @@ class RecurrentDrafting(StatelessDrafting):
         found = expand(self.drafter, self.project_input, origin, flight.root, plan.shape, rank)
         return build_tree(found, flight.root, plan)
 
-    def rank(self, noise: GumbelNoise | None) -> Rank | None:
+    def expand_all(self, wishes: Sequence[Wish], rank: Rank | None) -> Expansion:
+        draftings: list[Any] = [one.drafting for one in wishes]
+        pairs = zip(draftings, wishes, strict=True)
+        origins = mx.stack([drafting.origin(one.pending) for drafting, one in pairs])
+        roots = mx.concatenate([one.pending.root for one in wishes])
+        shape = wishes[0].plan.shape
+        return expand_all(self.drafter, self.project_input, origins, roots, shape, rank)
+
+    def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
         """Return the function that ranks drafts, given the noise of the target's choices."""
         return coupled_rank(self.drafter, noise) if self.couple_noise else None
 

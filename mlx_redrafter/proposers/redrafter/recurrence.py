@@ -156,13 +156,13 @@ class RecurrentNetwork(DraftNetwork):
         return y
 
     def hidden_term(self, hidden: mx.array) -> mx.array | None:
-        """Compute the term of ``hidden``, shape (H,), in the first layer, shape (1, D).
+        """Compute the term of ``hidden``, shape (n, H), in the first layer, shape (n, D).
 
         None if a group of quantised weights belongs to both halves of the layer's input.
         """
         if self.config.hidden_size % getattr(self._first, "group_size", 1):
             return None
-        return self._split()[0](hidden[None])
+        return self._split()[0](hidden)
 
     @property
     def _first(self) -> nn.Linear | nn.QuantizedLinear:

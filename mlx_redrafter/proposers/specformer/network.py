@@ -20,11 +20,11 @@ from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.factorised import ranked_slots
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
+from mlx_redrafter.proposers.kv_drafting import KvDrafting, read_flights
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.target.target import Target
 
@@ -130,8 +130,15 @@ class SpecFormer(KvNetwork):
 class SpecFormerDrafting(KvDrafting[SpecFormer]):
     """Drafts of one sequence by such a network."""
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        network = self.network
-        slots = network.slots(self.read_flight(flight), shape.levels)[0]
-        found = log_probs(network.logits(slots, self.target), network.num_rows)
-        return search(ranked_slots(found, rank, network.to_token_ids), shape)
+    def expand_roots(
+        self,
+        draftings: Sequence[SpecFormerDrafting],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
+        network, levels = self.network, shape.levels
+        slots = network.slots(read_flights(draftings, flights), levels)
+        logits = network.logits(slots.reshape(-1, slots.shape[-1]), self.target)
+        found = log_probs(logits, network.num_rows).reshape(len(draftings), levels, -1)
+        return search_all(ranked_slots(found, rank, network.to_token_ids), shape)

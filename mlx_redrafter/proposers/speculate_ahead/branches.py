@@ -49,7 +49,7 @@ def branches_of(
     assert origin is not None
     scale = score_scale(drafting.drafter, drafting.rank(noise))
     levels = RecurrentLevels(
-        drafting.drafter, drafting.project_input, origin, tree.tokens[:1], scale
+        drafting.drafter, drafting.project_input, origin[None], tree.tokens[:1], scale
     )
     return RecurrentBranches(levels, tree)
 

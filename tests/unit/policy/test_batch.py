@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import log
+
 import numpy as np
 import pytest
 
 from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
-from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.policy.adaptive import Experience
+from mlx_redrafter.decoding.protocols import Offer, Outlook, Step
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.trees.tree import TokenTree
 
 SLOTS, TOKENS = 4, 60
 COSTS = StepCosts(
@@ -30,7 +35,17 @@ class Watched(MemberPolicy):
 
     def __init__(self, batch: BatchPolicy):
         super().__init__(batch)
+        self.batch = batch
         self.steps: list[Step] = []
+
+    def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
+        self.batch.look([Outlook(self, outlook)], 1)
+        return super().choose(outlook)
+
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        if not plan.is_probe:
+            self.batch.weigh([Offer(self, plan, tree)])
+        return super().keep(plan, tree)
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
@@ -45,7 +60,7 @@ def _decode(
     known = {"score_scale": 1.0, "fade": 0.1, "timed": timed, "seed": 3}
     ease = np.full(4 * TOKENS + LEVELS, 0.5)
     text = SimulatedText(Scenario(name="", ease=ease, costs=costs or timed, **known))
-    watched = Watched(BatchPolicy(COSTS, lambda: num_slots, batches))
+    watched = Watched(BatchPolicy(lambda: COSTS, lambda: num_slots, batches))
     run_policy(text, watched, 0, TOKENS)
     return watched.steps
 
@@ -88,7 +103,7 @@ def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost()
         before.ratios.learn(8, 9.0)
     before.drafts.mean = 0 * before.drafts.mean
     batches: dict[int, Experience] = {}
-    BatchPolicy(COSTS, lambda: SLOTS, batches, before)
+    Watched(BatchPolicy(lambda: COSTS, lambda: SLOTS, batches, lambda: before)).choose()
     assert batches[SLOTS].ratios.of(8) == 1.0
     assert batches[SLOTS].drafts.mean.max() == 0.0
     assert before.ratios.of(8) > 2, "as it was"
@@ -97,13 +112,12 @@ def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost()
 def test_sequences_that_end_soon_have_shown_what_their_steps_cost() -> None:
     batches: dict[int, Experience] = {}
     slots = SLOTS
-    batch = BatchPolicy(COSTS, lambda: slots, batches)
-    member = batch.new_member()
+    member = Watched(BatchPolicy(lambda: COSTS, lambda: slots, batches))
     seconds = 1.5 * batch_costs(COSTS, SLOTS).plain
     for _ in range(8):
-        member.observe(Step(member.choose(None), 4, [0], 2 * seconds))
+        member.observe(Step(member.choose(), 4, [0], 2 * seconds))
     slots = SLOTS // 2
-    member.choose(None)
+    member.choose()
     assert batches[SLOTS].ratios.of(4) > 1.2
 
 
@@ -117,14 +131,52 @@ def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> 
     batches: dict[int, Experience] = {}
     for start in (0, 3 * TOKENS):
         stop = start + 3 * TOKENS
-        watched = Watched(BatchPolicy(COSTS, lambda: num_slots, batches))
+        watched = Watched(BatchPolicy(lambda: COSTS, lambda: num_slots, batches))
         plain = run_fixed(text, None, start, stop)
         assert run_policy(text, watched, start, stop) < 1.04 * plain
 
 
-def test_all_members_follow_one_decision() -> None:
-    batch = BatchPolicy(COSTS, lambda: 2, {})
-    members = [batch.new_member() for _ in range(2)]
-    plans = [[member.choose(None) for member in members] for _ in range(3)]
-    assert all(first == second for first, second in plans)
-    assert batch.num_decisions == 3
+def _offers(members: list[MemberPolicy], plan: DraftPlan, *chances: list[float]) -> list[Offer]:
+    """Chains of drafts with these probabilities, one for each member."""
+    return [
+        Offer(member, plan, TokenTree.of([0, *[1] * len(one)], [0, *range(len(one))], logs))
+        for member, one in zip(members, chances, strict=True)
+        for logs in [[log(chance) for chance in one]]
+    ]
+
+
+def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
+    """Good drafts of one sequence do not pay for the rows of the others; those of all do."""
+    good, bad = [0.9, 0.8, 0.7, 0.6], [0.1, 0.05, 0.02, 0.01]
+    slow = StepCosts(plain=1.0, verify={size: 1 + 0.1 * size for size in SIZES})
+    sizes = []
+    for chances in ([good, bad, bad, bad], [good] * 4):
+        batch = BatchPolicy(lambda: slow, lambda: 4, {})
+        members = [batch.join(AdaptivePolicy(slow)) for _ in chances]
+        found = [member for member in members if isinstance(member, MemberPolicy)]
+        batch.look([Outlook(*pair) for pair in zip(found, chances, strict=True)], 4)
+        plans = [member.choose(one) for member, one in zip(found, chances, strict=True)]
+        if plans[0] is None:
+            sizes.append([1] * 4)
+            continue
+        batch.weigh(_offers(found, plans[0], *chances))
+        kept = [
+            member.keep(plans[0], offer.tree)
+            for member, offer in zip(found, _offers(found, plans[0], *chances), strict=True)
+        ]
+        sizes.append([tree.size for tree in kept])
+    assert sizes[0] == [1] * 4
+    assert sizes[1] == [sizes[1][0]] * 4
+    assert sizes[1][0] > 1
+
+
+def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> None:
+    costs = StepCosts(COSTS.plain, COSTS.verify)
+    batch = BatchPolicy(lambda: costs, lambda: 2, {})
+    members = [MemberPolicy(batch) for _ in range(2)]
+    outlooks: list[list[float]] = [[0.9, 0.9, 0.8], []]
+    batch.look([Outlook(*pair) for pair in zip(members, outlooks, strict=True)], 2)
+    plans = [member.choose(one) for member, one in zip(members, outlooks, strict=True)]
+    assert plans[0] is not None
+    assert plans[0].from_text
+    assert plans[1] is None

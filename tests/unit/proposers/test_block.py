@@ -192,7 +192,14 @@ def new_levels(network: BlockNetwork, count: int | None, rank: Any = None) -> Li
     unary = 3 * mx.random.normal((levels, network.config.head_rows))
     scales = mx.linspace(1.0, 2.0, levels)
     return LinkedLevels(
-        network.link, outputs, unary, mx.array([7]), scales, rank, count, network.to_token_ids
+        network.link,
+        outputs[None],
+        unary[None],
+        mx.array([7]),
+        scales,
+        rank,
+        count,
+        network.to_token_ids,
     )
 
 
@@ -214,8 +221,8 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
             total, state, previous = 0.0, None, mx.array([7])
             for depth, step in enumerate(path):
                 row = slice(depth, depth + 1)
-                feature, state = network.link.feature(previous, again.outputs[row], state)
-                scale, unary = again.scales[row], again.unary[row]
+                feature, state = network.link.feature(previous, again.outputs[0, row], state)
+                scale, unary = again.scales[row], again.unary[0, row]
                 linked = scale * network.link.scores(feature, None)
                 if count is not None:  # others than the candidates have no link
                     least = mx.min(mx.topk(unary, count))
@@ -230,7 +237,7 @@ def test_candidates_are_those_that_the_noise_may_choose() -> None:
     """Favour an improbable token by the noise: it is a candidate, and wins."""
     network = random_block(block_config(VOCAB, 32, **LINKS["vanilla"]))
     plain = new_levels(network, None)
-    favoured = to_ints(mx.argmin(plain.unary / plain.scales, axis=-1))
+    favoured = to_ints(mx.argmin(plain.unary[0] / plain.scales, axis=-1))
 
     def rank(scores: mx.array, depth: Any, token_ids: mx.array | None = None) -> mx.array:
         ids = mx.arange(VOCAB) if token_ids is None else token_ids
@@ -250,6 +257,6 @@ def test_a_confident_head_keeps_the_order_and_sets_the_best() -> None:
     plain, trusted = new_levels(network, None), new_levels(network, None)
     trusted.confidences = network.confidences
     before, after = plain.first()[0], trusted.first()[0]
-    estimate = network.confidences(plain.outputs[:1], mx.array([7]))[0, 0]
+    estimate = network.confidences(plain.outputs[0, :1], mx.array([7]))[0, 0]
     assert mx.max(after).item() == pytest.approx(estimate.item(), abs=1e-5)
     assert mx.array_equal(mx.argsort(before), mx.argsort(after)).item()

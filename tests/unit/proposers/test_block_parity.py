@@ -16,7 +16,7 @@ from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.block import load as load_block
-from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork
+from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork, read_blocks
 from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import (
     CHAIN,
@@ -118,7 +118,7 @@ def read_again(
 ) -> tuple[mx.array, mx.array]:
     """Read the block after a pass once more, over the entries of the block before."""
     network = drafting.network
-    outputs = drafting.read_block(flight, levels)
+    outputs = read_blocks([drafting], [flight], levels)[0]
     return network.logits(outputs, drafting.target), outputs
 
 
@@ -146,7 +146,7 @@ def assert_linked(
         scores = link.scores(feature, None)[0]
         if count is not None:
             rows = mx.argsort(-unary[depth])[:count]
-            assert_equal(link.scores(feature, rows)[0], scores[rows], name)
+            assert_equal(link.scores(feature, rows[None])[0], scores[rows], name)
             scores = mx.where(mx.any(mx.arange(VOCAB) == rows[:, None], axis=0), scores, 0)
         linked = unary[depth] + scores
         if is_path:  # the reference's own greedy choice among its candidates

@@ -1,0 +1,88 @@
+"""Drafts of several sequences in the same passes of their network, which reads its weights once.
+
+Axes: R sequences, L beam length, V tokens that the network proposes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.decoding.protocols import Wish
+from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.proposers.expansion import Expansion, build_trees
+from mlx_redrafter.proposers.scores import NoiseRank
+from mlx_redrafter.trees.tree import TokenTree
+
+
+class NetworkDrafting(ABC):
+    """Drafts of one sequence by a network that can draft for several, a `JointDrafting`.
+
+    Attributes:
+        couple_noise: Whether to rank drafts with the noise that the target will sample with.
+    """
+
+    couple_noise: bool
+
+    @abstractmethod
+    def expand_all(self, wishes: Sequence[Wish], rank: NoiseRank | None) -> Expansion:
+        """Score continuations of the bonus tokens of passes, one pass for each sequence.
+
+        Args:
+            wishes: Wishes of sequences with drafts of this class.
+            rank: Function that ranks the rows of all sequences, in their order and equally many
+                for each; None without noise.
+
+        Returns:
+            The result of `search_all`, one root for each sequence.
+        """
+
+    @abstractmethod
+    def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
+        """Return the function that ranks drafts, given the noise of the target's choices."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether this sequence can be drafted for together with others."""
+        return True
+
+    def propose_all(self, wishes: Sequence[Wish]) -> list[TokenTree | None]:
+        draftings: list[Any] = [one.drafting for one in wishes]
+        are_alike = all(one.couple_noise == self.couple_noise for one in draftings)
+        if not (are_alike and all(one.is_joint for one in draftings)):
+            return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
+        found = self.expand_all(wishes, self.rank(joint_noise([one.noise for one in wishes])))
+        return list(build_trees(found, [one.pending.root for one in wishes], wishes[0].plan))
+
+
+class JointNoise(GumbelNoise):
+    """Noise of R sequences with parameters that differ in their seeds only.
+
+    Args:
+        noises: Noise of each sequence, of equally many depths L.
+    """
+
+    def __init__(self, noises: Sequence[GumbelNoise]):
+        super().__init__(noises[0].params, mx.concatenate([one.values for one in noises]))
+        self._count = len(noises)
+
+    def rank(
+        self,
+        log_probs: mx.array,
+        depth: int | mx.array,
+        token_ids: mx.array | None,
+        weight: float,
+    ) -> mx.array:
+        """Rank the rows of all sequences, in their order and equally many for each."""
+        starts = mx.arange(self._count, dtype=mx.int32) * (self.values.shape[0] // self._count)
+        rows = mx.repeat(starts, log_probs.shape[0] // self._count) + depth
+        return super().rank(log_probs, rows, token_ids, weight)
+
+
+def joint_noise(noises: Sequence[GumbelNoise | None]) -> GumbelNoise | None:
+    """Join the noise of several sequences; None if there is none."""
+    given = [one for one in noises if one is not None]
+    return JointNoise(given) if given else None
