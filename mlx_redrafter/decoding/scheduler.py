@@ -58,9 +58,6 @@ class Scheduler:
 
     Attributes:
         policy: Decides how much the sequences of the batch draft.
-
-    Raises:
-        UnsupportedTargetError: The model has layers that do not attend to all tokens.
     """
 
     def __init__(self, target: Target):
@@ -126,10 +123,12 @@ class Scheduler:
             return [Progress(self._begun[0], self.step(self._begun[0]))]
         joining = [one for one in self._begun if one not in self._slots]
         moved = [Progress(one, self._move_in(one)) for one in joining]
-        if any(progress.tokens for progress in moved):
+        if any(progress.tokens and progress.sequence in self._slots for progress in moved):
             return moved
-        self._step_batch()
-        results, self._ready = list(self._ready.values()), {}
+        if self._slots:
+            self._step_batch()
+        alone = [one for one in moved if one.tokens or one.sequence.is_finished]
+        results, self._ready = [*alone, *self._ready.values()], {}
         return results
 
     def is_ready(self, sequence: SequenceDecoder) -> bool:
@@ -192,7 +191,12 @@ class Scheduler:
         return min(most, SHARED_CHUNK) if self._begun else most
 
     def _move_in(self, sequence: SequenceDecoder) -> list[Token]:
-        """Move a sequence into the batch, and return the tokens of its pass in flight."""
+        """Move a sequence into the batch, and return the tokens of its pass in flight.
+
+        One that the batch cannot take, at least not yet, makes a step of its own instead.
+        """
+        if not self._cache.takes(sequence.own_cache):
+            return sequence.step()
         tokens = sequence.finish_pass()
         if sequence.is_finished:
             return tokens
@@ -201,9 +205,9 @@ class Scheduler:
             if len(taken) == cache.num_slots:
                 cache.resize(range(len(taken)), max(1, 2 * len(taken)), cache.capacity)
             number = next(slot for slot in range(cache.num_slots) if slot not in taken)
-            stock = sequence.own_cache.stock
-            cache.insert(number, stock)
-        self._slots[sequence] = SlotCache(cache, number, stock)
+            own = sequence.own_cache
+            cache.insert(number, own, sequence.num_kept)
+        self._slots[sequence] = SlotCache(cache, number, own)
         sequence.move(self._slots[sequence], self.policy.join(sequence.policy))
         return tokens
 
@@ -219,7 +223,8 @@ class Scheduler:
         is_over = sequence.is_finished or sequence.is_cancelled
         is_needed = sequence.request.leave_as_stock or not is_over
         with mx.stream(generation_stream):
-            sequence.move(self._cache.leave(slot.slot, slot.stock if is_needed else None))
+            self._cache.leave(slot.slot, slot.own if is_needed else None)
+        sequence.move(slot.own)
         if not self._slots:
             self._shrink()
 

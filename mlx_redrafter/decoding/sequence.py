@@ -15,11 +15,11 @@ verify, or a lookup waits for the outcome, the device is idle while the host bui
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
@@ -331,9 +331,6 @@ class SequenceDecoder:
         if self._pending is not None and not self._pending.is_accepted:
             self._accept(self._pending)
             tokens = self._pending.kept_tokens
-        if isinstance(self.cache, TreeCache):
-            with mx.stream(generation_stream):
-                self.cache.settle(self.cache.length)
         return tokens
 
     def move(self, cache: TreeCache | SlotCache, policy: DraftPolicy | None = None) -> None:
@@ -381,9 +378,15 @@ class SequenceDecoder:
     @property
     def shares_prefill(self) -> bool:
         """Whether its prompt may be processed together with others, all padded on the right."""
-        is_new = self.own_cache.length == 0 and len(self.request.prompt) > 1
-        is_full = all(type(layer) is KVCache for layer in self.own_cache.stock)
-        return is_new and is_full and not self.layers
+        cache = self.own_cache
+        is_new = cache.length == 0 and len(self.request.prompt) > 1
+        return is_new and not self.layers and cache.may_pad
+
+    def num_kept(self) -> int:
+        """Return the number of tokens that its caches will hold at least when it ends."""
+        if not self.request.leave_as_stock:
+            return sys.maxsize
+        return self._end_of_prompt + self.stats.num_tokens
 
     @property
     def common_sampler(self) -> KeyedSampler | None:

@@ -132,8 +132,8 @@ class Engine:
             grammar: Grammar of the text, or of its end; it allows every token, after the logits
                 processors. A text that ``max_tokens`` cuts may be incomplete.
             shared: Scheduler from `share`: the text shares its forward passes with the others of
-                that scheduler, whatever options each has; one
-                with ``kv_bits`` is decoded alone, in turns with them.
+                that scheduler, whatever options each has. One with
+                caches of other kinds, as by ``kv_bits``, is decoded alone, in turns with them.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -167,8 +167,7 @@ class Engine:
         )
         known = [_as_list("history[...]", one) for one in _as_list("history", history)]
         sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
-        is_batched = chosen.quantisation is None
-        stream = ResponseStream(sequence, self.tokenizer, shared if is_batched else None)
+        stream = ResponseStream(sequence, self.tokenizer, shared)
         _claims.claim(layers, stream)
         self._streams.add(stream)
         return stream
@@ -191,13 +190,10 @@ class Engine:
 
         Raises:
             ConfigError: As `stream`; an error says which prompt is meant.
-            UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
         chosen = self._options(options)
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
-        if chosen.quantisation is not None:
-            raise ConfigError("kv_bits has no batches; leave it out, or stream each text")
         if grammar is not None:
             self.masks(grammar)  # raises for one that does not go with the tokenizer
         requests = [self._request(one, chosen) for one in prompts]
@@ -213,9 +209,6 @@ class Engine:
         """Return a scheduler that batches the passes of streams that one thread reads in turns.
 
         Streams come and go, and each text is the one that it is alone.
-
-        Raises:
-            UnsupportedTargetError: The model has layers that do not attend to all tokens.
         """
         end_streams_with_thread()
         return self._share(self._options({}))

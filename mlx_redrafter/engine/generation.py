@@ -96,7 +96,6 @@ def generate_batch(
     Raises:
         ConfigError: As `stream_generate`, before any text begins.
         CheckpointError: The drafter was made for another model.
-        UnsupportedTargetError: The model has layers that do not attend to all tokens.
         NonFiniteError: The logits after one of the prompts or texts are NaN.
     """
     texts = ["" for _ in prompts]

@@ -79,7 +79,5 @@ def joint_layers(caches: Sequence[DraftCache], sizes: Sequence[int]) -> list[Joi
 
 def joint_positions(places: Sequence[TreePositions]) -> TreePositions:
     """Join the positions of the rows of several sequences, each of shape (1, n)."""
-    first = min(one.first for one in places)
-    end = max(one.first + one.num_depths for one in places)
     nodes = mx.concatenate([one.nodes for one in places], axis=1)
-    return TreePositions(nodes, first, end - first)
+    return TreePositions(nodes, [span for one in places for span in one.spans])

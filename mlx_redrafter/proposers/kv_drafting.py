@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
@@ -176,11 +177,11 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pending
     pairs = [one.take_pairs(flight) for one, flight in zip(draftings, flights, strict=True)]
     states, tokens = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
     sizes = [rows.shape[0] for _, rows in pairs]
-    positions = [
-        TreePositions(mx.arange(one.length, one.length + size)[None], one.length, size)
-        for one, size in zip(draftings, sizes, strict=True)
+    spans = [
+        range(one.length, one.length + size) for one, size in zip(draftings, sizes, strict=True)
     ]
-    with tree_positions(joint_positions(positions)):
+    nodes = mx.array([list(chain(*spans))], dtype=mx.int32)
+    with tree_positions(TreePositions(nodes, spans)):
         layers = joint_layers([one.cache for one in draftings], sizes)
         outputs = first.process(states, tokens, layers)
     places, start = [], 0

@@ -1,6 +1,7 @@
 """Linear recurrences along all branches of a tree at once, without a loop over its nodes.
 
-Axes: N nodes of the tree, H heads, K size of a key, V size of a value. All arrays are float32.
+Axes: B sequences, N nodes of each tree, H heads, K size of a key, V size of a value, P nodes of the
+longest path. All arrays are float32.
 
 A layer computes its state S, shape (V, K) per head, at node n from the state at the parent p, with
 a gate g, a key k and an update u:
@@ -24,10 +25,11 @@ not 0, so matrix products get finite numbers only, and NaN in the gates marks th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from mlx_redrafter.target.caches.tree_pass import Paths
 
 # Minimum natural logarithm of a gate, which leaves nothing of a state in float32. The bound keeps
 # sums small: 16 of them, and so their quotients, are exact to 3e-5.
@@ -40,11 +42,11 @@ class BranchStates(NamedTuple):
     """The states of one layer along the branches of a tree.
 
     Attributes:
-        state: State before the root, shape (H, V, K).
-        keys: Shape (H, N, K).
-        updates: Shape (H, N, V).
+        state: States before the roots, shape (B, H, V, K).
+        keys: Shape (B, H, N, K).
+        updates: Shape (B, H, N, V).
         log_decays: Natural logarithm of G, the product of the gates of a node and its ancestors,
-            shape (H, N).
+            shape (B, H, N).
     """
 
     state: mx.array
@@ -52,13 +54,17 @@ class BranchStates(NamedTuple):
     updates: mx.array
     log_decays: mx.array
 
-    def state_after(self, path: Sequence[int]) -> mx.array:
-        """Compute the state after a path, node indices from the root on, shape (H, V, K)."""
-        nodes = mx.array(list(path), dtype=mx.int32)
-        logs = self.log_decays[:, nodes]
-        updates = self.updates[:, nodes] * mx.exp(logs[:, -1:] - logs)[..., None]
-        decayed = mx.exp(logs[:, -1])[:, None, None] * self.state
-        return decayed + updates.swapaxes(1, 2) @ self.keys[:, nodes]
+    def state_after(self, paths: Paths) -> mx.array:
+        """Compute the states after paths, shape (B, H, V, K)."""
+        nodes = paths.nodes[:, None]
+        logs = mx.take_along_axis(self.log_decays, nodes, axis=2)
+        weights = mx.exp(logs[..., -1:] - logs)
+        if paths.is_node is not None:
+            weights = mx.where(paths.is_node[:, None], weights, 0.0)
+        nodes = nodes[..., None]
+        updates = mx.take_along_axis(self.updates, nodes, axis=2) * weights[..., None]
+        decayed = mx.exp(logs[..., -1])[..., None, None] * self.state
+        return decayed + updates.swapaxes(2, 3) @ mx.take_along_axis(self.keys, nodes, axis=2)
 
 
 @mx.compile
@@ -73,15 +79,15 @@ def follow_updates(
     """Compute the results of all nodes if updates do not depend on the state.
 
     Args:
-        queries: Shape (H, N, K).
-        keys: Shape (H, N, K).
-        updates: Shape (H, N, V).
-        log_gates: Natural logarithm of the gates, shape (H, N).
-        state: State before the root, shape (H, V, K).
-        ancestors: As in `TokenTree`, bool, shape (N, N).
+        queries: Shape (B, H, N, K).
+        keys: Shape (B, H, N, K).
+        updates: Shape (B, H, N, V).
+        log_gates: Natural logarithm of the gates, shape (B, H, N).
+        state: States before the roots, shape (B, H, V, K).
+        ancestors: As in `TreeBatch`, bool, shape (B, N, N).
 
     Returns:
-        Results of the queries, shape (H, N, V), and `BranchStates.log_decays`.
+        Results of the queries, shape (B, H, N, V), and `BranchStates.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, updates)
     read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ _finite(updates)
@@ -105,11 +111,11 @@ def follow_delta_rule(
     Squaring its matrix would need fewer rounds, but if keys are similar the powers grow large and
     their differences inaccurate.
 
-    The arguments are those of `follow_updates`, but values v of shape (H, N, V) and strengths b of
-    shape (H, N, 1) replace the updates, and ``max_depth`` is the maximum depth of a node.
+    The arguments are those of `follow_updates`, but values v of shape (B, H, N, V) and strengths b
+    of shape (B, H, N, 1) replace the updates, and ``max_depth`` is the maximum depth of a node.
 
     Returns:
-        Results and updates, each of shape (H, N, V), and `BranchStates.log_decays`.
+        Results and updates, each of shape (B, H, N, V), and `BranchStates.log_decays`.
     """
     log_decays, quotients = _decays(log_gates, ancestors, keys, values, strengths)
     # Nodes come after their parents, so all ancestors of a node are left of the diagonal.
@@ -128,31 +134,32 @@ def _decays(
     """Compute the logarithms of the products of gates, and the quotients of these products.
 
     Args:
-        log_gates: Shape (H, N).
-        ancestors: Shape (N, N).
-        inputs: Arrays whose NaN or infinity spoils descendants, shape (H, N, any).
+        log_gates: Shape (B, H, N).
+        ancestors: Shape (B, N, N).
+        inputs: Arrays whose NaN or infinity spoils descendants, shape (B, H, N, any).
 
     Returns:
-        Logarithms of shape (H, N), NaN for spoiled nodes, and quotients of shape (H, N, N), 0 for
-        spoiled nodes and for nodes that are not ancestors.
+        Logarithms of shape (B, H, N), NaN for spoiled nodes, and quotients of shape (B, H, N, N), 0
+        for spoiled nodes and for nodes that are not ancestors.
     """
     for x in inputs:
         log_gates = log_gates + 0.0 * x.sum(axis=-1)
     log_gates = mx.maximum(log_gates, MIN_LOG_GATE)
     # A sum instead of a matrix product, which some devices round to fewer digits.
-    log_decays = mx.where(ancestors, log_gates[:, None], 0.0).sum(axis=-1)
-    quotients = mx.exp(log_decays[..., None] - log_decays[:, None])
+    ancestors = ancestors[:, None]
+    log_decays = mx.where(ancestors, log_gates[..., None, :], 0.0).sum(axis=-1)
+    quotients = mx.exp(log_decays[..., None] - log_decays[..., None, :])
     return log_decays, _finite(mx.where(ancestors, quotients, 0.0))
 
 
 def _recall(queries: mx.array, state: mx.array, log_decays: mx.array) -> mx.array:
-    """Query the state before the root after its decay at each node."""
-    return mx.exp(log_decays)[..., None] * (queries @ state.swapaxes(1, 2))
+    """Query the states before the roots after their decay at each node."""
+    return mx.exp(log_decays)[..., None] * (queries @ state.swapaxes(2, 3))
 
 
 def _weigh(queries: mx.array, keys: mx.array, quotients: mx.array) -> mx.array:
-    """Compute the weights of the updates in the results of queries, shape (H, N, N)."""
-    return mx.where(quotients > 0, quotients * (queries @ _finite(keys).swapaxes(1, 2)), 0.0)
+    """Compute the weights of the updates in the results of queries, shape (B, H, N, N)."""
+    return mx.where(quotients > 0, quotients * (queries @ _finite(keys).swapaxes(2, 3)), 0.0)
 
 
 def _finite(x: mx.array) -> mx.array:

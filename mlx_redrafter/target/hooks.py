@@ -10,7 +10,7 @@ Axes: B sequences of a batch, N nodes of each tree, H heads, D head size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
@@ -35,18 +35,21 @@ class TreePositions:
 
     Attributes:
         nodes: Position of every node, int32, shape (B, N).
-        first: Lowest position of a root.
-        num_depths: Upper bound of positions, counted from ``first`` and exclusive.
+        spans: Positions that the nodes of each tree may have.
     """
 
     nodes: mx.array
-    first: int
-    num_depths: int
+    spans: Sequence[range]
 
     @cached_property
     def flat(self) -> mx.array:
         """Positions of the nodes of all trees in order, shape (B N,)."""
         return self.nodes.reshape(-1)
+
+    @property
+    def all(self) -> list[int]:
+        """All positions that nodes may have, in order."""
+        return sorted(set().union(*self.spans))
 
 
 class HookPoint(NamedTuple):
@@ -144,7 +147,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     rope = cast(Any, call.__self__)
     num_texts, nodes = x.shape[0], positions.flat
     x = _nodes_as_batch(x)
-    if positions.first + positions.num_depths <= rope.max_position_embeddings:
+    if max(span.stop for span in positions.spans) <= rope.max_position_embeddings:
         # Sequences of up to this length share one base.
         rotated = mx.fast.rope(
             x,
@@ -156,7 +159,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
         )
     else:
         rotated = x
-        for position in range(positions.first, positions.first + positions.num_depths):
+        for position in positions.all:
             is_here = (nodes == position).reshape(-1, 1, 1, 1)
             rotated = mx.where(is_here, call(x, offset=position), rotated)
     return _nodes_as_rows(rotated, num_texts)
@@ -203,11 +206,9 @@ def attend_in_chunks(call: MethodType, x: mx.array, mask: Any = None, cache: Any
             f"expected trees of at most floor_scale = {period} nodes, found {x.shape[1]}; "
             "draft fewer nodes"
         )
-    first, last = (
-        p // period for p in (positions.first + 1, positions.first + positions.num_depths)
-    )
+    first, *others = sorted({(position + 1) // period for position in positions.all})
     result = call(x, mask, _ShiftedCache(cache, first * period - 1, cache.update_and_fetch))
-    for number in range(first + 1, last + 1):
+    for number in others:
         is_here = ((positions.nodes + 1) // period == number)[..., None]
         again = _ShiftedCache(cache, number * period - 1, lambda *_: cache.keys_and_values())
         other = call(x, mask, again)

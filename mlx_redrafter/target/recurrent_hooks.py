@@ -1,6 +1,6 @@
 """Hooks that let recurrent layers of mlx-lm's models follow the branches of a tree.
 
-Axes: N nodes of the tree, H heads, S kernel size of a convolution, C its channels.
+Axes: B sequences, N nodes of each tree, H heads, S kernel size of a convolution, C its channels.
 
 A layer with a state runs its projections over all nodes as over consecutive tokens. Hooks replace
 its convolutions and its recurrence, in the order of their arrays in the layer's cache.
@@ -8,7 +8,7 @@ its convolutions and its recurrence, in the order of their arrays in the layer's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
-from mlx_redrafter.target.caches.recurrent import RecurrentCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.caches.recurrent import cache_among
+from mlx_redrafter.target.caches.tree_pass import Paths, TreePass
 from mlx_redrafter.target.hooks import Call
 from mlx_redrafter.target.scoped import Scoped
-from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
 class _Layer(NamedTuple):
@@ -29,14 +29,14 @@ class _Layer(NamedTuple):
 
     Attributes:
         step: The forward pass.
-        tree: The tree of the pass.
-        arrays_after: Functions from a path to an array of the layer's cache after it, one for each
+        trees: The trees of the pass.
+        arrays_after: Functions from paths to an array of the layer's cache after them, one for each
             array so far.
     """
 
-    step: ForwardPass
-    tree: TokenTree
-    arrays_after: list[Callable[[Sequence[int]], mx.array]]
+    step: TreePass
+    trees: TreeBatch
+    arrays_after: list[Callable[[Paths], mx.array]]
 
 
 _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
@@ -44,14 +44,13 @@ _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
 
 def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Hook for a layer with a state, whose convolutions and recurrence have hooks too."""
-    given = [x for arg in (*args, *kwargs.values()) for x in getattr(arg, "parts", [arg])]
-    caches = [x for x in given if isinstance(x, RecurrentCache)]
-    if not caches or caches[0].tree is None:
+    cache = cache_among(*args, *kwargs.values())
+    if cache is None or cache.trees is None:
         return call(*args, **kwargs)
-    arrays_after: list[Callable[[Sequence[int]], mx.array]] = []
-    with Scoped(_layer, _Layer(caches[0].step, caches[0].tree, arrays_after)):
+    arrays_after: list[Callable[[Paths], mx.array]] = []
+    with Scoped(_layer, _Layer(cache.step, cache.trees, arrays_after)):
         result = call(*args, **kwargs)
-    caches[0].branch(lambda path: [array_after(path) for array_after in arrays_after])
+    cache.branch(lambda paths: [array_after(paths) for array_after in arrays_after])
     return result
 
 
@@ -60,14 +59,16 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
 
     Args:
         call: The convolution.
-        x: The S - 1 rows before the root and the rows of the nodes, shape (1, S - 1 + N, C).
+        x: The S - 1 rows before each root and the rows of the nodes, shape (B, S - 1 + N, C).
     """
     layer = _layer.get()
     if layer is None:
         return call(x)
-    rows = layer.step.window_rows(x.shape[1] - layer.tree.size + 1)
-    layer.arrays_after.append(lambda path: x[:, rows[path[-1], 1:]])
-    return call(x[0][rows]).swapaxes(0, 1)
+    size, inputs = x.shape[1] - layer.trees.size + 1, x.flatten(0, 1)
+    rows = layer.step.window_rows(size).flatten(0, 1)
+    layer.arrays_after.append(lambda paths: inputs[rows[paths.last, 1:]])
+    convolved: mx.array = call(inputs[rows])
+    return convolved.reshape(x.shape[0], layer.trees.size, -1)
 
 
 def convolve_short(call: Call, x: mx.array, **kwargs: Any) -> Any:
@@ -85,18 +86,20 @@ def convolve_pairs(
 
     Args:
         call: The convolution.
-        x: Rows of the nodes, shape (1, H, N, size of a head).
+        x: Rows of the nodes, shape (B, H, N, size of a head).
         weights: Weights of the convolution.
-        state: The row before the root, shape (1, H, 1, size of a head).
+        state: The row before each root, shape (B, H, 1, size of a head).
     """
     layer = _layer.get()
     if layer is None:
         return call(x, weights, state=state)
     before = mx.zeros_like(x[:, :, :1]) if state is None else state
-    above = mx.concatenate([before, x], axis=2)[:, :, layer.step.window_rows(2)[:, 0]]
-    layer.arrays_after.append(lambda path: x[:, :, path[-1] : path[-1] + 1])
-    convolved = call(x.swapaxes(0, 2), weights, state=above.swapaxes(0, 2))
-    return convolved.swapaxes(0, 2)
+    inputs = _by_node(mx.concatenate([before, x], axis=2)).flatten(0, 1)[:, :, None]
+    above = inputs[layer.step.window_rows(2)[..., 0].flatten()]
+    nodes = _by_node(x).flatten(0, 1)[:, :, None]
+    layer.arrays_after.append(lambda paths: nodes[paths.last])
+    convolved: mx.array = call(nodes, weights, state=above)
+    return convolved.reshape(x.shape[0], -1, *x.shape[1::2]).swapaxes(1, 2)
 
 
 def update_delta_rule(call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -138,13 +141,12 @@ def _follow_delta_rule(
         keys,
         values,
         strengths,
-        log_gates[0].T,
+        log_gates.swapaxes(1, 2),
         before,
-        layer.tree.ancestors,
-        layer.tree.max_depth,
+        layer.trees.ancestors,
+        max(layer.trees.max_depths),
     )
-    branches = BranchStates(before, keys, updates, log_decays)
-    layer.arrays_after.append(lambda path: branches.state_after(path)[None])
+    layer.arrays_after.append(BranchStates(before, keys, updates, log_decays).state_after)
     return _by_node(y).astype(q.dtype), state
 
 
@@ -164,7 +166,7 @@ def _follow_state_space(
 ) -> tuple[mx.array, mx.array | None]:
     """Compute ``ssm_update`` for a tree; returns the state as it was."""
     num_heads = x.shape[2]
-    dt = compute_dt(dt, dt_bias, time_step_limit)[0].T
+    dt = compute_dt(dt, dt_bias, time_step_limit).swapaxes(1, 2)
     inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
     updates, before = dt[..., None] * inputs, _state(state, inputs, keys)
     y, log_decays = follow_updates(
@@ -173,29 +175,28 @@ def _follow_state_space(
         updates,
         -_rates(A_log)[:, None] * dt,
         before,
-        layer.tree.ancestors,
+        layer.trees.ancestors,
     )
-    branches = BranchStates(before, keys, updates, log_decays)
-    layer.arrays_after.append(lambda path: branches.state_after(path)[None])
+    layer.arrays_after.append(BranchStates(before, keys, updates, log_decays).state_after)
     return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
 
 
 def _by_head(x: mx.array, num_heads: int) -> mx.array:
-    """Repeat rows of nodes, shape (1, N, groups, D), for each head, float32, shape (H, N, D)."""
-    rows = x[0].swapaxes(0, 1).astype(mx.float32)
-    return mx.repeat(rows, num_heads // rows.shape[0], axis=0)
+    """Repeat rows of nodes, shape (B, N, groups, D), for each head, float32, (B, H, N, D)."""
+    rows = x.swapaxes(1, 2).astype(mx.float32)
+    return mx.repeat(rows, num_heads // rows.shape[1], axis=1)
 
 
 def _by_node(x: mx.array) -> mx.array:
-    """Transpose (H, N, D) to (1, N, H, D)."""
-    return x.swapaxes(0, 1)[None]
+    """Transpose (B, H, N, D) to (B, N, H, D)."""
+    return x.swapaxes(1, 2)
 
 
 def _state(state: mx.array | None, values: mx.array, keys: mx.array) -> mx.array:
-    """Return a layer's state without the batch axis, or zeros before the first token."""
+    """Return a layer's state in float32, or zeros before the first token."""
     if state is None:
-        return mx.zeros((values.shape[0], values.shape[2], keys.shape[2]))
-    return state[0].astype(mx.float32)
+        return mx.zeros((*values.shape[:2], values.shape[3], keys.shape[3]))
+    return state.astype(mx.float32)
 
 
 def _rates(A_log: mx.array) -> mx.array:

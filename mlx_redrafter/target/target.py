@@ -20,7 +20,7 @@ from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
-from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, parts_of
+from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
@@ -167,13 +167,7 @@ class Target:
 
     def new_batch_cache(self) -> BatchCache:
         """Create a cache of several sequences."""
-        others = {describe(layer) for layer in self.stock_cache() if type(layer) is not KVCache}
-        if others:
-            raise UnsupportedTargetError(
-                f"expected a model whose layers attend to all tokens, found one with caches "
-                f"{', '.join(sorted(others))}, which has no batches; decode its texts in turn"
-            )
-        return BatchCache(self.num_layers, self.has_buckets)
+        return BatchCache(self.has_buckets)
 
     def blank_cache(self, length: int, quantisation: Quantisation | None = None) -> TreeCache:
         """Create a cache for timing, with K/V entries of zeros in place of ``length`` tokens.
@@ -335,7 +329,7 @@ class Target:
     ) -> Iterator[None]:
         """Process the beginnings of several sequences at once, one chunk at a time, without logits.
 
-        All layers must attend to all tokens. Shorter beginnings are padded on the right, where no
+        `TreeCache.may_pad` must hold. Shorter beginnings are padded on the right, where no
         token before the padding attends to it. Blocks until MLX has computed each chunk.
 
         Args:
@@ -350,12 +344,12 @@ class Target:
         while done < longest:
             size = max(1, step_size() // len(beginnings))
             self.model(padded[:, done : done + size], cache=stock)
-            mx.eval([layer.state for layer in stock if layer.keys is not None])
+            mx.eval([layer.state for layer in parts_of(stock) if layer.keys is not None])
             mx.clear_cache()
             done += size
             yield
         for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
-            for layer, own in zip(stock, cache.stock, strict=True):
+            for layer, own in zip(parts_of(stock), parts_of(cache.stock), strict=True):
                 copy_entries(layer, own, row, len(tokens))
             cache.grow(len(tokens))
 
@@ -386,8 +380,10 @@ class Target:
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
         nodes = (cache.length + tree.depths)[None]
-        positions = TreePositions(nodes, cache.length, tree.max_depth + 1)
-        return self._process_trees(tokens[None], positions, cache.layers, layers).alone
+        span = range(cache.length, cache.length + tree.max_depth + 1)
+        return self._process_trees(
+            tokens[None], TreePositions(nodes, [span]), cache.layers, layers
+        ).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()

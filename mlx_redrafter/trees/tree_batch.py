@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import cast
 
 import mlx.core as mx
 
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 
 
@@ -56,10 +58,32 @@ class TreeBatch:
     @cached_property
     def ancestors(self) -> mx.array:
         """Ancestor masks, bool, shape (B, N, N): row n marks n and its ancestors."""
+        if self._only is not None:
+            return self._only.ancestors[None]
         return ancestor_mask(self.parents, max(self.max_depths))
+
+    def read_parents(self) -> list[list[int]]:
+        """Read the parents of each tree's nodes; blocks unless the host knows all trees."""
+        read: list[list[int]] = []
+        for one in self.drafts:
+            if isinstance(one, TokenTree) and one.known is None:
+                values = to_ints(self.parents.reshape(-1))
+                return [values[i : i + self.size] for i in range(0, len(values), self.size)]
+            known = one.known.parents if isinstance(one, TokenTree) and one.known else []
+            read.append([0, *known, *[0] * (self.size - 1 - len(known))])
+        return read
+
+    @property
+    def _only(self) -> TokenTree | None:
+        """The only tree, if it needs no padding."""
+        one = self.drafts[0]
+        is_only = len(self) == 1 and isinstance(one, TokenTree) and one.size == self.size
+        return cast(TokenTree, one) if is_only else None
 
     def _stacked(self, name: str, padding: int) -> mx.array:
         """Pad and stack an array of all trees to shape (B, N); a root alone is its token."""
+        if self._only is not None:
+            return cast(mx.array, getattr(self._only, name)[None])
         root = None if name == "tokens" else mx.zeros((1,), dtype=mx.int32)
         parts: list[mx.array] = []
         for one in self.drafts:

@@ -5,14 +5,13 @@ The layer of these tests adds up the numbers of tokens, so its state tells which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.recurrent import RecurrentCache, State
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.caches.tree_pass import Paths, State
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -40,8 +39,8 @@ class Sums:
         self.cache.expect(TokenTree.of(tokens, parents))
         before = self.sum
 
-        def state_after(path: Sequence[int]) -> State:
-            return [mx.array([before + sum(tokens[node] for node in path)])]
+        def state_after(paths: Paths) -> State:
+            return [mx.array([before + sum(tokens[node] for node in paths.paths[0])])]
 
         self.layer[0] = mx.array([-1])  # models write, whatever they compute
         self.layer.branch(state_after)
@@ -49,7 +48,7 @@ class Sums:
     def settled(self, length: int) -> int:
         """The sum of the first tokens, with which the text ends."""
         self.cache.settle(length)
-        assert self.layer.tree is None
+        assert self.layer.trees is None
         assert self.cache.stock == [self.layer.stock]
         return self.sum
 

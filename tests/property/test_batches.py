@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -120,7 +121,6 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     [
         ({"batch_size": 0}, "batch_size must be a whole number from 1, got 0"),
         ({"batch_size": "4"}, "batch_size must be a whole number from 1, got '4'"),
-        ({"kv_bits": 4}, "kv_bits has no batches"),
         ({"max_tokens": "x"}, "max_tokens"),
     ],
     ids=str,
@@ -129,6 +129,32 @@ def test_bad_options(options: dict[str, Any], reason: str) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     with pytest.raises(ConfigError, match=reason):
         generate_batch(model, tokenizer, [[1, 2]], **options)
+
+
+def test_quantised_texts_share_their_passes_and_others_have_their_own() -> None:
+    model = tiny_llama(seed=5, vocab_size=VOCAB_SIZE, head_size=32)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
+    quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
+    options: list[dict[str, Any]] = [
+        quantised,
+        quantised,
+        {},
+        {**quantised, "temp": 1.0, "seed": 3},
+    ]
+    pairs = list(zip(_prompts(len(options)), options, strict=True))
+    expected = [engine.generate(prompt, max_tokens=25, **one) for prompt, one in pairs]
+    shared = engine.share()
+    streams = [engine.stream(prompt, max_tokens=25, shared=shared, **one) for prompt, one in pairs]
+    texts = ["".join(parts) for parts in zip(*_in_turns(streams), strict=True)]
+    assert texts == expected
+
+
+def _in_turns(streams: list[Any]) -> Iterator[list[str]]:
+    """One piece of each text after the other, "" after its end."""
+    responses = [next(one, None) for one in streams]
+    while any(responses):
+        yield ["" if one is None else one.text for one in responses]
+        responses = [next(one, None) for one in streams]
 
 
 @pytest.mark.parametrize("drafter", ["none", "random", "lookup"])

@@ -191,7 +191,7 @@ class AssistantDrafting(AutoregressiveDrafting):
 
     def _attend(self, features: mx.array, tokens: mx.array) -> mx.array:
         nodes = mx.broadcast_to(self._last + 1, (1, tokens.shape[0]))
-        num_positions = self.cache.num_rows + 1 - self.length
-        with tree_positions(TreePositions(nodes, self.length, num_positions)):
+        span = range(self.length, self.cache.num_rows + 1)
+        with tree_positions(TreePositions(nodes, [span])):
             embeddings = self.network.embed(tokens, self.target)
             return self.network(features, embeddings, self._contexts)

@@ -19,40 +19,35 @@ from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache
+from mlx_redrafter.target.caches.tree_cache import LayerCache
 
 
 class CompositeCache:
-    """The `LayerCache` of a layer with several caches, such as one for a state and one for K/V."""
+    """A layer with several caches, such as one for a state and one for K/V entries.
 
-    def __init__(self, stock: CacheList):
+    `TreeCache` and `BatchCache` address the parts.
+    """
+
+    def __init__(self, stock: CacheList | None, parts: Sequence[Any]):
         self.stock = stock
-        self.parts = [LAYER_CACHES[type(part)](part) for part in stock.caches]
+        self.parts = list(parts)
 
-    def expect(self, step: ForwardPass) -> None:
-        for part in self.parts:
-            part.expect(step)
+    @classmethod
+    def of(cls, stock: CacheList) -> CompositeCache:
+        return cls(stock, [LAYER_CACHES[type(part)](part) for part in stock.caches])
 
-    def commit(self, path: Sequence[int]) -> None:
-        for part in self.parts:
-            part.commit(path)
-
-    def settle(self, length: int) -> None:
-        for part in self.parts:
-            part.settle(length)
-
-    def __getitem__(self, index: int) -> LayerCache:
+    def __getitem__(self, index: int) -> Any:
         return self.parts[index]
 
 
-# Constructors of `LayerCache`, by kind of mlx-lm's cache.
-LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache]] = {
+# Constructors of `LayerCache`, or of several, by kind of mlx-lm's cache.
+LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache | CompositeCache]] = {
     KVCache: FullCache,
     RotatingKVCache: SlidingCache,
     ChunkedKVCache: ChunkCache,
     QuantizedKVCache: QuantisedCache,
     ArraysCache: RecurrentCache,
-    CacheList: CompositeCache,
+    CacheList: CompositeCache.of,
 }
 
 

@@ -107,7 +107,7 @@ class DraftLineage:
             assert isinstance(depth, int)
             max_depth = depth
         nodes = mx.broadcast_to(self.root + depth, (1, ancestors.shape[0]))
-        positions = TreePositions(nodes, self.length, self.num_rows - self.length + max_depth)
+        positions = TreePositions(nodes, [range(self.length, self.num_rows + max_depth)])
         return DraftMask(self._committed, ancestors), positions
 
 

@@ -1,6 +1,6 @@
 """A layer that attends to all tokens: mlx-lm's buffers, and the K/V entries of one tree.
 
-Axes: N nodes of the tree, S committed tokens.
+Axes: N nodes of the tree, S committed tokens, H heads, D head size.
 
 MLX copies a large buffer for a gather in the graph that also attends to it. So the entries of a
 tree stay in arrays of their own, and the next forward pass writes those of the accepted path
@@ -15,6 +15,7 @@ which are those of the nodes ``_aside``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -29,13 +30,30 @@ from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.few_shapes import bucket
 
 
+class Entries(NamedTuple):
+    """K/V entries of consecutive tokens of a sequence.
+
+    Attributes:
+        parts: Keys and values, or the codes, scales and biases of both, shape (1, H, S, D); empty
+            for a layer that the model never uses.
+        start: Position of the first token.
+    """
+
+    parts: list[mx.array]
+    start: int
+
+
 class FullCache:
     """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
     def __init__(self, stock: KVCache | ChunkedKVCache | QuantizedKVCache):
         self.stock = stock
-        self.step = ForwardPass(stock.offset)
-        self._length = self._num_in_place = stock.offset
+        self._begin()
+
+    def _begin(self) -> None:
+        """Follow the stock cache, which holds all committed entries."""
+        self.step = ForwardPass(self.stock.offset)
+        self._length = self._num_in_place = self.stock.offset
         self._aside: list[slice] = []
         self._fresh: tuple[mx.array, mx.array] | None = None
 
@@ -59,6 +77,21 @@ class FullCache:
         if self.stock.keys is not None:  # a layer that the model never uses stays empty
             self.stock.offset = length
         self._length = length
+
+    def release(self) -> Entries:
+        """Give the committed entries away."""
+        self.write_aside()
+        stock, start = self.stock, getattr(self.stock, "start_position", 0)
+        parts = [] if stock.keys is None else arrays_of(*stock.keys_and_values())
+        _fill(stock, Entries([], 0), 0)
+        self._begin()
+        return Entries(parts, start)
+
+    def hold(self, entries: Entries, length: int) -> None:
+        """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
+        if entries.parts:  # else a layer that the model never uses
+            _fill(self.stock, entries, length)
+        self._begin()
 
     def write_aside(self) -> None:
         """Write the committed entries that the buffer lacks."""
@@ -122,6 +155,26 @@ class FullCache:
         keys, values = self._fresh
         aside = self._aside
         return [keys[..., run, :] for run in aside], [values[..., run, :] for run in aside]
+
+
+def arrays_of(keys: Any, values: Any) -> list[mx.array]:
+    """List keys and values, or the codes, scales and biases of both."""
+    return [*keys, *values] if isinstance(keys, tuple | list) else [keys, values]
+
+
+def pair_of(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
+    """Return keys and values from the arrays of `arrays_of`."""
+    if len(arrays) == 2:
+        return arrays[0], arrays[1]
+    half = len(arrays) // 2
+    return tuple(arrays[:half]), tuple(arrays[half:])
+
+
+def _fill(stock: Any, entries: Entries, length: int) -> None:
+    stock.keys, stock.values = pair_of(entries.parts) if entries.parts else (None, None)
+    stock.offset = length
+    if isinstance(stock, ChunkedKVCache):
+        stock.start_position = entries.start
 
 
 def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], rows: int) -> None:

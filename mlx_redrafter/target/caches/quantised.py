@@ -17,7 +17,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.full import FullCache
-from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache
+from mlx_redrafter.target.caches.tree_cache import TreeCache, flat
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -41,7 +41,7 @@ class QuantisingCache(TreeCache):
 
     def __init__(
         self,
-        layers: Sequence[LayerCache],
+        layers: Sequence[Any],
         length: int,
         quantisation: Quantisation,
         given: list[Any] | None,
@@ -51,6 +51,14 @@ class QuantisingCache(TreeCache):
         self._quantisation = quantisation
         self._given = [] if given is None else given
         self._is_due = any(hasattr(layer.stock, "to_quantized") for layer in layers)
+
+    @property
+    def may_move(self) -> bool:
+        return super().may_move and not self._is_due
+
+    @property
+    def may_pad(self) -> bool:
+        return False  # the entries of every chunk of a prompt are quantised before the next one
 
     def grow(self, num_tokens: int) -> None:
         super().grow(num_tokens)  # after a forward pass, as in mlx-lm
@@ -78,6 +86,7 @@ class QuantisingCache(TreeCache):
                 quantised = layer.stock.to_quantized(how.group_size, how.bits)
                 self.layers[number] = QuantisedCache(quantised)
                 layer.stock.state = None, None, 0  # free memory even if the caller holds the cache
+        self.parts = flat(self.layers)
         self._is_due = False
         # mlx-lm's attention to codes consists of products, which have no graphs per shape.
         self.has_buckets = False

@@ -1,25 +1,33 @@
 """A layer with a state instead of K/V entries: recurrences and convolutions.
 
-A state cannot be shortened, so `RecurrentCache` keeps the state before the newest pass, and before
-the previous pass if that was over a tree: a sequence may have to end before them. A pass over a
-tree writes no state. Instead, the hook of the layer provides a function for the state after a path
-of the tree. The cache calls it for the accepted path, and for the path at which a sequence ends.
+The class holds the states of one sequence or of several, one row each. A pass over trees writes no
+state. Instead, the hook of the layer provides a function for the state after paths of the trees.
+The cache calls it for the accepted paths, and for the path at which a sequence ends; `tree_pass`
+keeps it until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.tree_cache import ForwardPass
-from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.target.caches.tree_cache import ForwardPass, flat
+from mlx_redrafter.target.caches.tree_pass import State, StateAfter, StateRecord, TreePass
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
-# Arrays of mlx-lm's cache, all None before the first token.
-State = list[mx.array | None]
-StateAfter = Callable[[Sequence[int]], State]
+
+class NewRows(NamedTuple):
+    """Rows of the states after a pass that sequences take over.
+
+    Attributes:
+        rows: Row of each sequence, int32, shape (B,).
+        is_new: Whether a sequence takes over a row or keeps its state, bool, shape (B,).
+    """
+
+    rows: mx.array
+    is_new: mx.array
 
 
 class RecurrentCache:
@@ -27,38 +35,78 @@ class RecurrentCache:
 
     def __init__(self, stock: ArraysCache):
         self.stock = stock
-        self.step = ForwardPass(0)
-        # The newest pass, and the one before it if that was a tree.
-        self._passes: list[_Pass] = []
+        self.step: TreePass = ForwardPass(0)
+        # Index of this layer's record in a pass.
+        self._number = 0
 
     @property
-    def tree(self) -> TokenTree | None:
-        """Tree of the next forward pass; None for a pass over committed tokens."""
-        return self.step.tree
+    def trees(self) -> TreeBatch | None:
+        """Trees of the next forward pass; None if it processes tokens that follow each other."""
+        trees = self.step.trees
+        return None if trees is None or trees.size == 1 else trees
 
-    def expect(self, step: ForwardPass) -> None:
-        self.step = step
-        trees = [one for one in self._passes[-1:] if one.state_after is not None]
-        self._passes = [*trees, _Pass(step.length, list(self.stock.cache))]
+    def expect(self, step: TreePass) -> None:
+        self.step, self._number = step, len(step.records)
+        step.records.append(StateRecord(list(self.stock.cache)))
 
     def branch(self, state_after: StateAfter) -> None:
-        """Record a pass over a tree; ``state_after`` maps a path from the root on to a state."""
-        self._passes[-1].state_after = state_after
+        """Record a pass over trees; ``state_after`` maps paths from the roots on to a state."""
+        self._record.after = state_after
 
-    def commit(self, path: Sequence[int]) -> None:
-        newest = self._passes[-1]
-        newest.path = path
-        self._store(newest.state(len(path)))
+    def commit(self, path: object = None, taken: NewRows | None = None) -> None:
+        """Take over the states after the accepted paths of the pass.
+
+        Args:
+            path: The accepted path of a single sequence, which the pass knows.
+            taken: Rows to take over, if not each sequence takes over its own.
+        """
+        after = self._record.after
+        if after is None:  # an error has ended the pass
+            return
+        state = after(self.step.accepted)
+        if taken is not None:
+            state = [
+                _selected(new, old, taken) for new, old in zip(state, self.stock.cache, strict=True)
+            ]
+        self._store(state)
 
     def settle(self, length: int) -> None:
-        # If neither pass has processed token ``length``, the state stays as it is.
-        for one in reversed(self._passes):
-            count = length - one.length
-            if count == 0 or (one.state_after is not None and 0 < count <= len(one.path)):
-                self._store(one.state(count))
-                break
-        self._passes = []
+        # If no pass has processed token ``length``, the state stays as it is.
+        state = self.step.history.state(self._number, length)
+        if state is not None:
+            self._store(state)
         self.step = ForwardPass(length)
+
+    def insert(self, slot: int, num_slots: int, own: RecurrentCache) -> None:
+        """Move the state of a sequence into a slot."""
+        for index, part in enumerate(own.stock.cache):
+            if part is not None:
+                rows = self.stock[index]
+                if rows is None:
+                    rows = mx.zeros((num_slots, *part.shape[1:]), part.dtype)
+                # Not in place, because passes hold the array, too.
+                self.stock[index] = mx.concatenate([rows[:slot], part, rows[slot + 1 :]])
+                own.stock[index] = None
+
+    def extract(self, slot: int, own: RecurrentCache, step: ForwardPass) -> None:
+        """Copy the state of a slot, whose history is that of ``step``, into its own cache."""
+        own.step, own._number = step, self._number
+        state = step.history.state(self._number, step.length)
+        if state is None:
+            row = slice(slot, slot + 1)
+            state = [None if array is None else array[row] for array in self.stock.cache]
+        own._store([None if array is None else mx.contiguous(array) for array in state])
+
+    def resize(self, slots: mx.array, num_blank: int) -> None:
+        """Keep some slots, in this order, and add blank ones."""
+        for index, array in enumerate(self.stock.cache):
+            if array is not None:
+                widths = [(0, num_blank), *[(0, 0)] * (array.ndim - 1)]
+                self.stock[index] = mx.pad(array[slots], widths)
+
+    @property
+    def _record(self) -> StateRecord:
+        return self.step.records[self._number]
 
     def _store(self, state: State) -> None:
         for index, array in enumerate(state):
@@ -69,9 +117,15 @@ class RecurrentCache:
         return found
 
     def __setitem__(self, index: int, value: mx.array | None) -> None:
-        """Store an array of the state after committed tokens, and ignore a state after a tree."""
-        if self.tree is None:
+        """Store an array of the state after committed tokens, record it after roots alone.
+
+        An array after larger trees is ignored.
+        """
+        trees = self.step.trees
+        if trees is None:
             self.stock[index] = value
+        elif trees.size == 1:
+            self._record.write(index, value)
 
     # The rest of the interface that mlx-lm models use.
 
@@ -90,25 +144,17 @@ class RecurrentCache:
         return self.stock.make_mask(num_tokens)
 
 
-@dataclass
-class _Pass:
-    """A forward pass.
+def _selected(new: mx.array | None, old: mx.array | None, taken: NewRows) -> mx.array | None:
+    """Return the rows of a new array that sequences take over, and the others of the old one."""
+    if new is None or old is None:
+        return old
+    is_new = taken.is_new.reshape(-1, *[1] * (new.ndim - 1))
+    return mx.where(is_new, new[taken.rows], old)
 
-    Attributes:
-        length: Number of committed tokens before the pass.
-        before: The state before the pass.
-        path: Accepted path of a tree; the root alone until `RecurrentCache.commit`.
-        state_after: As in `RecurrentCache.branch`; None for a pass over committed tokens.
-    """
 
-    length: int
-    before: State
-    path: Sequence[int] = (0,)
-    state_after: StateAfter | None = None
-
-    def state(self, count: int) -> State:
-        """Return the state after the first ``count`` nodes of the path."""
-        if count == 0:
-            return self.before
-        assert self.state_after is not None
-        return self.state_after(self.path[:count])
+def cache_among(*arguments: Any) -> RecurrentCache | None:
+    """Find the cache of a layer with a state among the layer's arguments, or in a composite one."""
+    for one in flat(arguments):
+        if isinstance(one, RecurrentCache):
+            return one
+    return None

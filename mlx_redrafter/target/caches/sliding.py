@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.full import Entries, FullCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
 
 
@@ -56,6 +56,19 @@ class SlidingCache:
             self._ordered = None
         elif self.stock.offset != length:
             _fill(self.stock, _in_order(self.stock), length)
+
+    def release(self) -> Entries:
+        """Give away the committed entries that the cache still has."""
+        ordered = self._ordered or _OrderedCache(_in_order(self.stock))
+        self._ordered = None
+        self.stock.keys = self.stock.values = None
+        self.stock.offset = self.stock._idx = 0
+        return ordered.release()
+
+    def hold(self, entries: Entries, length: int) -> None:
+        """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
+        self._ordered = _OrderedCache(_rows_for(self.stock))
+        self._ordered.hold(entries, length)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -110,14 +123,21 @@ class _OrderedCache(FullCache):
 
 def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:
     """Copy the entries of a ring in the order of tokens."""
-    # A sequence may end anywhere in the path accepted before the newest tree.
-    rows = ChunkedKVCache(ring.max_size + MAX_BEAM_LENGTH)
+    rows = _rows_for(ring)
     rows.offset = rows.start_position = ring.offset
     if ring.keys is not None:
         rows.keys = ring._temporal_order(ring.keys)
         rows.values = ring._temporal_order(ring.values)
         rows.start_position -= rows.keys.shape[2]
     return rows
+
+
+def _rows_for(ring: RotatingKVCache) -> ChunkedKVCache:
+    """Make a buffer for the entries of a ring and of the path accepted before the newest tree.
+
+    A sequence may end anywhere in that path.
+    """
+    return ChunkedKVCache(ring.max_size + MAX_BEAM_LENGTH)
 
 
 def _fill(ring: RotatingKVCache, rows: ChunkedKVCache, length: int) -> None:

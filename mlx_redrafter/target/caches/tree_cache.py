@@ -7,14 +7,16 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
 
-from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.target.caches.tree_pass import History, TreePass
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
-class ForwardPass:
-    """A forward pass of the target, with masks that all layers share.
+class ForwardPass(TreePass):
+    """A forward pass of one sequence, with masks that all layers share.
 
     Attributes:
         length: Number of committed tokens before the pass.
@@ -22,12 +24,19 @@ class ForwardPass:
         has_buckets: Whether a tree attends to whole buckets of K/V entries, as in `few_shapes`.
     """
 
-    def __init__(self, length: int, tree: TokenTree | None = None, has_buckets: bool = False):
+    def __init__(
+        self,
+        length: int,
+        tree: TokenTree | None = None,
+        has_buckets: bool = False,
+        history: History | None = None,
+    ):
+        trees = None if tree is None else TreeBatch([tree])
+        super().__init__([length], trees, history or History(1))
         self.length = length
         self.tree = tree
         self.has_buckets = has_buckets
         self._chunk_masks: dict[tuple[int, int], mx.array] = {}
-        self._window_rows: dict[int, mx.array] = {}
 
     @cached_property
     def tree_mask(self) -> mx.array:
@@ -45,24 +54,6 @@ class ForwardPass:
         if self.has_buckets and bucket(count) > count:
             parts.append(mx.zeros((ancestors.shape[0], bucket(count) - count), mx.bool_))
         return mx.concatenate(parts, axis=1)
-
-    @cached_property
-    def parents(self) -> list[int]:
-        """Parent of each node; blocks until the drafter has made the tree, if the host lacks it."""
-        assert self.tree is not None
-        known = self.tree.known
-        return to_ints(self.tree.parents) if known is None else [0, *known.parents]
-
-    @cached_property
-    def nodes_by_depth(self) -> list[list[int]]:
-        """Nodes at each depth, beginning with the root; blocks as `parents` does."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        nodes: list[list[int]] = [[] for _ in range(max(depths) + 1)]
-        for node, depth in enumerate(depths):
-            nodes[depth].append(node)
-        return nodes
 
     def window_mask(self, window: int, first: int = 0) -> mx.array:
         """Mask all but the last ``window`` tokens of each node's own path, the node included.
@@ -93,24 +84,6 @@ class ForwardPass:
             self._chunk_masks[chunk, first] = self._joined(is_near, ancestors)
         return self._chunk_masks[chunk, first]
 
-    def window_rows(self, size: int) -> mx.array:
-        """Find the inputs of a convolution over ``size`` tokens, for every node.
-
-        Returns:
-            The last ``size`` rows of each node's branch, int32, shape (N, size). Rows count from
-            the ``size`` - 1 tokens before the root.
-        """
-        if size not in self._window_rows:
-            assert self.tree is not None
-            root = size - 1
-            # Row before each row of a branch. No window reaches beyond the first row.
-            above = mx.concatenate([mx.arange(-1, root), self.tree.parents[1:] + root])
-            rows = [mx.arange(root, root + self.tree.size)]
-            for _ in range(root):
-                rows.append(above[rows[-1]])
-            self._window_rows[size] = mx.stack(rows[::-1], axis=1)
-        return self._window_rows[size]
-
 
 class LayerCache(Protocol):
     """One layer's cache: the interface that mlx-lm models use, and the steps of a tree.
@@ -139,30 +112,52 @@ class TreeCache:
 
     Attributes:
         layers: The model's ``cache=`` argument.
+        parts: The caches of the layers, with the parts of a composite one in its place.
         length: Number of committed tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries.
+        history: The newest passes.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], length: int, has_buckets: bool = False):
+    def __init__(self, layers: Sequence[Any], length: int, has_buckets: bool = False):
         self.layers = list(layers)
+        self.parts = flat(self.layers)
         self.length = length
         self.has_buckets = has_buckets
+        self.history = History(1)
+        self._step = ForwardPass(length)
+        # Number of committed tokens before the newest pass that is committed.
+        self._floor = length
 
     @property
     def stock(self) -> list[Any]:
         """The mlx-lm caches of the layers."""
         return [layer.stock for layer in self.layers]
 
+    @property
+    def may_move(self) -> bool:
+        """Whether a batch may hold the entries as they are, now and later."""
+        has_states = any(isinstance(part.stock, ArraysCache) for part in self.parts)
+        # Some models process the first token otherwise than one that follows a state of zeros.
+        return self.length > 0 or not has_states
+
+    @property
+    def may_pad(self) -> bool:
+        """Whether padding behind a beginning leaves its entries as they are."""
+        return all(type(part.stock) is KVCache for part in self.parts)
+
     def expect(self, tree: TokenTree | None) -> None:
         """Make the next forward pass one over a tree, or over committed tokens."""
-        step = ForwardPass(self.length, tree, self.has_buckets)
-        for layer in self.layers:
-            layer.expect(step)
+        self._step = ForwardPass(self.length, tree, self.has_buckets, self.history)
+        self.history.enter(self._step, [self._floor])
+        self._floor = self.length
+        for part in self.parts:
+            part.expect(self._step)
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
-        for layer in self.layers:
-            layer.commit(path)
+        self._step.paths[0] = path
+        for part in self.parts:
+            part.commit(path)
         self.grow(len(path))
 
     def grow(self, num_tokens: int) -> None:
@@ -178,6 +173,12 @@ class TreeCache:
 
         ``length`` may include the root of the newest tree. Safe after an interruption.
         """
-        for layer in self.layers:
-            layer.settle(length)
-        self.length = length
+        for part in self.parts:
+            part.settle(length)
+        self.length = self._floor = length
+        self.history.visits = [[]]
+
+
+def flat(layers: Sequence[Any]) -> list[Any]:
+    """List the caches of layers, with the parts of a composite one in its place."""
+    return [part for layer in layers for part in getattr(layer, "parts", [layer])]

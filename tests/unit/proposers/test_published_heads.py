@@ -122,7 +122,7 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
     state = mx.array(inputs[:1, 64:])
     for row, wanted in zip(inputs, expected, strict=True):
         embedding = mx.array(row[None, :64])
-        with tree_positions(TreePositions(mx.array([[length]]), length, 1)):
+        with tree_positions(TreePositions(mx.array([[length]]), [range(length, length + 1)])):
             outputs = assistant(state, embedding, contexts)
         logits = np.array(assistant.logits(outputs, None)[0])
         scored = np.isfinite(logits)

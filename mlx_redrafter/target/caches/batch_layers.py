@@ -1,0 +1,262 @@
+"""K/V entries of several sequences: one class per kind of attention, with mlx-lm's interface.
+
+Axes: B slots, N nodes of each slot's tree, S entries that a layer attends to, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
+from mlx_redrafter.target.caches.batch_pass import BatchPass, Layout, Places
+from mlx_redrafter.target.caches.chunked import ChunkCache
+from mlx_redrafter.target.caches.full import Entries, FullCache, arrays_of, pair_of
+from mlx_redrafter.target.caches.quantised import QuantisedCache
+from mlx_redrafter.target.caches.sliding import SlidingCache
+
+# Number of entries by which buffers grow, as in mlx-lm.
+GROWTH = 256
+# Further entries of a buffer, for writes that pad slots with fewer entries to move than others.
+SCRATCH = 1
+# Number of tokens by which a sequence may have to be shortened: the paths of the passes whose
+# tokens its caller has not taken, at most two in the scheduler, one in flight and one to come.
+SPARE = 4 * MAX_BEAM_LENGTH
+
+Own = FullCache | SlidingCache
+
+
+class Slots(Protocol):
+    """The slots of a batch, and the room that their longest sequence needs.
+
+    Attributes:
+        lengths: Number of committed tokens of each slot.
+        step: The newest forward pass.
+        capacity: Number of entries for which a slot has room if a layer attends to all tokens.
+        max_nodes: Size of the largest trees so far.
+    """
+
+    lengths: list[int]
+    step: BatchPass
+    capacity: int
+    max_nodes: int
+
+
+class BatchLayer:
+    """One layer's entries of all slots, all of which a token attends to.
+
+    Args:
+        batch: The slots.
+        own: The layer's cache of a single sequence.
+        reach: Number of tokens that a token attends to; None for all.
+    """
+
+    def __init__(self, batch: Slots, own: Own, reach: int | None = None):
+        self._batch = batch
+        self._reach = reach
+        # Buffers of the keys, the values and what belongs to them, shape (B, H, capacity + SCRATCH,
+        # D).
+        self._buffers: list[mx.array] = []
+        # The same of the newest trees, shape (B, H, N, D).
+        self._fresh: list[mx.array] = []
+
+    @property
+    def offset(self) -> int:
+        """Length of the longest sequence. Rotary embeddings use `TreePositions` instead."""
+        return max(self._batch.lengths)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        return self._layout.mask if window_size is None else self._layout.window_mask(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Write accepted entries that are not in place and new entries; return all entries."""
+        new = self._encoded(keys, values)
+        self._allocate(new)
+        self._write(self._layout.places, new)
+        self._fresh = new
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return all entries that the pass attends to, for layers that share them."""
+        num_rows = self._layout.num_rows
+        return pair_of([buffer[..., :num_rows, :] for buffer in self._buffers])
+
+    def insert(self, slot: int, own: Own) -> None:
+        """Move the entries of a sequence into a slot, which holds nothing else then."""
+        entries, length = own.release(), self._batch.lengths[slot]
+        self._allocate(entries.parts)
+        capacity = self._capacity
+        for index, buffer in enumerate(self._buffers):
+            rows = mx.zeros((1, buffer.shape[1], 0, buffer.shape[3]), buffer.dtype)
+            if entries.parts:
+                rows = entries.parts[index][..., -capacity:, :]
+            missing = capacity - rows.shape[2]
+            rows = mx.pad(rows, [(0, 0), (0, 0), (0, missing), (0, 0)])
+            if start := (length - capacity + missing) % capacity:
+                rows = mx.roll(rows, start, 2)
+            buffer[slot : slot + 1, :, :capacity] = rows
+
+    def extract(self, slot: int, own: Own) -> None:
+        """Copy the entries of a slot, and that of the root of a tree in flight, to its own cache.
+
+        A sequence may end in the newest paths, so that a window needs some tokens before its own.
+        """
+        length, capacity = self._batch.lengths[slot], self._capacity
+        start = 0
+        if self._reach is not None:
+            start = max(0, length + self._batch.max_nodes - capacity)
+        end = min(length + 1, start + capacity)
+        parts = []
+        for buffer in self._buffers:
+            rows = buffer[slot : slot + 1, :, :capacity]
+            if shift := start % capacity:
+                rows = mx.roll(rows, -shift, 2)
+            parts.append(mx.contiguous(rows[..., : end - start, :]))
+        mx.eval(parts)  # else the copies would keep the whole buffer in memory
+        own.hold(Entries(parts, start), length)
+
+    def resize(self, slots: mx.array, num_blank: int, ends: Sequence[int]) -> None:
+        """Keep some slots, in this order, and add blank ones.
+
+        Args:
+            slots: The slots, int32.
+            num_blank: Number of blank slots.
+            ends: End of the entries of each kept slot.
+        """
+        blank, capacity = (0, num_blank), self._capacity_now
+
+        def resized(buffer: mx.array) -> mx.array:
+            old = buffer.shape[2] - SCRATCH
+            rows = buffer[slots, :, : min(capacity, old)]
+            if old != capacity and max(ends, default=0) > min(old, capacity):
+                rows = _moved(buffer[slots, :, :old], ends, capacity)
+            missing = capacity + SCRATCH - rows.shape[2]
+            return mx.pad(rows, [blank, (0, 0), (0, missing), (0, 0)])
+
+        self._buffers = list(map(resized, self._buffers))
+        self._fresh = [mx.pad(part[slots], [blank, *[(0, 0)] * 3]) for part in self._fresh]
+
+    def write_aside(self, moves: Any) -> None:
+        """Write the accepted entries of the newest trees that are not in place."""
+        if self._fresh:
+            self._write(Places.of(moves, self._batch.lengths, 0, self._capacity), [])
+
+    @property
+    def _capacity(self) -> int:
+        """Number of entries of a slot in the buffers."""
+        return self._buffers[0].shape[2] - SCRATCH if self._buffers else self._capacity_now
+
+    @property
+    def _capacity_now(self) -> int:
+        """Number of entries for which a slot needs room."""
+        if self._reach is None:
+            return self._batch.capacity
+        room = self._reach + SPARE + self._batch.max_nodes
+        return min(self._batch.capacity, whole(room))
+
+    @property
+    def _layout(self) -> Layout:
+        return self._batch.step.layout(self._capacity)
+
+    def _write(self, places: Places, new: Sequence[mx.array]) -> None:
+        """Write accepted entries that are not in place, and new ones, if any."""
+        for index, buffer in enumerate(self._buffers):
+            rows = [new[index]] if new else []
+            if places.nodes is not None:
+                rows.insert(0, mx.take_along_axis(self._fresh[index], places.nodes, axis=2))
+            joined = mx.concatenate(rows, axis=2)
+            self._buffers[index] = mx.put_along_axis(buffer, places.rows, joined, axis=2)
+
+    def _allocate(self, parts: Sequence[mx.array]) -> None:
+        """Make buffers of zeros, once, with the heads, sizes and dtypes of some entries."""
+        if not self._buffers:
+            num_slots, room = len(self._batch.lengths), self._capacity_now + SCRATCH
+            self._buffers = [
+                mx.zeros((num_slots, part.shape[1], room, part.shape[3]), part.dtype)
+                for part in parts
+            ]
+
+    def _encoded(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """Return the arrays of which the buffers hold rows."""
+        return [keys, values]
+
+
+class BatchWindowLayer(BatchLayer):
+    """Entries of a layer that attends to a window."""
+
+    def __init__(self, batch: Slots, own: SlidingCache):
+        super().__init__(batch, own, own.stock.max_size)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        assert self._reach is not None
+        return self._layout.window_mask(self._reach)
+
+
+class BatchChunkLayer(BatchLayer):
+    """Entries of a layer that attends to its own chunk."""
+
+    def __init__(self, batch: Slots, own: ChunkCache):
+        super().__init__(batch, own, own.stock.chunk_size)
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first entry. Models make a mask from it, which a hook replaces."""
+        return self.offset
+
+    def maybe_trim_front(self) -> None:
+        """Drop nothing: new entries overwrite those that no token reaches."""
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        assert self._reach is not None
+        return self._layout.chunk_mask(self._reach)
+
+
+class BatchQuantisedLayer(BatchLayer):
+    """Quantised entries of a layer that attends to all tokens."""
+
+    def __init__(self, batch: Slots, own: QuantisedCache):
+        super().__init__(batch, own)
+        self.bits = own.bits
+        self.group_size = own.group_size
+
+    def _encoded(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        codes = [mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values)]
+        return arrays_of(*codes)
+
+
+# Constructors by kind of a single sequence's cache.
+BATCH_LAYERS = {
+    FullCache: BatchLayer,
+    SlidingCache: BatchWindowLayer,
+    ChunkCache: BatchChunkLayer,
+    QuantisedCache: BatchQuantisedLayer,
+}
+
+
+def whole(num_entries: int) -> int:
+    """Round up to the steps by which buffers grow."""
+    return -(-num_entries // GROWTH) * GROWTH
+
+
+def _moved(rows: mx.array, ends: Sequence[int], capacity: int) -> mx.array:
+    """Move the newest entries of rings to rings of another size.
+
+    Args:
+        rows: Rings, shape (B, H, old capacity, D).
+        ends: Position behind the last entry of each.
+        capacity: The new size.
+    """
+    old = rows.shape[2]
+    last = mx.array(list(ends), dtype=mx.int32)[:, None] - 1
+    position = last - (last - mx.arange(capacity)) % capacity
+    found = mx.take_along_axis(rows, (position % old)[:, None, :, None], axis=2)
+    is_there = (position >= 0) & (position > last - old)
+    return mx.where(is_there[:, None, :, None], found, mx.zeros((), rows.dtype))

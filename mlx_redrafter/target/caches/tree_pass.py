@@ -1,0 +1,215 @@
+"""Forward passes over the trees of one or several sequences, and the states that follow them.
+
+A state of a recurrent layer cannot be shortened. So each pass records, for every layer with a
+state, the state before the pass and a function for the state after paths of its trees. `History`
+keeps the passes that a sequence may still have to go back to.
+
+Axes: B sequences, N nodes of each tree, P nodes of the longest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import mlx.core as mx
+
+from mlx_redrafter.trees.tree_batch import TreeBatch
+
+# Arrays of a layer's state, each with B rows; all None before the first token.
+State = list[mx.array | None]
+
+
+class Paths:
+    """Paths through trees, from the root on, padded with the last node of each.
+
+    Attributes:
+        paths: Nodes of each path, B lists of at least one node.
+        num_nodes: N.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int):
+        self.paths = paths
+        self.num_nodes = num_nodes
+
+    @cached_property
+    def nodes(self) -> mx.array:
+        """Nodes of the paths, int32, shape (B, P)."""
+        longest = max(map(len, self.paths))
+        padded = [[*path, *[path[-1]] * (longest - len(path))] for path in self.paths]
+        return mx.array(padded, dtype=mx.int32)
+
+    @cached_property
+    def is_node(self) -> mx.array | None:
+        """Mask of padding, bool, shape (B, P), False for padding; None if there is none."""
+        lengths = list(map(len, self.paths))
+        if min(lengths) == max(lengths):
+            return None
+        return mx.arange(max(lengths)) < mx.array(lengths)[:, None]
+
+    @cached_property
+    def last(self) -> mx.array:
+        """Last node of each path, counted through all trees, int32, shape (B,)."""
+        last = [slot * self.num_nodes + path[-1] for slot, path in enumerate(self.paths)]
+        return mx.array(last, dtype=mx.int32)
+
+
+StateAfter = Callable[[Paths], State]
+
+
+class StateRecord:
+    """States of one layer before a pass and after it.
+
+    Attributes:
+        before: The state before the pass.
+        after: Function for the state after paths of the trees; None for committed tokens.
+    """
+
+    def __init__(self, before: State):
+        self.before = before
+        self.after: StateAfter | None = None
+        self._written: State = []
+
+    def write(self, index: int, array: mx.array | None) -> None:
+        """Record an array of the state after roots alone, which the stock layer has computed."""
+        if self.after is None:
+            written = self._written = list(self.before)
+            self.after = lambda paths: written
+        self._written[index] = array
+
+
+class TreePass:
+    """A forward pass of the target.
+
+    Attributes:
+        lengths: Number of committed tokens of each sequence before the pass.
+        trees: The trees that the target verifies; None for a pass over committed tokens.
+        history: Passes before this one, and this one.
+        paths: The accepted path of each tree, empty until its sequence commits it.
+        records: States of the layers that have one, in the order of the layers.
+    """
+
+    def __init__(self, lengths: Sequence[int], trees: TreeBatch | None, history: History):
+        self.lengths = list(lengths)
+        self.trees = trees
+        self.history = history
+        self.paths: list[Sequence[int]] = [()] * len(self.lengths)
+        self.records: list[StateRecord] = []
+        self._window_rows: dict[int, mx.array] = {}
+
+    @cached_property
+    def accepted(self) -> Paths:
+        """The accepted paths, or the root alone if a sequence has accepted none."""
+        assert self.trees is not None
+        return Paths([path or (0,) for path in self.paths], self.trees.size)
+
+    def window_rows(self, size: int) -> mx.array:
+        """Find the inputs of a convolution over ``size`` tokens, for every node.
+
+        Returns:
+            The last ``size`` rows of each node's branch, int32, shape (B, N, size). Each sequence
+            has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
+            through all sequences.
+        """
+        if size not in self._window_rows:
+            assert self.trees is not None
+            count, root = len(self.lengths), size - 1
+            num_rows = root + self.trees.size
+            # Row before each row of a branch. No window reaches beyond the first row.
+            before = mx.broadcast_to(mx.arange(-1, root), (count, size))
+            above = mx.concatenate([before, self.trees.parents[:, 1:] + root], axis=1)
+            rows = [mx.broadcast_to(mx.arange(root, num_rows), (count, self.trees.size))]
+            for _ in range(root):
+                rows.append(mx.take_along_axis(above, rows[-1], axis=1))
+            first = mx.arange(0, count * num_rows, num_rows)[:, None, None]
+            self._window_rows[size] = mx.stack(rows[::-1], axis=2) + first
+        return self._window_rows[size]
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Parent of each node of all trees, counted through all trees; a root's is the root.
+
+        Blocks until the drafter has made the trees, if the host does not know them.
+        """
+        assert self.trees is not None
+        starts = range(0, len(self.trees) * self.trees.size, self.trees.size)
+        parents = self.trees.read_parents()
+        return [first + node for first, one in zip(starts, parents, strict=True) for node in one]
+
+    @cached_property
+    def nodes_by_depth(self) -> list[list[int]]:
+        """Nodes of all trees at each depth, beginning with the roots; blocks as `parents` does."""
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents):
+            depths.append(0 if parent == node else depths[parent] + 1)
+        nodes: list[list[int]] = [[] for _ in range(max(depths) + 1)]
+        for node, depth in enumerate(depths):
+            nodes[depth].append(node)
+        return nodes
+
+
+class Visit:
+    """The part of one sequence in a pass.
+
+    Attributes:
+        step: The pass.
+        row: Row of the sequence in its arrays.
+    """
+
+    def __init__(self, step: TreePass, row: int):
+        self.step = step
+        self.row = row
+
+    def goes_beyond(self, length: int) -> bool:
+        """Whether the accepted path ends behind the first ``length`` tokens."""
+        path = self.step.paths[self.row]
+        return bool(path) and self.step.lengths[self.row] + len(path) > length
+
+    def state(self, number: int, length: int) -> State | None:
+        """Return the state of a layer after ``length`` tokens; None if the pass lacks it.
+
+        Of a path that is not accepted yet, the root alone counts.
+        """
+        record, path = self.step.records[number], self.step.paths[self.row] or (0,)
+        count = length - self.step.lengths[self.row]
+        if count == 0:
+            state = record.before
+        elif record.after is not None and 0 < count <= len(path):
+            assert self.step.trees is not None
+            paths: list[Sequence[int]] = [(0,)] * len(self.step.paths)
+            paths[self.row] = path[:count]
+            state = record.after(Paths(paths, self.step.trees.size))
+        else:
+            return None
+        if len(self.step.paths) == 1:
+            return state
+        row = slice(self.row, self.row + 1)
+        return [None if array is None else array[row] for array in state]
+
+
+class History:
+    """The passes in which the states are that sequences may still have to go back to.
+
+    Attributes:
+        visits: The parts of each sequence, from the oldest pass to the newest.
+    """
+
+    def __init__(self, num_sequences: int):
+        self.visits: list[list[Visit]] = [[] for _ in range(num_sequences)]
+
+    def enter(self, step: TreePass, floors: Sequence[int]) -> None:
+        """Add a pass of all sequences, and drop those that end at or before the floors.
+
+        A floor is the number of tokens that a sequence keeps whatever happens.
+        """
+        for row, floor in enumerate(floors):
+            kept = [visit for visit in self.visits[row] if visit.goes_beyond(floor)]
+            self.visits[row] = [*kept, Visit(step, row)]
+
+    def state(self, number: int, length: int, slot: int = 0) -> State | None:
+        """Return the state of a layer after ``length`` tokens; None if no pass has it."""
+        for visit in reversed(self.visits[slot]):
+            state = visit.state(number, length)
+            if state is not None:
+                return state
+        return None
