@@ -46,6 +46,7 @@ from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.fixed import FixedPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST
 from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.target.target import Target
@@ -346,6 +347,7 @@ class Engine:
                 memory.batches,
                 lambda: memory.experience,
                 proposer.max_length,
+                isinstance(proposer, DraftNetwork),
             )
         return scheduler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,12 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch, load
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.plans import LONGEST, PLAIN, SHORTEST, WIDEST, Choice, probe
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -299,6 +304,40 @@ def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(type(model), "__call__", counted)
     assert list(stream) == []
     assert calls == 3
+
+
+def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_redrafter.decoding.scheduler.SHARED_CHUNK", 8)
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine, prompts = Engine(model, tokenizer, None), [[5], [9, 7, 5], [8, 3] * 30]
+    ends = [4, 40, 40]
+    expected = [
+        engine.generate(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)
+    ]
+    shapes = _watch_passes(monkeypatch, model)
+    shared = Scheduler(engine.target)
+    requests = [Request(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)]
+    sampler = KeyedSampler(SamplingParams(), engine.target.vocab_size)
+    texts = [
+        SequenceDecoder(engine.target, engine.target.new_cache(), sampler, request)
+        for request in requests
+    ]
+    found: dict[SequenceDecoder, list[int]] = {text: [] for text in texts}
+    shared.begin(texts[:2])
+    while not all(text.is_closed for text in texts):
+        for text, tokens, _ in shared.step_all():
+            found[text] += [token.id for token in text.deliver(tokens)]
+            if text.is_finished:
+                shared.leave(text)
+                text.close()
+                if text is texts[0]:
+                    shared.begin(texts[2:])
+                    shapes.clear()
+    decoded = [tokenizer.decode(found[text]) for text in texts]
+    assert [text.rstrip() for text in decoded] == [text.rstrip() for text in expected]
+    chunks = [i for i, shape in enumerate(shapes) if shape == (1, 8)]
+    assert len(chunks) == 7, "59 tokens, the last three in a smaller chunk"
+    assert all(later - earlier > 1 for earlier, later in pairwise(chunks)), "with steps in between"
 
 
 def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
