@@ -1,6 +1,6 @@
 """Advice on drafting for a model: usable drafters, the expected gain, and the cost of training.
 
-`Subject` is the model and `Forecast` its expected speed; `advise` turns both into sentences.
+`Subject` is the model and `Forecast` its expected speed; `recommend` chooses the command to use.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from mlx_redrafter.training.data import CHARS_PER_TOKEN
 WORTH_TRAINING = 1.1
 # Minimum measured speedup at which using an existing drafter is advised.
 WORTH_USING = 1.03
+# Share of a mixture's parameters that a token reads, below which drafts cost much.
+FEW_ACTIVE = 0.25
 
 Sections = Mapping[str, Sequence[str]]
 
@@ -70,12 +72,6 @@ class Subject:
     def usable_drafter(self) -> str | None:
         """The drafter on this machine, if it fits."""
         return self.drafter if self.refusal is None else None
-
-    @property
-    def published_gain(self) -> str:
-        """Gain that others measured with the found drafter; empty if none is known."""
-        line = None if self.found is None else self.found.published
-        return "" if line is None else line.gain
 
 
 def find_subject(model: str | None, drafter: str | None = None) -> Subject:
@@ -157,11 +153,110 @@ def _refuse(drafter: str, shape: ModelShape) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Recommendation:
+    """The command to use for a model, and the reasons.
+
+    Attributes:
+        command: The command.
+        speedup: Its speed relative to plain decoding: a number, the words of those who measured it,
+            or None if nobody has.
+        source: Whose figure that is, or why there is none.
+        reasons: Sentences about the choice.
+        limits: Sentences that say when drafting will not pay.
+    """
+
+    command: str
+    speedup: float | str | None
+    source: str
+    reasons: Sequence[str]
+    limits: Sequence[str]
+
+    @property
+    def gain(self) -> str:
+        """The gain and its source, as a sentence."""
+        if self.speedup is None:
+            return f"Gain: unknown; {self.source}."
+        number = self.speedup if isinstance(self.speedup, str) else f"{self.speedup:.2f}"
+        return f"Gain: {number} times as fast as plain decoding; {self.source}."
+
+
+def recommend(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) -> Recommendation:
+    """Choose the command that decodes fastest, as far as that is known.
+
+    Args:
+        subject: The model.
+        forecast: Expected speed on the machine.
+        trial: Measurement on the machine: of the drafter there, or of prompt lookup without one.
+    """
+    options, speedup, source, reasons = _choose(subject, trial)
+    model = "" if subject.is_bundled else f" --model {shlex.quote(subject.name)}"
+    if subject.refusal is not None:
+        reasons.append(f"{subject.drafter} cannot draft for this model: {subject.refusal}.")
+    reasons += [f"Not used: {note}." for note in subject.notes]
+    command = f'redrafter-mlx generate{model}{options} --prompt "..."'
+    return Recommendation(command, speedup, source, reasons, _limits(subject.shape, forecast))
+
+
+def _choose(
+    subject: Subject, trial: DrafterTrial | None
+) -> tuple[str, float | str | None, str, list[str]]:
+    """Choose a drafter: its option, the gain, the gain's source, and the reasons."""
+    found, measured = subject.found, "measured here on three short texts"
+    if found is not None and subject.repository is not None:
+        offer = describe_offer(found, subject.repository)
+        return " --drafter auto --yes", *_published_gain(subject), [f"It downloads {offer}."]
+    if subject.usable_drafter is not None and (trial is None or trial.speedup >= WORTH_USING):
+        named = "" if found is not None else f" --drafter {shlex.quote(subject.usable_drafter)}"
+        where = subject.usable_drafter if found is None else f"{found.name} ({found.reason})"
+        reasons = [f"The drafter is on this machine: {where}."]
+        if trial is not None:
+            return named, trial.speedup, measured, reasons
+        return named, *_published_gain(subject), reasons
+    lookup = "Prompt lookup proposes what followed the newest words earlier in the text."
+    if subject.usable_drafter is not None and trial is not None:
+        slow = f"{subject.usable_drafter} is {trial.speedup:.2f} times as fast here: leave it out."
+        return " --drafter lookup", None, "it depends on how much a text repeats", [slow, lookup]
+    if trial is not None:
+        return " --drafter lookup", trial.speedup, measured, [lookup]
+    return " --drafter lookup", None, "it depends on how much a text repeats", [lookup]
+
+
+def _published_gain(subject: Subject) -> tuple[str | None, str]:
+    """Return the gain that others measured with the found drafter, and who they are."""
+    line = None if subject.found is None else subject.found.published
+    if line is None or not line.gain:
+        return None, "nobody has published one; `redrafter-mlx try` measures it"
+    number, _, whose = line.gain.partition(" (")
+    return number, f"measured by others ({whose.removesuffix(')')})"
+
+
+def _limits(shape: ModelShape, forecast: Forecast) -> list[str]:
+    """Say when drafting will not pay."""
+    limits = []
+    if shape.active < FEW_ACTIVE * shape.parameters:
+        limits.append(
+            "A token reads few of this model's experts, and every draft reads others: on an M4 Pro "
+            "mlx-dspark's authors measured gains of 1.1 to 1.7 for such models in 4 bits."
+        )
+    if forecast.is_narrow:
+        limits.append(
+            f"M1 and M2 read weights in {shape.bits} bits once per draft with MLX's own kernels, "
+            "so drafting pays only if this package's kernels pass their trial: "
+            "redrafter-mlx check --kernels."
+        )
+    return [
+        *limits,
+        "At high temperatures, in large batches and in texts that surprise the drafter, drafting "
+        "gains little; the program then decodes plainly.",
+    ]
+
+
 def advise(
     subject: Subject,
     machine: str,
     forecast: Forecast,
-    trial: DrafterTrial | None,
+    recommended: Recommendation,
     cost: TrainingCost,
 ) -> Sections:
     """Write the advice: sentences by headline.
@@ -170,66 +265,24 @@ def advise(
         subject: The model.
         machine: Name of the machine.
         forecast: Expected speed on the machine.
-        trial: Measurement of the user's drafter; None if it was not measured.
+        recommended: The command to use.
         cost: Cost of training a drafter.
     """
-    return {
-        "Model": [
-            f"{subject.shape}.",
-            "It is supported: with any drafter the output is the model's own, token for token.",
-        ],
-        "Drafters to use now": _drafters(subject),
-        f"Expected speed on {machine}": _gains(subject, forecast, trial),
-        "Training a drafter": _training(subject, forecast, cost),
-        "Recommended": _recommendation(subject, forecast, trial),
+    sections: dict[str, Sequence[str]] = {
+        "Recommended": [recommended.command, recommended.gain, *recommended.reasons],
+        "When drafting will not pay": recommended.limits,
     }
-
-
-def _drafters(subject: Subject) -> list[str]:
-    sentences = []
-    if subject.repository is not None and subject.found is not None:
-        sentences.append(f"To download: {describe_offer(subject.found, subject.repository)}.")
-    elif subject.found is not None:
-        found = subject.found
-        sentences.append(f"On this machine: {found.name} ({found.method}; {found.reason}).")
-    sentences += [
-        "lookup, the default if no drafter for the model is on this machine: prompt lookup. It "
-        "proposes the tokens that followed the newest words earlier in the text. It needs no "
-        "files, and helps if a text repeats its prompt or itself.",
-        "The bundled drafter, which was trained for this model."
-        if subject.is_bundled
-        else "Not the bundled drafter: it was trained for the bundled model.",
-        "A head trained for this very model, with --drafter. If the model's own files hold an MTP "
-        "module: --drafter mtp.",
-        "A smaller model with the same token ids (draft model), with --drafter.",
-    ]
-    sentences += [f"Not used: {note}." for note in subject.notes]
-    if subject.refusal is not None:
-        sentences.append(f"Not {subject.drafter}: {subject.refusal}.")
-    elif subject.drafter is not None and subject.found is None:
-        sentences.append(f"{subject.drafter}, which fits this model.")
-    return sentences
-
-
-def _gains(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) -> list[str]:
-    sentences = [
+    if subject.usable_drafter is None and subject.repository is None:
+        sections["No drafter was found: training one"] = _training(subject, forecast, cost)
+    sections["Model"] = [f"{subject.shape}. It is supported: the text is the model's own."]
+    sections[f"Forecast for {machine}"] = [
         f"Plain decoding: {1 / forecast.plain:.0f} tokens/s, "
         f"{1e3 * forecast.plain:.1f} ms per step.",
         *forecast.notes,
         "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
         f"decoding would be at best {forecast.speedup:.2f} times as fast (shape {forecast.shape}).",
     ]
-    if subject.found is not None and subject.published_gain:
-        sentences.append(
-            f"{subject.found.name}, speed relative to plain decoding as others measured it: "
-            f"{subject.published_gain}."
-        )
-    if trial is not None:
-        sentences.append(
-            f"The drafter, measured on three short texts: {trial.speedup:.2f} times as fast as "
-            f"plain decoding, {trial.tokens_per_step:.2f} tokens/step."
-        )
-    return sentences
+    return sections
 
 
 def _training(subject: Subject, forecast: Forecast, cost: TrainingCost) -> list[str]:
@@ -238,51 +291,25 @@ def _training(subject: Subject, forecast: Forecast, cost: TrainingCost) -> list[
     memory = f"{format_bytes(needed.memory)} of memory"
     if subject.folder is not None and (total := read_total_memory()) is not None:
         memory += f" (this machine has {format_bytes(total)})"
+    if forecast.speedup < WORTH_TRAINING:
+        advice = "Do not train one for this machine: a pass over several tokens is too slow on it."
+    else:
+        advice = "Train one if you use the model for many hours."
     return [
-        f"On {tokens:,} tokens: {forecast.training}.",
+        f"{advice} On {tokens:,} tokens: {forecast.training}.",
         f"Text: about {format_bytes(work.given * CHARS_PER_TOKEN)} that is like your use of the "
         "model; the model generates as much again.",
         f"Disk: {format_bytes(needed.disk)} during training, {format_bytes(needed.drafter)} for "
         f"the finished drafter; {memory}.",
-        f"Command: {_training_command(subject, tokens)}",
-        "With --dry-run the same command measures how long it will take on the machine it runs on.",
+        f"Command: {training_command(subject, tokens)} (with --dry-run it measures how long it "
+        "will take)",
     ]
 
 
-def _training_command(subject: Subject, tokens: int) -> str:
+def training_command(subject: Subject, tokens: int) -> str:
+    """Return the command that trains a drafter on so many tokens."""
     model = shlex.quote(str(subject.folder) if subject.is_bundled else subject.name)
     return f"redrafter-mlx train --model {model} --data TEXTS --tokens {tokens} --out DRAFTER"
-
-
-def recommended_command(subject: Subject, trial: DrafterTrial | None) -> str:
-    """Return the command that decodes fastest, as far as that is known."""
-    name, drafter = map(shlex.quote, (subject.name, subject.usable_drafter or ""))
-    options = "" if subject.is_bundled else f" --model {name}"
-    if trial is not None and trial.speedup >= WORTH_USING:
-        is_default = subject.usable_drafter is None or subject.found is not None
-        options += "" if is_default else f" --drafter {drafter}"
-    elif subject.repository is not None:
-        options += " --drafter auto --yes"
-    else:
-        options += " --drafter lookup"
-    return f'redrafter-mlx generate{options} --prompt "..."'
-
-
-def expected_gain(
-    subject: Subject, forecast: Forecast, trial: DrafterTrial | None
-) -> dict[str, object]:
-    """Return the expected speed relative to plain decoding, and whose figure it is.
-
-    Returns:
-        Values by name: "speedup", a number or the text of those who measured it, and "source".
-    """
-    if trial is not None:
-        return {"speedup": trial.speedup, "source": "measured on this machine"}
-    if subject.published_gain:
-        number, _, whose = subject.published_gain.partition(" (")
-        return {"speedup": number, "source": whose.removesuffix(")")}
-    source = "predicted for a recurrent drafter with Apple's tokens per step for Vicuna-7B"
-    return {"speedup": forecast.speedup, "source": source}
 
 
 def describe_drafter(subject: Subject) -> dict[str, object] | None:
@@ -301,27 +328,3 @@ def describe_drafter(subject: Subject) -> dict[str, object] | None:
         "bytes": None if repository is None else repository.size(PATTERNS),
         "licence": stated or ("" if line is None else line.licence) or None,
     }
-
-
-def _recommendation(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) -> list[str]:
-    command = recommended_command(subject, trial)
-    if trial is not None and trial.speedup >= WORTH_USING:
-        sizes = "Set no draft sizes: the program chooses them in every step."
-        return [f"Use the drafter: {command}", sizes]
-    if trial is None and subject.repository is not None:
-        return [f"Download the drafter and use it: {command}"]
-    sentences = [f"Use lookup, which decodes plainly if nothing repeats: {command}"]
-    if trial is not None:
-        return [*sentences, "The drafter is not faster on this machine: leave it out."]
-    if subject.usable_drafter is not None:
-        sentences.append(
-            f"Measure {subject.drafter} on the machine that will run it: give this command the "
-            "model's folder there."
-        )
-    elif forecast.speedup >= WORTH_TRAINING:
-        sentences.append("If you use the model for many hours, train a drafter for it.")
-    else:
-        sentences.append(
-            "Do not train a drafter for this machine: a pass over several tokens is too slow on it."
-        )
-    return sentences

@@ -13,8 +13,8 @@ from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.bench.turns import decode_in_turns, make_turns, reference_arm
 from mlx_redrafter.engine.profiling import time_steps
 from mlx_redrafter.engine.stored_costs import contexts, step_costs
+from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def time_shapes(settings: CommonSettings, longest: int, recording: Recording) ->
         longest: Length of the longest prompt, in tokens.
         recording: Receives the duration, in seconds.
     """
-    target = Target(settings.model)
+    target = target_of(settings.model)
     is_lookup = isinstance(settings.drafter, Lookup)
     network = None if is_lookup else settings.drafter
     seconds = sum(

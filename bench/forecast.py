@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip
+from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, WIDE_KERNELS, Chip
 from mlx_redrafter.bench.model_shape import ModelShape
 from mlx_redrafter.bench.predict import (
     APPLE_ACCEPTANCE,
@@ -49,6 +49,7 @@ class Forecast:
         speedup: Speed with that shape relative to plain decoding, with Apple's tokens per step.
         training: Time of training a drafter.
         notes: Assumptions and findings, one sentence each.
+        is_narrow: Whether the chip's kernels read quantised weights once per token.
     """
 
     plain: float
@@ -56,6 +57,7 @@ class Forecast:
     speedup: float
     training: Timetable
     notes: Sequence[str]
+    is_narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forec
         best.speedup,
         cost.predict(shape, chip),
         ["PREDICTION, not a measurement.", *assumptions(question)],
+        is_narrow=chip.generation < WIDE_KERNELS and shape.bits != UNQUANTISED,
     )
 
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
 from mlx_redrafter.bench.runs import STOCK
+from mlx_redrafter.bench.speed import SpeedRow
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.bench.throughput import Throughput
 from mlx_redrafter.checkpoint_files import write_atomically
@@ -104,6 +105,34 @@ def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Pa
             axes.set_ylim(bottom=0)
         latency.legend(loc="upper left")
     return path
+
+
+def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str) -> Path:
+    """Draw the tokens per second of every method in every setting as bars, to publish."""
+    shown = [row for row in rows if row.tokens_per_second is not None and not row.category]
+    settings = list(dict.fromkeys(row.setting for row in shown))
+    methods = list(dict.fromkeys(row.method for row in shown))
+    height = 0.8 / max(1, len(methods))
+    with figure(path, heading, (10.0, max(4.0, 0.35 * len(shown) + 1.6))) as axes:
+        for number, method in enumerate(methods):
+            mine = [row for row in shown if row.method == method]
+            places = [settings.index(row.setting) + number * height for row in mine]
+            speeds = [row.tokens_per_second.median for row in mine if row.tokens_per_second]
+            bars = axes.barh(places, speeds, height * 0.92, label=method)
+            axes.bar_label(bars, [_bar_label(row) for row in mine], padding=4, fontsize=9)
+        middle = (len(methods) - 1) * height / 2
+        axes.set_yticks([i + middle for i in range(len(settings))], settings)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("tokens/s of the batch (times plain decoding)")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+    return path
+
+
+def _bar_label(row: SpeedRow) -> str:
+    speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second.median:.1f}"
+    return speed if row.speedup is None else f"{speed} ({row.speedup.median:.2f}x)"
 
 
 def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:

@@ -1,23 +1,32 @@
-"""Prompt files: MT-bench and Spec-Bench questions, plain JSON lines, and text."""
+"""Prompt files: MT-bench, Spec-Bench and SPEED-Bench, plain JSON lines, and text."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.runs import EncodedPrompt
 from mlx_redrafter.engine.prompt_encoding import encode_question
-from mlx_redrafter.errors import ConfigError, explain
+from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
 
 # Categories of Spec-Bench, besides the one that holds MT-bench's eight categories.
 SPEC_BENCH_CATEGORIES = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
+# Those of them that SPEED-Bench does not have.
+ONLY_SPEC_BENCH = frozenset({"translation", "math_reasoning"})
 # Spec-Bench's name for MT-bench's categories together.
 MULTI_TURN = "multi_turn"
+# Name of a dataset on the hub with its configuration, such as nvidia/SPEED-Bench:qualitative.
+DATASET = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
+# Beginning of the prompts that SPEED-Bench does not publish itself.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 # Category of prompts in files without categories.
 NO_CATEGORY = "all"
 
@@ -38,36 +47,89 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts in a file.
+    """Read the prompts in a file, or of a dataset on the Hugging Face Hub.
 
-    A ``.jsonl`` file has one object per line, with "turns" (MT-bench, Spec-Bench), "prompt" or
-    "text"; "category" and "question_id" or "id" are optional. Of several turns the first is the
-    prompt, as the later ones need answers. Any other file is text, with empty lines between
-    prompts.
+    A ``.jsonl`` file has one object per line, and a ``.parquet`` file one per row, with "turns"
+    (MT-bench, Spec-Bench, SPEED-Bench), "prompt" or "text"; "category" and "question_id" or "id"
+    are optional. Of several turns the first is the prompt, as the later ones need answers. Any
+    other file is text, with empty lines between prompts.
+
+    Args:
+        path: A file, or the name of a dataset with its configuration, such as
+            ``nvidia/SPEED-Bench:throughput_8k``.
 
     Raises:
-        ConfigError: The file cannot be read or has no prompts, or a line has no known layout.
+        ConfigError: The file cannot be read or has no prompts, a line has no known layout, or
+            SPEED-Bench's prompts are not filled in.
+        CheckpointError: The hub has no such dataset, or cannot be reached.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts in {path}: {explain(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompts in {path} must be UTF-8 text: {error}") from error
-    if path.suffix == ".jsonl":
-        prompts = [
-            _read_line(line, f"{path}, line {number}", number)
-            for number, line in enumerate(text.splitlines(), start=1)
-            if line.strip()
-        ]
-        prompts = _as_spec_bench(prompts)
+    dataset = DATASET.fullmatch(path.as_posix())
+    if dataset is not None and not path.exists():
+        rows = list(chain.from_iterable(map(_read_parquet, _download(dataset[1], dataset[2]))))
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(path)
+    elif path.suffix == ".jsonl":
+        lines = enumerate(_read_text(path).splitlines(), start=1)
+        rows = [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     else:
-        blocks = [block.strip() for block in text.split("\n\n")]
-        texts = [block for block in blocks if block]
-        prompts = [Prompt(str(i), NO_CATEGORY, block) for i, block in enumerate(texts, start=1)]
+        blocks = [block.strip() for block in _read_text(path).split("\n\n")]
+        rows = [{"text": block} for block in blocks if block]
+    prompts = [_as_prompt(row, path, number) for number, row in enumerate(rows, start=1)]
     if not prompts:
         raise ConfigError(f"no prompts in {path}")
-    return prompts
+    missing = sum(prompt.text.startswith(PLACEHOLDER) for prompt in prompts)
+    if missing:
+        raise ConfigError(
+            f"{missing} of the {len(prompts)} prompts in {path} are not published there; fill them "
+            "in with prepare_data.py of NVIDIA's specdec_bench, and give the file that it writes"
+        )
+    return _as_spec_bench(prompts)
+
+
+def fit_prompts(
+    tokenizer: TokenizerWrapper, prompts: Sequence[Prompt], fillers: Sequence[Prompt], length: int
+) -> list[Prompt]:
+    """Give prompts about the same length: cut longer ones, put other prompts before shorter ones.
+
+    Args:
+        tokenizer: Tokenizer of the target.
+        prompts: The prompts.
+        fillers: Prompts to put before shorter ones, in this order.
+        length: Tokens of every prompt, those of the chat template included.
+
+    Raises:
+        ConfigError: The fillers are too short.
+    """
+    found = []
+    for prompt in prompts:
+        missing = length - len(encode_question(tokenizer, prompt.text))
+        if missing < 0:
+            ids = tokenizer.encode(prompt.text, add_special_tokens=False)
+            text = tokenizer.decode(ids[: len(ids) + missing])
+        else:
+            text = _filler(tokenizer, prompt, fillers, missing) + prompt.text
+        if not text:
+            raise ConfigError(f"expected prompts of more tokens than a chat has, got {length}")
+        found.append(replace(prompt, text=text))
+    return found
+
+
+def _filler(
+    tokenizer: TokenizerWrapper, prompt: Prompt, fillers: Sequence[Prompt], length: int
+) -> str:
+    """Join other prompts to a text of so many tokens."""
+    ids: list[int] = []
+    for filler in fillers:
+        if len(ids) >= length:
+            break
+        if filler.name != prompt.name:
+            ids += tokenizer.encode(filler.text + "\n\n", add_special_tokens=False)
+    if len(ids) < length:
+        raise ConfigError(
+            f"expected other prompts of {length} tokens to put before a short one, found "
+            f"{len(ids)}; give a file with more or longer prompts"
+        )
+    return str(tokenizer.decode(ids[len(ids) - length :]))
 
 
 def select_prompts(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
@@ -103,6 +165,7 @@ def encode_prompts(
             prompt.name,
             prompt.category,
             encode_question(tokenizer, prompt.text, use_template),
+            prompt.text,
         )
         for prompt in prompts
     ]
@@ -116,11 +179,53 @@ def describe_prompts(path: Path, prompts: Sequence[EncodedPrompt]) -> dict[str, 
     }
 
 
-def _read_line(line: str, place: str, number: int) -> Prompt:
+def _read_text(path: Path) -> str:
     try:
-        values: Any = json.loads(line)
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts in {path}: {explain(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompts in {path} must be UTF-8 text: {error}") from error
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is a Parquet file; run `pip install pyarrow`, or give a .jsonl file"
+        ) from error
+    try:
+        return list(parquet.read_table(path).to_pylist())
+    except (ArrowException, OSError) as error:
+        raise ConfigError(f"cannot read the prompts in {path}: {first_line(error)}") from error
+
+
+def _download(repository: str, configuration: str) -> list[Path]:
+    """Download the files of a dataset's configuration."""
+    try:
+        folder = snapshot_download(
+            repository, repo_type="dataset", allow_patterns=[f"*{configuration}/*.parquet"]
+        )
+    except Exception as error:  # the hub's libraries raise exceptions of many kinds
+        raise CheckpointError(
+            f"cannot download the dataset {repository}: {first_line(error)}"
+        ) from error
+    found = sorted(Path(folder).rglob(f"{configuration}/*.parquet"))
+    if not found:
+        raise CheckpointError(f"the dataset {repository} has no configuration {configuration!r}")
+    return found
+
+
+def _parse(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not valid JSON: {error}") from error
+
+
+def _as_prompt(values: Any, path: Path, number: int) -> Prompt:
+    place = f"{path}, prompt {number}"
     if isinstance(values, str):
         values = {"text": values}
     if not isinstance(values, dict):
@@ -137,7 +242,7 @@ def _read_line(line: str, place: str, number: int) -> Prompt:
 
 def _as_spec_bench(prompts: list[Prompt]) -> list[Prompt]:
     """Give prompts Spec-Bench's six categories, if the file is Spec-Bench."""
-    if not any(prompt.category in SPEC_BENCH_CATEGORIES for prompt in prompts):
+    if not any(prompt.category in ONLY_SPEC_BENCH for prompt in prompts):
         return prompts
     known = {*SPEC_BENCH_CATEGORIES, NO_CATEGORY}
     return [

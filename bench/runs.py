@@ -15,10 +15,12 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_redrafter.bench.timing import rotated
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.machines.leading import target_of
 
 STOCK = "mlx-lm"
 PLAIN = "plain"
@@ -83,17 +85,25 @@ class TimedRun:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the text is long enough to have a speed."""
-        return len(self.tokens) > 1
+        """Whether the text is long enough to have a speed; a server may send it in one piece."""
+        return len(self.tokens) > 1 and self.decode_seconds > 0
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids."""
+    """A prompt as token ids.
+
+    Attributes:
+        name: Name, distinct in its file.
+        category: Kind of task.
+        ids: Token ids, those of the chat template included.
+        text: Text of the user's message, which a server encodes itself.
+    """
 
     name: str
     category: str
     ids: list[int]
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) ->
         if draft_model is not None:
             drafting = {"draft_model": draft_model, "num_draft_tokens": STOCK_DRAFT_TOKENS}
         yield from mlx_lm.stream_generate(
-            settings.model,
+            target_of(settings.model).stock_model,
             settings.tokenizer,
             ids,
             max_tokens=settings.max_tokens,
@@ -193,37 +203,75 @@ class Turn:
 
 def run(name: str, arm: Arm, turn: Turn) -> TimedRun:
     """Decode one text and time it."""
-    prompt = turn.prompt
-    tokens: list[int] = []
-    start = first = last = time.perf_counter()
-    response: Any = None
-    num_plain = num_verified = 0
-    for response in arm(prompt.ids):
-        last = time.perf_counter()
-        if not tokens:
-            first = last
-        tokens.append(response.token)
-        if isinstance(response, GenerationResponse):
-            num_plain += response.stats.num_verified == num_verified + 1
-            num_verified = response.stats.num_verified
-    stats = response.stats if isinstance(response, GenerationResponse) else None
+    stream = ((0, response) for response in arm(turn.prompt.ids))
+    return run_together(name, stream, [turn])[0][0]
+
+
+def run_together(
+    name: str, stream: Iterator[tuple[int, Any]], turns: Sequence[Turn]
+) -> list[tuple[TimedRun, str]]:
+    """Time texts that are decoded together, each from the start of all of them.
+
+    Args:
+        name: Name of the decoding method.
+        stream: Numbers of texts with their responses, one per token.
+        turns: Turn of every text.
+
+    Returns:
+        Times and text of every turn.
+    """
+    start = time.perf_counter()
+    texts = [_TextInProgress() for _ in turns]
+    for number, response in stream:
+        texts[number].add(response)
     mx.clear_cache()
-    return TimedRun(
-        group=turn.group,
-        block=turn.block,
-        arm=name,
-        prompt=prompt.name,
-        category=prompt.category,
-        repeat=turn.repeat,
-        prompt_tokens=len(prompt.ids),
-        prompt_seconds=first - start,
-        decode_seconds=last - first,
-        tokens=tokens,
-        accepted_counts=list(stats.accepted_counts) if stats else [],
-        num_verified=num_verified,
-        num_unmerged=stats.num_unmerged if stats else 0,
-        num_plain=num_plain,
-    )
+    return [
+        (text.as_run(name, turn, start), text.text) for text, turn in zip(texts, turns, strict=True)
+    ]
+
+
+class _TextInProgress:
+    """Tokens of a text, and times of the first and the last one."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self._first = self._last = 0.0
+        self._response: Any = None
+        self._num_plain = self._num_verified = 0
+
+    def add(self, response: Any) -> None:
+        """Add the response of the next token."""
+        self._last = time.perf_counter()
+        if not self.tokens:
+            self._first = self._last
+        self.tokens.append(response.token)
+        self.text += response.text
+        self._response = response
+        if isinstance(response, GenerationResponse):
+            self._num_plain += response.stats.num_verified == self._num_verified + 1
+            self._num_verified = response.stats.num_verified
+
+    def as_run(self, name: str, turn: Turn, start: float) -> TimedRun:
+        """Return the counts of the finished text; ``start`` is in seconds of `perf_counter`."""
+        last = self._response
+        stats = last.stats if isinstance(last, GenerationResponse) else None
+        return TimedRun(
+            group=turn.group,
+            block=turn.block,
+            arm=name,
+            prompt=turn.prompt.name,
+            category=turn.prompt.category,
+            repeat=turn.repeat,
+            prompt_tokens=len(turn.prompt.ids),
+            prompt_seconds=self._first - start,
+            decode_seconds=self._last - self._first,
+            tokens=self.tokens,
+            accepted_counts=list(stats.accepted_counts) if stats else [],
+            num_verified=self._num_verified,
+            num_unmerged=stats.num_unmerged if stats else 0,
+            num_plain=self._num_plain,
+        )
 
 
 def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[TimedRun]:
@@ -234,10 +282,8 @@ def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> li
         turn: The round.
         cool_down: Seconds to rest before every run.
     """
-    names = list(arms)
-    shift = (turn.repeat + turn.block) % len(names)
     runs = []
-    for name in names[shift:] + names[:shift]:
+    for name in rotated(list(arms), turn.repeat + turn.block):
         time.sleep(cool_down)
         runs.append(run(name, arms[name], turn))
     return runs

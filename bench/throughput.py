@@ -14,11 +14,19 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, CommonSettings, EncodedPrompt
+from mlx_redrafter.bench.runs import (
+    AUTO,
+    PLAIN,
+    STOCK,
+    CommonSettings,
+    EncodedPrompt,
+    stock_arm,
+)
 from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns
 from mlx_redrafter.bench.turns import arm_name, part_of, reference_arm
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.machines.leading import target_of
 
 # Rounds per batch size that are not recorded.
 WARM_UP = 1
@@ -121,7 +129,16 @@ def _methods(settings: CommonSettings, plans: Sequence[DraftPlan]) -> dict[str, 
 
 
 def _stock_method(settings: CommonSettings) -> BatchMethod:
-    """Generate with mlx-lm's batches, decoding each token to text as this package does."""
+    """Generate with mlx-lm's batches, decoding each token to text as this package does.
+
+    On several machines one text follows the other: every rank would have to run mlx-lm's batches.
+    """
+    decode = stock_arm(settings)
+
+    def write_in_turn(prompts: list[list[int]]) -> Iterator[tuple[int, int, float]]:
+        for number, prompt in enumerate(prompts):
+            for response in decode(prompt):
+                yield number, response.token, 1.0
 
     def write(prompts: list[list[int]]) -> Iterator[tuple[int, int, float]]:
         mx.random.seed(settings.seed)
@@ -146,7 +163,7 @@ def _stock_method(settings: CommonSettings) -> BatchMethod:
                 yield number, response.token, 1.0
         batches.close()
 
-    return write
+    return write_in_turn if target_of(settings.model).devices else write
 
 
 def _own_method(settings: CommonSettings, engine: Engine, options: dict[str, Any]) -> BatchMethod:

@@ -88,6 +88,12 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def rotated(names: Sequence[str], shift: int) -> list[str]:
+    """List names from another first one for every shift, so that no method is always first."""
+    start = shift % len(names)
+    return [*names[start:], *names[:start]]
+
+
 def take_turns(
     jobs: Mapping[str, Job],
     rounds: int,
@@ -108,8 +114,7 @@ def take_turns(
     names = list(jobs)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(warm_up + rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in rotated(names, i):
             seconds = jobs[name]()
             if i >= warm_up:
                 samples[name].append(seconds)

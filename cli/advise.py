@@ -1,4 +1,4 @@
-"""``redrafter-mlx advise``: usable drafters, expected speed and training cost of a model."""
+"""``redrafter-mlx advise``: the command for a model, its expected gain and its reasons."""
 
 from __future__ import annotations
 
@@ -37,13 +37,24 @@ def advise(
             show_default=False,
         ),
     ] = None,
+    machines: Annotated[
+        int, typer.Option(help="Number of such machines that the model is split over.")
+    ] = 1,
+    link: Annotated[
+        str,
+        typer.Option(
+            help="Link between the machines: thunderbolt (MLX's ring), or rdma (JACCL, Thunderbolt "
+            "5)."
+        ),
+    ] = "thunderbolt",
     drafter: AnyDrafter = None,
     tokens: Annotated[str, typer.Option(help="Tokens to train on, such as 1M.")] = "1M",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Forecast the speed of drafting for a model, here or on another chip, and advise a drafter."""
+    """Recommend one command for a model, with the expected gain, here or on another chip."""
     count = parse_count(tokens)
     from mlx_redrafter.bench import advice
+    from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
     try:
@@ -53,7 +64,7 @@ def advise(
         typer.echo(json.dumps({"supported": False, "reason": str(error)}) if as_json else refusal)
         raise typer.Exit(1) from None
     cost = TrainingCost.of(subject.shape, count)
-    if chip is None and subject.folder is not None:
+    if chip is None and subject.folder is not None and machines == 1:
         machine = "this machine"
         forecast, trial = _measure(subject, cost)
     else:
@@ -62,15 +73,25 @@ def advise(
         known = _find_chip(chip)
         machine, trial = known.name, None
         forecast = predict_forecast(subject.shape, known, cost)
-    sections = advice.advise(subject, machine, forecast, trial, cost)
+    recommended = advice.recommend(subject, forecast, trial)
+    sections = advice.advise(subject, machine, forecast, recommended, cost)
+    if machines != 1:
+        split = SplitModel(subject.shape, known, machines, link)
+        headline = f"Expected speed on {machines} x {machine} over {link}"
+        sections = {**sections, headline: describe(split)}
     if as_json:
         summary = {
             "supported": True,
             "machine": machine,
             "drafter": advice.describe_drafter(subject),
-            "gain": advice.expected_gain(subject, forecast, trial),
-            "command": advice.recommended_command(subject, trial),
-            "training_seconds": forecast.training.total,
+            "command": recommended.command,
+            "gain": {"speedup": recommended.speedup, "source": recommended.source},
+            "limits": recommended.limits,
+            "training": {
+                "seconds": forecast.training.total,
+                "speedup": forecast.speedup,
+                "command": advice.training_command(subject, count),
+            },
             "sections": sections,
         }
         typer.echo(json.dumps(summary))
@@ -81,7 +102,7 @@ def advise(
             typer.echo(f"  {sentence}")
 
 
-def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTrial | None]:
+def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTrial]:
     from mlx_redrafter.bench.forecast import measure_forecast, try_drafter
     from mlx_redrafter.checkpoints.loading import load
 
@@ -89,8 +110,7 @@ def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTri
     model, tokenizer, loaded = load(folder, subject.usable_drafter)
     with progress("timing") as on_stage:
         forecast = measure_forecast(model, subject.shape, cost, on_stage)
-    trial = None if loaded is None else try_drafter(model, tokenizer, loaded, PROMPTS)
-    return forecast, trial
+    return forecast, try_drafter(model, tokenizer, loaded or "lookup", PROMPTS)
 
 
 def _find_chip(name: str | None) -> Chip:

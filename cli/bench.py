@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from mlx_redrafter.cli.bench_compare import compare
+from mlx_redrafter.cli.bench_speed import share, speed
 from mlx_redrafter.cli.bench_sweep import sweep
 from mlx_redrafter.cli.bench_throughput import throughput
 from mlx_redrafter.cli.typer_app import Application
 
 app = Application(help="Measure the speed of drafting on this machine.", no_args_is_help=True)
+app.command()(speed)
+app.command()(share)
 app.command()(compare)
 app.command()(sweep)
 app.command()(throughput)

@@ -16,8 +16,10 @@ from mlx_redrafter.cli.bench_output import (
     speed_table,
     warn,
 )
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import Temp
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 
 
@@ -50,6 +52,8 @@ def compare(
     """
     SamplingParams(temp)
     plans = parse_shapes(shapes)
+    if stock_draft_model is not None and launched_group() is not None:
+        raise ConfigError("stock_draft_model is not supported on several machines; leave it out")
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.compare import compare as measure
     from mlx_redrafter.bench.prompts import describe_prompts

@@ -31,8 +31,9 @@ PromptFile = Annotated[
     Path,
     typer.Option(
         "--prompts",
-        help='File of prompts: .jsonl as in MT-bench or Spec-Bench, or with "prompt" or '
-        '"text" in each line; or text with empty lines between prompts.',
+        help="Prompts: a .jsonl or .parquet file as of MT-bench, Spec-Bench or SPEED-Bench, or "
+        'with "prompt" or "text" in each row; text with empty lines between prompts; or a dataset '
+        "such as nvidia/SPEED-Bench:qualitative.",
         show_default=False,
     ),
 ]
@@ -52,15 +53,29 @@ class Prompts:
         if self.num_prompts is not None:
             check_int("num_prompts", self.num_prompts, 1)
 
-    def encode(self, tokenizer: Any) -> list[EncodedPrompt]:
+    def encode(self, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
         """Encode the prompts as token ids.
 
-        Raises:
-            ConfigError: The file has no prompts, or the chat template rejects one.
-        """
-        from mlx_redrafter.bench.prompts import encode_prompts, read_prompts, select_prompts
+        Args:
+            tokenizer: Tokenizer of the target.
+            length: Tokens that every prompt shall have; None for its own number.
 
-        chosen = select_prompts(read_prompts(self.prompts), self.num_prompts)
+        Raises:
+            ConfigError: The file has no prompts or too short ones, or the chat template rejects
+                one.
+            CheckpointError: The prompts are a dataset that the hub does not have.
+        """
+        from mlx_redrafter.bench.prompts import (
+            encode_prompts,
+            fit_prompts,
+            read_prompts,
+            select_prompts,
+        )
+
+        found = read_prompts(self.prompts)
+        chosen = select_prompts(found, self.num_prompts)
+        if length is not None:
+            chosen = fit_prompts(tokenizer, chosen, found, length)
         return encode_prompts(tokenizer, chosen)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, NamedModel, WritingPair
 from mlx_redrafter.cli.prompt_options import (
     ChatTemplateConfig,
@@ -37,6 +38,7 @@ def chat(
     system_prompt: SystemPrompt = None,
     chat_template_config: ChatTemplateConfig = None,
     text: AnswerOptions,
+    show_drafts: ShowDrafts = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print tokens/step and speed after every answer.")
     ] = False,
@@ -76,7 +78,7 @@ def chat(
         elif message == "/exit":
             return
         elif message:
-            _answer(conversation, message, vars(options), verbose)
+            _answer(conversation, message, vars(options), show_drafts, verbose)
 
 
 def _read_message() -> str | None:
@@ -88,16 +90,23 @@ def _read_message() -> str | None:
 
 
 def _answer(
-    conversation: Conversation, message: str, options: dict[str, Any], verbose: bool
+    conversation: Conversation,
+    message: str,
+    options: dict[str, Any],
+    shows_drafts: bool,
+    verbose: bool,
 ) -> None:
     """Print the answer to a message token by token."""
     from mlx_redrafter.cli.progress import prefill_progress
 
     last = None
-    with prefill_progress() as on_progress, suppress(KeyboardInterrupt):
+    with (
+        live_text(shows_drafts) as write,
+        prefill_progress() as on_progress,
+        suppress(KeyboardInterrupt),
+    ):
         for last in conversation.ask(message, prompt_progress_callback=on_progress, **options):
-            sys.stdout.write(last.text)
-            sys.stdout.flush()
+            write(last)
     typer.echo()
     if verbose and last is not None:
         rate = "" if last.tokens_per_step is None else f"{last.tokens_per_step:.2f} tokens/step, "

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_redrafter.errors import ConfigError, RedrafterError
+from mlx_redrafter.errors import RedrafterError
 
 if TYPE_CHECKING:
     from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
     from mlx_redrafter.checkpoints.hub import Repository
-    from mlx_redrafter.checkpoints.identity import Identity
 
 # Word for the drafter that this module chooses.
 AUTO = "auto"
@@ -37,14 +35,10 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
         ConfigError: `AUTO` is a folder as well.
         UnsupportedTargetError: The model cannot be decoded exactly.
     """
-    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
 
-    if drafter == AUTO and Path(AUTO).is_dir():
-        raise ConfigError(
-            f"{AUTO!r} lets the program choose a drafter, and is a folder here as well; say "
-            f"./{AUTO} for the folder, or go to another one"
-        )
-    search = DrafterSearch(_identify(model))
+    is_auto(drafter)
+    search = DrafterSearch.of(model)
     found = search.stored()
     if found is None and drafter == AUTO:
         found = _offer(search, yes) or search.draft_model()
@@ -54,18 +48,6 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
     hint = "" if drafter == AUTO else "; --drafter auto also looks for published ones"
     typer.echo(f"drafter: prompt lookup; none on this machine is made for {model}{hint}", err=True)
     return LOOKUP
-
-
-def _identify(model: str) -> Identity:
-    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
-
-    from mlx_redrafter.checkpoint_files import find_checkpoint
-    from mlx_redrafter.checkpoints.identity import Identity
-    from mlx_redrafter.target.model_parts import check_config
-
-    identity = Identity.of_folder(find_checkpoint(model, DEFAULT_ALLOW_PATTERNS))
-    check_config(identity.config)
-    return identity
 
 
 def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:

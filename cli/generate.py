@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, Predraft, WritingPair
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
@@ -143,11 +144,12 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
+    show_drafts: ShowDrafts = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also print the seed and a table of draft sizes.")
     ] = False,
 ) -> None:
-    """Generate text: exactly what the target alone would write, in fewer forward passes."""
+    """Generate text: exactly what the model alone would write, in fewer forward passes."""
     options = generation_options(text, drafting)  # checked before anything is loaded
     rules = grammar.read()
     shape = vars(drafting) if options.plan is None else options.plan.options
@@ -158,7 +160,8 @@ def generate(
         elif pair.drafts:
             given = ", ".join(f"{name}={value}" for name, value in shape.items())
         typer.echo(f"Seed: {options.seed}. Drafting: {given}", err=True)
-    result = _generate(pair, prompt, options, rules, stream=not as_json)
+    shown = nullcontext() if as_json else live_text(show_drafts)
+    result = _generate(pair, prompt, options, rules, shown)
     if as_json:
         settings = shape if pair.drafts else dict.fromkeys(shape)
         typer.echo(json.dumps({**_to_json(result), **settings, "seed": options.seed}))
@@ -174,7 +177,7 @@ def _generate(
     prompt: PromptOptions,
     options: GenerationOptions,
     grammar: Grammar | None,
-    stream: bool,
+    shown: AbstractContextManager[Callable[[GenerationResponse], None] | None],
 ) -> Result:
     from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.engine.generation import stream_generate
@@ -184,7 +187,7 @@ def _generate(
     cache = prompt.load_cache(pair.model)
     ids = prompt.encode(tokenizer)
     text, tokens = "", []
-    with prefill_progress() as on_progress:
+    with shown as write, prefill_progress() as on_progress:
         for response in stream_generate(
             model,
             tokenizer,
@@ -197,9 +200,8 @@ def _generate(
         ):
             text += response.text
             tokens.append(response.token)
-            if stream:
-                sys.stdout.write(response.text)
-                sys.stdout.flush()
+            if write is not None:
+                write(response)
     return Result(text, tokens, response, getattr(drafter, "hits", None))
 
 

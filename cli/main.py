@@ -22,12 +22,15 @@ from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
+from mlx_redrafter.cli.machines import join_machines
 from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
+from mlx_redrafter.cli.try_out import try_out
 from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError, RedrafterError, explain
+from mlx_redrafter.escaping import one_line
 from mlx_redrafter.version import __version__
 
 app = Application(
@@ -36,6 +39,7 @@ app = Application(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("try")(try_out)
 app.command("run")(run_model)
 app.command()(generate)
 app.command()(chat)
@@ -74,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     logger.handlers = [_StderrHandler()]
     try:
+        join_machines(arguments)
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)
     except (RedrafterError, typer.TyperException, typer.Abort) as error:
         if is_debugged:
@@ -107,7 +112,7 @@ def _report(error: Exception) -> int:
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
     if message:  # empty after the help that a call without arguments prints
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        typer.echo(f"error: {one_line(message)}", err=True)
     return code
 
 

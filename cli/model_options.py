@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from mlx_redrafter.checkpoints.memory_estimate import Context
     from mlx_redrafter.decoding.protocols import Proposer
 
     Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
@@ -141,12 +143,17 @@ class Pair:
     ) -> Loaded:
         """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
         from mlx_redrafter.checkpoints.loading import load
+        from mlx_redrafter.checkpoints.memory_estimate import Context
         from mlx_redrafter.proposers.lookup import Lookup
 
+        group = launched_group()
+        if kv_bits is not None and group is not None:
+            raise ConfigError("kv_bits is not supported on several machines; leave it out")
         try:
             if self.model is not None:
-                _check_memory(self.model, drafter, context, kv_bits)
-            model, tokenizer, loaded = load(self.model, drafter, **options)
+                machines = 1 if group is None else group.size()
+                _check_memory(self.model, drafter, Context(context, kv_bits=kv_bits), machines)
+            model, tokenizer, loaded = load(self.model, drafter, group=group, **options)
         except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
                 raise
@@ -193,13 +200,12 @@ class WritingPair(AdaptedPair):
         return model, tokenizer, drafter if self.drafts else None
 
 
-def _check_memory(model: str, drafter: str | None, context: int, kv_bits: int | None) -> None:
+def _check_memory(model: str, drafter: str | None, context: Context, machines: int) -> None:
     """Refuse a model that is too large, and warn about one that is nearly so."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.memory_check import check_memory
-    from mlx_redrafter.checkpoints.memory_estimate import Context
     from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.proposers import WORDS
     from mlx_redrafter.proposers.checkpoint import PATTERNS
@@ -209,7 +215,7 @@ def _check_memory(model: str, drafter: str | None, context: int, kv_bits: int | 
     if drafter is not None and drafter not in WORDS:
         recognise(drafter)  # refuses what cannot draft before anything is downloaded
         beside = find_checkpoint(drafter, PATTERNS)
-    warning = check_memory(folder, beside, Context(context, kv_bits=kv_bits))
+    warning = check_memory(folder, beside, context, machines)
     if warning is not None:
         typer.echo(warning, err=True)
 

@@ -32,7 +32,7 @@ def run_model(
     The model is a folder, a repository, or the last part of a repository's name. It is downloaded
     if it is not on this machine.
     """
-    model = _find(name, yes)
+    model = find_model(name, yes)
     if prompt is None:
         chat(ChatPair(model, AUTO, yes), text=AnswerOptions(max_tokens=max_tokens))
     else:
@@ -45,7 +45,7 @@ def run_model(
         )
 
 
-def _find(name: str, yes: bool) -> str:
+def find_model(name: str, yes: bool) -> str:
     """Return the name of a model on this machine, after a download if the user agrees."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
@@ -53,7 +53,7 @@ def _find(name: str, yes: bool) -> str:
     from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
     from mlx_redrafter.model_store import find_stored
 
-    if Path(name).expanduser().is_dir():
+    if name and Path(name).expanduser().is_dir():
         return name
     full = complete_name(name)
     if find_stored(full, DEFAULT_ALLOW_PATTERNS) is not None:

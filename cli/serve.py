@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -14,6 +14,7 @@ import typer
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, shared_name
 from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
 from mlx_redrafter.cli.text_options import (
     MODEL,
@@ -226,6 +227,8 @@ def serve(
     listener = listen(address.host, address.port)
     pairs = models.pairs()
     served = _name_models(pairs, address.model_name)
+    if launched_group() is not None:
+        checked = _for_machines(served, checked)
 
     from mlx_redrafter.measured import cache_folder
     from mlx_redrafter.server.models import Models
@@ -255,6 +258,15 @@ def serve(
     server.run([listener])
 
 
+def _for_machines(served: list[Model], limits: Limits) -> Limits:
+    """Keep the one model for good, and no prompts: what is kept on rank 0 the others would lack."""
+    if len(served) > 1:
+        raise ConfigError(f"expected one model on several machines, found {len(served)}; serve one")
+    served[0].load = cache(served[0].load)
+    typer.echo("prompts are not kept for later requests on several machines", err=True)
+    return replace(limits, prompt_cache_bytes=0, prompt_disk_bytes=0)
+
+
 def _models_in(name: str) -> list[str]:
     """Return a model's name, or those of the models in a folder that is no model itself."""
     folder = Path(name).expanduser()
@@ -278,9 +290,12 @@ def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
         folder = None if pair.model is None else Path(pair.model).expanduser()
-        model = Model(name, partial(_load, pair), folder, pair.drafter or "auto")
-        found[name] = model
+        found[name] = Model(name, partial(_load, pair), folder, partial(_name_drafter, pair))
     return list(found.values())
+
+
+def _name_drafter(pair: WritingPair) -> str:
+    return pair.drafter_name or "bundled"
 
 
 def _load(pair: WritingPair) -> Engine:

@@ -12,7 +12,7 @@ Rooms by floor: a module imports from its own room and from the floors below it,
     8  convert  server  training
     7  engine
     6  checkpoints  policy
-    5  proposers
+    5  machines  proposers
     4  decoding  kernels
     3  target
     2  trees

@@ -12,8 +12,8 @@ import sys
 
 # Error if MLX cannot be imported.
 NO_BACKEND = (
-    "MLX has no back end in this environment: install mlx-redrafter[cpu] (Apple silicon and Linux) "
-    "or mlx-redrafter[cuda13] (Linux with an NVIDIA GPU)"
+    "MLX has no back end in this environment: install mlx (Apple silicon), mlx[cpu] (Linux) or "
+    "mlx[cuda13] (Linux with an NVIDIA GPU)"
 )
 
 

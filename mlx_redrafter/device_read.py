@@ -1,20 +1,55 @@
 """Read values of MLX arrays on the host, which blocks until MLX has computed them.
 
-No other module of the decoding step reads arrays.
+No other module of the decoding step reads arrays, or waits for them.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import mlx.core as mx
+
+# Times at which threads began to wait, in seconds of `time.monotonic`, by thread.
+_waiting: dict[int, float] = {}
 
 
 def to_ints(values: mx.array) -> list[int]:
     """Read an integer or bool array of shape (n,)."""
-    return cast("list[int]", values.tolist())
+    with waiting():
+        return cast("list[int]", values.tolist())
 
 
 def to_floats(values: mx.array) -> list[float]:
     """Read a floating-point array of shape (n,)."""
-    return cast("list[float]", values.tolist())
+    with waiting():
+        return cast("list[float]", values.tolist())
+
+
+def wait_for(arrays: Any) -> None:
+    """Wait until MLX has computed some arrays."""
+    with waiting():
+        mx.eval(arrays)
+
+
+def longest_wait() -> float:
+    """Return the seconds for which a thread has been waiting; 0 if none waits."""
+    now = time.monotonic()
+    return max((now - since for since in list(_waiting.values())), default=0.0)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Count what happens inside, which may block, as a wait of this thread."""
+    thread = threading.get_ident()
+    if thread in _waiting:
+        yield
+        return
+    _waiting[thread] = time.monotonic()
+    try:
+        yield
+    finally:
+        del _waiting[thread]

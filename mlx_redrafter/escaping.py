@@ -10,11 +10,20 @@ from mlx_redrafter.errors import first_line
 MAX_NAME = 80
 # Maximum number of items of a list.
 MAX_LISTED = 12
+# Maximum number of characters of an error, about seven lines of a terminal.
+MAX_LINE = 1000
 
 
 def quote(name: str) -> str:
     """Put ``name`` in quotes, escape it, and shorten it if it is long."""
     return ascii(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...")
+
+
+def one_line(text: str) -> str:
+    """Make one line of a text: escape it, and cut its middle if it is long; the end is advice."""
+    line = printable(" ".join(text.split()))
+    half = MAX_LINE // 2
+    return line if len(line) <= MAX_LINE else f"{line[:half]} [...] {line[-half:]}"
 
 
 def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
@@ -25,8 +34,12 @@ def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
     return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown
 
 
+def printable(text: str) -> str:
+    """Escape line ends and control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the first line of an error's text, which may quote a file, escaped and shortened."""
-    text = first_line(error)[: 2 * MAX_NAME + 1]
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(first_line(error)[: 2 * MAX_NAME + 1])
     return text if len(text) <= 2 * MAX_NAME else f"{text[: 2 * MAX_NAME]}..."

@@ -68,14 +68,19 @@ class Grammar:
         llguidance knows neither look-around nor back-references.
         """
         _check_text(pattern)
-        _check_size(pattern, 0, "rules")
+        _check_size(pattern, 0, MAX_RULES, "rules")
         return cls(_convert("grammar_from_regex", pattern))
 
     @classmethod
-    def lark(cls, rules: str) -> Grammar:
-        """Require a text that a context-free grammar in Lark's format derives from ``start``."""
+    def lark(cls, rules: str, max_lines: int = MAX_RULES) -> Grammar:
+        """Require a text that a context-free grammar in Lark's format derives from ``start``.
+
+        Args:
+            rules: The grammar.
+            max_lines: Maximum number of lines; more than the default need rules of little depth.
+        """
         _check_text(rules)
-        _check_size(rules, len(rules.splitlines()), "lines")
+        _check_size(rules, len(rules.splitlines()), max_lines, "lines")
         return cls(_convert("grammar_from_lark", rules))
 
     def matcher(self, tokenizer: TokenizerWrapper, vocab_size: int) -> LLMatcher:
@@ -120,7 +125,7 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
             raise TypeError(f"expected an object, got {text[:40]}")
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
-    _check_size(text, text.count('"$ref"'), "references")
+    _check_size(text, text.count('"$ref"'), MAX_RULES, "references")
     return text
 
 
@@ -198,8 +203,8 @@ def _check_text(text: object) -> None:
         raise ConfigError(f"grammar must be a string, got {type(text).__name__}")
 
 
-def _check_size(text: str, num_rules: int, kind: str) -> None:
+def _check_size(text: str, num_rules: int, max_rules: int, kind: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"grammar must have at most {MAX_CHARACTERS} characters, got {len(text)}")
-    if num_rules > MAX_RULES:
-        raise ConfigError(f"grammar must have at most {MAX_RULES} {kind}, got {num_rules}")
+    if num_rules > max_rules:
+        raise ConfigError(f"grammar must have at most {max_rules} {kind}, got {num_rules}")

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import sys
+from pathlib import Path
+
+# Share of a Linux machine's memory below which it is short; the system needs some itself.
+SHORT = 0.02
+# Reading of macOS that means that memory is nearly used up: 1 is normal, 2 a warning, 4 critical.
+CRITICAL = 4
+# Name of that reading.
+PRESSURE = b"kern.memorystatus_vm_pressure_level"
+# Linux's reading.
+MEMINFO = Path("/proc/meminfo")
 
 
 def read_total_memory() -> int | None:
@@ -13,6 +26,25 @@ def read_total_memory() -> int | None:
         return None
 
 
+def is_memory_short() -> bool:
+    """Return whether the machine is about to run out of memory; False if it does not report it."""
+    if sys.platform == "darwin":
+        return _read_pressure() >= CRITICAL
+    try:
+        sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE))
+        return int(sizes["MemAvailable"]) < SHORT * int(sizes["MemTotal"])
+    except (OSError, KeyError):
+        return False
+
+
 def format_bytes(size: float) -> str:
     """Render a size in gigabytes, or megabytes if there are few."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _read_pressure() -> int:
+    """Read macOS's memory pressure, 0 if it is not reported."""
+    level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
+    failed = read is None or read(PRESSURE, ctypes.byref(level), ctypes.byref(size), None, 0)
+    return 0 if failed else level.value

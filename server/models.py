@@ -18,10 +18,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import named_parameters, weight_files
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.prefix_store import PrefixStore
@@ -87,7 +89,7 @@ class Model:
         name: Name in requests.
         load: Function that loads it, which may run in any thread.
         folder: Folder of its files, if it is known without a download.
-        drafter: Name of the drafter, for clients.
+        name_drafter: Function that names the drafter of the loaded model, for clients.
 
     Attributes:
         loaded: The model in memory; None if it is not there.
@@ -100,12 +102,12 @@ class Model:
         name: str,
         load: Callable[[], Engine],
         folder: Path | None = None,
-        drafter: str | None = None,
+        name_drafter: Callable[[], str | None] = lambda: None,
     ):
         self.name = name
         self.load = load
         self.folder = folder
-        self.drafter = drafter
+        self._name_drafter = name_drafter
         self.loaded: LoadedModel | None = None
         self.keep_alive = math.inf
         self.last_used = 0.0
@@ -124,9 +126,15 @@ class Model:
             "state": "not_loaded" if found is None else "loaded",
             "has_chat": None if found is None else found.engine.tokenizer.has_chat_template,
             "context_length": None if found is None else found.engine.target.context_length,
-            "drafter": self.drafter,
+            "drafter": None if found is None else self._find_drafter(found.engine.proposer),
             "tokens_per_step": found.num_tokens / steps if found is not None and steps else None,
         }
+
+    def _find_drafter(self, proposer: Proposer | None) -> str | None:
+        """Return the name of the drafter in use: lookup replaces one that cannot be loaded."""
+        if proposer is None:
+            return "none"
+        return "lookup" if isinstance(proposer, Lookup) else self._name_drafter()
 
     def estimate_bytes(self) -> int:
         """Return the size of the weights, estimated from their files unless it is known.

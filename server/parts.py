@@ -16,27 +16,14 @@ from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.server.answer_grammar import first_state
-from mlx_redrafter.server.call_formats import find_format, for_parser
+from mlx_redrafter.server.call_formats import find_format
+from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call
 from mlx_redrafter.server.prompt_scores import Score
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
 from mlx_redrafter.server.tools import Tools
 
 # Log-probability of a token with probability 0 in nats, since JSON has no infinity. As at OpenAI.
 MIN_LOGPROB = -9999.0
-
-
-class ToolCall(NamedTuple):
-    """A call of a tool.
-
-    Attributes:
-        id: Id of the call.
-        name: Name of the tool.
-        arguments: Its arguments, an object as JSON.
-    """
-
-    id: str
-    name: str
-    arguments: str
 
 
 class TokenLogprob(NamedTuple):
@@ -67,7 +54,7 @@ class Part:
         num_reasoning: Tokens of thinking among those of this part.
         content: Text for the reader.
         reasoning: Text of the model's thinking.
-        tool_calls: Tool calls that have ended.
+        tool_calls: Tool calls, of which the first may go on one of the part before.
         logprobs: Tokens with their log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" on the last part, else None.
         stop: Stop string that ended the text, if one did.
@@ -98,7 +85,8 @@ class Part:
 
     def __add__(self, later: Part) -> Part:
         """Join this part and the next one; the lists of this one grow."""
-        self.tool_calls += later.tool_calls
+        for call in later.tool_calls:
+            add_call(self.tool_calls, call)
         self.logprobs += later.logprobs
         return replace(
             later,
@@ -130,11 +118,12 @@ class Answer:
         stops = {"normal": [(stop, None) for stop in request.stops]}
         self._stopping = TextStateMachine(stops).make_state()
         tools = request.tools if isinstance(request, ChatRequest) else Tools([])
-        is_held = request.grammar is not None and bool(tools.callable)
-        self._is_held = is_held
-        self._tools = for_parser(find_format(tokenizer), tools) if is_held else tools.definitions
+        self._tools = tools.definitions
+        form = find_format(tokenizer) if request.grammar and tools.callable else None
+        # Reads the calls that the grammar holds; mlx-lm's parser reads all others.
+        self._reader = None if form is None else CallReader(form, tools)
         self._states, self._kind = TextStateMachine(), "normal"
-        if isinstance(request, ChatRequest) and (request.grammar is None or is_held):
+        if isinstance(request, ChatRequest) and (request.grammar is None or self._reader):
             self._states = make_text_state_machine(tokenizer)
             self._kind = first_state(tokenizer, prompt)
         elif isinstance(request.grammar, LateGrammar):  # the JSON comes after the thinking
@@ -164,24 +153,32 @@ class Answer:
         part.finish_reason = "stop" if is_stopped else response.finish_reason
         if response.finish_reason and not is_stopped:
             text += TextStateMachine.flush(self._stopping)[1]
-        for character in text:  # one by one, as the end of a call may turn out to be none
+        for character in text:
+            if self._reader is not None and self._reader.is_in_value:
+                self._read_call(part, self._reader.add(character))
+                continue
             self._machine, segments = TextStateMachine.split(self._machine, character)
             for kind, piece in segments:
                 self._sort(part, kind, piece)
         part.num_reasoning = int(self._kind == "reasoning")
         if part.finish_reason:
             self._sort(part, self._machine[0], TextStateMachine.flush(self._machine)[1])
-            self._end_call(part, "")  # the text ended before the call did
-            if self._has_called and part.finish_reason == "stop":
+            if self._kind == "tool":
+                self._end_call(part, "")  # the text ended before the call did
+            is_cut = self._reader is not None and self._reader.is_open
+            if self._has_called and part.finish_reason == "stop" and not is_cut:
                 part.finish_reason = "tool_calls"
         return part
 
     def _sort(self, part: Part, kind: str, text: str) -> None:
-        if kind != "tool" and not self._end_call(part, self._tokenizer.tool_call_end or ""):
-            return
+        if self._kind == "tool" and kind != "tool":
+            self._end_call(part, self._tokenizer.tool_call_end or "")
         self._kind = kind
         if kind == "tool":
             self._call += text
+            if self._reader is not None:
+                for character in text:
+                    self._read_call(part, self._reader.add(character))
         elif kind == "reasoning":
             part.reasoning += text
         elif kind == "normal":  # others are headers
@@ -189,28 +186,25 @@ class Answer:
             if text and self._request.format is not None:  # JSON, in which no marker counts
                 self._machine = TextStateMachine().make_state("normal")
 
-    def _end_call(self, part: Part, mark: str) -> bool:
-        """Parse the tool call that may have ended; return whether the text goes on after it.
+    def _read_call(self, part: Part, piece: ToolCall | None) -> None:
+        if piece is not None:
+            add_call(part.tool_calls, piece)
+            self._call, self._has_called = "", True
 
-        A malformed call is added as text. A call that is held to its schema is well-formed at its
-        end, so that before it a mark belongs to the call.
-        """
-        if self._kind != "tool":
-            return True
-        text, needed = self._call, self._tokenizer.tool_call_end
-        is_cut = self._is_held and needed and not mark
-        is_call = self._tools and not is_cut
-        calls = _read_calls(self._tokenizer, text, self._tools) if is_call else []
-        if mark and self._is_held and not calls:
-            self._call += mark
-            self._machine = self._states.make_state("tool")
-            return False
-        self._call, self._kind = "", "normal"
-        part.tool_calls += calls
-        self._has_called |= bool(calls)
-        if not calls:
+    def _end_call(self, part: Part, mark: str) -> None:
+        """End the tool calls between two markers; text that is none is shown as such."""
+        text, self._call = self._call, ""
+        if self._reader is not None:
+            if mark:
+                self._read_call(part, self._reader.end())
+            is_read = self._has_called
+        else:
+            calls = _read_calls(self._tokenizer, text, self._tools) if self._tools else []
+            part.tool_calls += calls
+            is_read = bool(calls)
+            self._has_called |= is_read
+        if not is_read:
             part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
-        return True
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
         """Return a part that repeats the prompt.

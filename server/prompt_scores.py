@@ -28,8 +28,8 @@ def score_prompt(
         num_top: Number of most probable tokens to yield with each.
         on_progress: Function called between chunks, with the number of processed tokens and n.
     """
-    model = engine.target.model
-    cache = make_prompt_cache(model)
+    model = engine.target.stock_model
+    cache = make_prompt_cache(engine.target.model)
     for start in range(0, len(tokens) - 1, CHUNK):
         chunk = tokens[start : start + CHUNK]
         logits = model(mx.array([chunk]), cache=cache)[0].astype(mx.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +23,24 @@ class Tools:
         names: Names of the tools that may be called; None for all.
         is_required: Whether the answer must be a call.
         is_parallel: Whether an answer may have several calls.
+
+    Raises:
+        Refusal: There are more than `MAX_TOOLS` tools, or two with the same name.
     """
 
     definitions: list[dict[str, Any]]
     names: tuple[str, ...] | None = None
     is_required: bool = False
     is_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.definitions) > MAX_TOOLS:
+            count = len(self.definitions)
+            raise Refusal(f"tools must be at most {MAX_TOOLS}, got {count}", "tools")
+        known = Counter(one["function"]["name"] for one in self.definitions)
+        for name, count in known.most_common(1):
+            if count > 1:
+                raise Refusal(f"tools must have names of their own, got {name!r} twice", "tools")
 
     @property
     def callable(self) -> list[dict[str, Any]]:
@@ -86,9 +99,3 @@ def make_tool(
     if strict:
         function["strict"] = True
     return {"type": "function", "function": function}
-
-
-def check_number(tools: Sequence[object]) -> None:
-    """Raise `Refusal` for more than `MAX_TOOLS` tools."""
-    if len(tools) > MAX_TOOLS:
-        raise Refusal(f"tools must be at most {MAX_TOOLS}, got {len(tools)}", "tools")

@@ -14,9 +14,9 @@ from collections import deque
 from contextlib import ExitStack
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, wired_limit
 
 from mlx_redrafter.decoding.scheduler import SHARED_CHUNK
+from mlx_redrafter.engine.memory_guard import wire_memory
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
@@ -104,7 +104,7 @@ class Worker(threading.Thread):
             for job in self._running[:1]:
                 # Wired for all texts together: each text alone would unwire the memory at its end.
                 model = job.model.engine.target.model
-                wired.enter_context(wired_limit(model, [generation_stream]))  # type: ignore[list-item]
+                wired.enter_context(wire_memory(model))
             while goes_on:
                 start = time.perf_counter()
                 self._step_all()

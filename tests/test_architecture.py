@@ -258,3 +258,16 @@ def test_the_checker_reads_floors() -> None:
         "b_c": 2,
         "d": 1,
     }
+
+
+def test_constants_are_no_pending_operations() -> None:
+    """An array of a module must hold its value, as another thread cannot run the operation."""
+    pending = [
+        f"{name}: {ast.unparse(node)}"
+        for name, source in SOURCES.items()
+        for node in source.tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if ast.unparse(node.value.func).startswith("mx.")
+        if ast.unparse(node.value.func) != "mx.array"
+    ]
+    assert pending == []

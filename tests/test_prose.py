@@ -16,6 +16,7 @@ from tests.test_architecture import PACKAGE, SOURCES
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "bench").rglob("*.md")),
 ]

@@ -90,7 +90,7 @@ def test_load_takes_what_mlx_lms_load_takes() -> None:
     parameters = inspect.signature(mlx_redrafter.load).parameters
     stock = inspect.signature(mlx_lm.load).parameters
     shared = {"path_or_repo", "tokenizer_config", "adapter_path", "trust_remote_code"}
-    assert set(parameters) == shared | {"drafter", "kernels", "tune"}
+    assert set(parameters) == shared | {"drafter", "group", "kernels", "tune"}
     assert {"tokenizer_config", "adapter_path", "trust_remote_code"} <= set(stock)
 
 

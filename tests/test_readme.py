@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
+
+import pytest
 
 from tests.helpers.models import ROOT, supported_names
 
@@ -14,9 +17,8 @@ MOST_LINES = 120
 
 
 def test_the_list_of_supported_models_is_complete() -> None:
-    (line,) = (line for line in MODELS.splitlines() if line.startswith("Any model that mlx-lm"))
-    _, _, names = line.partition("quantised or not: ")
-    assert re.findall(r"`([^`]+)`", names) == supported_names()
+    rows = re.findall(r"^\| [A-Z] \| (.+) \|$", MODELS, re.MULTILINE)
+    assert re.findall(r"`([^`]+)`", " ".join(rows)) == supported_names()
     assert f"**Your model.** {len(supported_names())} model types" in README
 
 
@@ -30,9 +32,41 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= MOST_LINES
 
 
-def test_links_lead_to_files() -> None:
-    pages = [ROOT / "README.md", ROOT / "bench" / "README.md", *(ROOT / "docs").glob("*.md")]
-    for page in pages:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in link:
-                assert (page.parent / link).is_file(), f"{page.name}: {link}"
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "bench").rglob("*.md"),
+    *(ROOT / "mlx_redrafter").rglob("*.md"),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = page.parent / path if path else page
+        if not target.is_file() or (anchor and anchor not in _anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    found, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop().resolve()
+        if page in found or page.suffix != ".md":
+            continue
+        found.add(page)
+        links = re.findall(r"\]\(([^):#]+)[)#]", page.read_text(encoding="utf-8"))
+        left += [page.parent / link for link in links]
+    assert {page.resolve() for page in PAGES if "pair" not in page.parts} <= found

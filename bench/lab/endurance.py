@@ -33,7 +33,7 @@ from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup

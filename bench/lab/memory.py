@@ -28,7 +28,7 @@ from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.caches.cache_kinds import parts_of

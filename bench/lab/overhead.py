@@ -29,7 +29,7 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup

@@ -58,7 +58,7 @@ QUIET = Noise()
 # long a spell and the time until the next one last, in tokens.
 SHARED, MOST_SLOWED, SPELLS = Noise(0.1, 0.08, 1.0, is_heavy=True), 2.0, (20, 80)
 # How much longer a plain step takes at the end of a long text, at most; one that verifies
-# `DEARER` nodes more takes as much longer again.
+# `DEARER` nodes more doubles that growth.
 MOST_GROWTH, DEARER = 0.3, 16
 
 

@@ -1,9 +1,10 @@
-"""Zero-padded growth of Medusa heads, EAGLE heads, SpecFormers and MTP modules; see `widen`.
+"""Zero-padded growth of heads that read the target's states; see `widen`.
 
 A head for a wider target is as large as one that is made for it: more attention heads of the same
 width, and more neurons. All weights that the small one lacks are zero.
 
-Axes: H hidden size of the small target, C of its states that are read beside each other.
+Axes: H hidden size of the small target, C of its states that are read beside each other, r rank of
+a block drafter's link.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.convert.publication import check_new, publish
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers import block
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -40,6 +44,12 @@ from mlx_redrafter.proposers.specformer.network import SpecFormer
 
 # Layers that read no states, but what is within the head.
 INNER = ("down_proj", "o_proj")
+# Layers of block drafters that read a state of H numbers and then r numbers of the link.
+STATE_FIRST = ("confidence_head.proj.weight", "markov_head.gate_proj.weight")
+# Layers of block drafters that read them in the other order.
+STATE_LAST = ("markov_head.joint_proj.weight",)
+# Convolutions of DFlash 2.
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
 # Layers that give several states beside each other.
 SLOTS = ("positional",)
 # A widened network, and what writes it to a folder.
@@ -106,6 +116,33 @@ def _widen_mtp(folder: Path, hidden_size: int) -> Widened:
     return new, partial(save_drafter, new)
 
 
+def _widen_block(folder: Path, hidden_size: int) -> Widened:
+    old = block.load(folder)
+    config = old.config
+    sizes: dict[str, Any] = {**_layer_sizes(vars(config), hidden_size), "num_target_layers": None}
+    if config.conv_groups:
+        size = math.gcd(config.hidden_size // config.conv_groups, hidden_size)
+        sizes["conv_groups"] = hidden_size // size
+    new = BlockNetwork(replace(config, **sizes))
+    _fill(old, new, config.hidden_size, hidden_size)
+    for narrow, wide in zip(old.layers, new.layers, strict=True):
+        for name in CONVOLUTIONS if config.conv_groups else ():
+            weight = narrow[name].kernel_projection.weight
+            wide[name].kernel_projection.weight = _place_kernels(weight, config, new.config)
+    return new, partial(save_drafter, new)
+
+
+def _place_kernels(weight: mx.array, old: BlockConfig, new: BlockConfig) -> mx.array:
+    """Give each smaller group of channels the kernel of the group that it was part of."""
+    kernels = np.array(weight.astype(mx.float32)).reshape(-1, old.conv_groups, old.hidden_size)
+    placed = np.zeros((len(kernels), new.conv_groups, new.hidden_size), np.float32)
+    starts = np.arange(new.conv_groups) * (new.hidden_size // new.conv_groups)
+    is_used = starts < old.hidden_size
+    groups = starts[is_used] // (old.hidden_size // old.conv_groups)
+    placed[:, is_used, : old.hidden_size] = kernels[:, groups]
+    return mx.array(placed.reshape(-1, new.hidden_size))
+
+
 def _layer_sizes(values: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Sizes of a decoder layer for a wider hidden state, as configs name them."""
     growth = hidden_size / values["hidden_size"]
@@ -146,16 +183,27 @@ def _fill(old: nn.Module, new: nn.Module, hidden: int, wide: int) -> None:
         placed = np.zeros(shapes[name].shape, np.float32)
         layer = name.split(".")[-2]
         rows = _places(len(value), hidden, wide) if layer in SLOTS else np.arange(len(value))
-        if layer in INNER:
+        if placed.shape == value.shape:
+            placed = value
+        elif value.ndim == 3:
+            placed[..., :hidden] = value
+        elif layer in INNER:
             placed[rows, : value.shape[1]] = value
-        elif value.ndim == 2:
-            placed[rows[:, None], _places(value.shape[1], hidden, wide)] = value
-        else:
-            is_wider_norm = "norm" in name and placed.shape != value.shape
-            placed[rows] = value / math.sqrt(wide / hidden) if is_wider_norm else value
+        elif value.ndim == 2 and layer != "kernel_projection":
+            placed[rows[:, None], _inputs(name, value.shape[1], hidden, wide)] = value
+        elif value.ndim == 1:
+            placed[rows] = value / math.sqrt(wide / hidden) if "norm" in name else value
         weights.append((name, mx.array(placed)))
     new.load_weights(weights)
     new.eval()
+
+
+def _inputs(name: str, size: int, hidden: int, wide: int) -> np.ndarray[Any, Any]:
+    """Places of the inputs of a layer in those of the wider one."""
+    inputs = np.arange(size)
+    if name in STATE_FIRST:
+        return np.where(inputs < hidden, inputs, inputs + wide - hidden)
+    return inputs if name in STATE_LAST else _places(size, hidden, wide)
 
 
 def _places(size: int, hidden: int, wide: int) -> np.ndarray[Any, Any]:
@@ -164,6 +212,7 @@ def _places(size: int, hidden: int, wide: int) -> np.ndarray[Any, Any]:
 
 
 KINDS: Mapping[str, Callable[[Path, int], Widened]] = {
+    block.NAME: _widen_block,
     "Medusa heads": _widen_medusa,
     "EAGLE head": _widen_eagle,
     "MTP module": _widen_mtp,

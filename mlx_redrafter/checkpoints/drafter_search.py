@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from mlx_redrafter.checkpoint_files import read_config, read_shapes, weight_files
+from mlx_redrafter.checkpoint_files import (
+    find_checkpoint,
+    read_config,
+    read_shapes,
+    weight_files,
+)
 from mlx_redrafter.checkpoints.cards import read_card
 from mlx_redrafter.checkpoints.hub import Repository, describe_repository
 from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
@@ -25,14 +31,17 @@ from mlx_redrafter.checkpoints.published_drafters import (
 )
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.checkpoints.token_table import has_same_tokens
-from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import find_stored, repository_of, stored_models
 from mlx_redrafter.proposers import draft_model, mtp
 from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
 from mlx_redrafter.target.model_loading import make_model
+from mlx_redrafter.target.model_parts import check_config
 
+# Word for a drafter that is found by the model's name.
+AUTO = "auto"
 # Maximum size of a draft model, in sizes of the target; a larger one costs more than it gains.
 MAX_SHARE = 0.2
 # Maximum number of reasons to print.
@@ -73,6 +82,18 @@ class DrafterSearch:
 
     model: Identity
     skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: str) -> DrafterSearch:
+        """Search for a model, a folder or a repository, which is downloaded if it is not here.
+
+        Raises:
+            CheckpointError: The model's files cannot be found or read.
+            UnsupportedTargetError: The model cannot be decoded exactly.
+        """
+        identity = Identity.of_folder(find_checkpoint(model, DEFAULT_ALLOW_PATTERNS))
+        check_config(identity.config)
+        return cls(identity)
 
     @property
     def reasons(self) -> list[str]:
@@ -164,6 +185,20 @@ class DrafterSearch:
             self.skipped.append(refusal)
             return None
         return found._replace(method=found.method or kind.NAME)
+
+
+def is_auto(drafter: str | Path | None) -> bool:
+    """Return whether a drafter's name is `AUTO`.
+
+    Raises:
+        ConfigError: It is, and is a folder as well.
+    """
+    if drafter == AUTO and Path(AUTO).is_dir():
+        raise ConfigError(
+            f"{AUTO!r} lets the program choose a drafter, and is a folder here as well; say "
+            f"./{AUTO} for the folder, or go to another one"
+        )
+    return drafter == AUTO
 
 
 def describe_offer(found: FoundDrafter, repository: Repository) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,27 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
 from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.decoding.protocols import Proposer
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.kernels.selection import use_kernels
+from mlx_redrafter.machines.agreement import agree_on, await_parts
+from mlx_redrafter.machines.following import follow
+from mlx_redrafter.machines.leading import lead, target_of
+from mlx_redrafter.machines.meeting import meet
+from mlx_redrafter.machines.splitting import load_part
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import TunedKind
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import check_config
-from mlx_redrafter.target.target import Target
 from mlx_redrafter.thread_streams import end_streams_with_thread
+
+logger = logging.getLogger(__name__)
+
+# Word for prompt lookup, which needs no files.
+LOOKUP = "lookup"
 
 
 def load(
@@ -34,6 +45,7 @@ def load(
     trust_remote_code: bool = False,
     kernels: bool = True,
     tune: bool = True,
+    group: Any = None,
 ) -> tuple[nn.Module, TokenizerWrapper, Proposer | None]:
     """Load a model with mlx-lm, and a drafter for it.
 
@@ -49,8 +61,9 @@ def load(
             bundled one.
         drafter: Likewise a folder or a repository, of a drafter of any kind in `proposers` or of a
             smaller model with the same token ids. "mtp" stands for the module in the model's own
-            files, "lookup" for prompt lookup. None loads none, or the bundled drafter for the
-            bundled model.
+            files, "lookup" for prompt lookup. "auto" finds a drafter on this machine that was made
+            for the model, else a much smaller model with the same tokens, else prompt lookup. None
+            loads none. The bundled model has the bundled drafter for None and "auto".
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
@@ -58,25 +71,38 @@ def load(
             package, on Apple GPUs, if a trial shows the bits of MLX's own and no more time.
         tune: Whether a recurrent drafter is returned in 8 bits if it drafts faster so on this
             machine.
+        group: Ranks to split the model over, as from ``mx.distributed.init()``: rank 0 decodes,
+            with drafts of its own, and on every other rank this function never returns. It does
+            there what rank 0 says, and ends the process when rank 0 ends.
 
     Returns:
         The stock mlx-lm model, its tokenizer, and the drafter or None; all weights in memory, so
         that any thread may use them.
 
     Raises:
-        CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model.
-        ConfigError: "lookup" or "mtp" is a folder as well, or the model has no such module.
+        CheckpointError: A checkpoint is missing or damaged, or the drafter is for another model; or
+            another rank has another model.
+        ConfigError: "auto", "lookup" or "mtp" is a folder as well, or the model has no such module;
+            or an option is not for several machines.
         NonFiniteError: The drafter's weights are not finite.
-        UnsupportedTargetError: Trees of this architecture would not be decoded exactly.
+        UnsupportedTargetError: Trees of this architecture would not be decoded exactly, or the
+            model cannot be split over so many machines.
     """
     end_streams_with_thread()
+    machines = None if group is None or group.size() == 1 else meet(group)
+    if machines is not None:
+        if not machines.leads:
+            follow(machines, None if path_or_repo is None else str(path_or_repo))
+        _check_for_machines(path_or_repo, adapter_path, trust_remote_code)
     is_bundled = path_or_repo is None
     if path_or_repo is None:
         path_or_repo = find_bundled("target")
-        drafter = find_bundled("drafter") if drafter is None else drafter
+        drafter = find_bundled("drafter") if drafter is None or is_auto(drafter) else drafter
     name = str(path_or_repo)
     config = read_config(find_checkpoint(name, CONFIG_ONLY))
     check_config(config)
+    if is_auto(drafter):
+        drafter = _find_drafter(name)
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
     kind = None if drafter is None else find_kind(drafter)
@@ -84,12 +110,18 @@ def load(
     if kind is not None and drafter is not None:
         proposer = kind.load(drafter, TargetFacts.of(name, config))
     options = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-    model, tokenizer = load_model(name, options, adapter_path, trust_remote_code)
+    if machines is None:
+        model, tokenizer = load_model(name, options, adapter_path, trust_remote_code)
+    else:
+        agree_on(machines, name, config)
+        model, tokenizer = load_part(name, group, options)
+        await_parts(machines)
+        lead(machines, model)
     if is_bundled:
         model.set_dtype(mx.float32)
     # MLX computes weights that were cast here: another thread could not.
     mx.eval(model.parameters())
-    target = Target(model)
+    target = target_of(model)
     if proposer is not None:
         proposer.check_fit(target, tokenizer)
         for network in proposer.networks if target.dtype == mx.float32 else ():
@@ -100,6 +132,30 @@ def load(
     if tune and isinstance(kind, TunedKind):
         proposer = kind.tune(proposer, target)
     return model, tokenizer, proposer
+
+
+def _find_drafter(model: str) -> str:
+    """Find a drafter on this machine for a model; prompt lookup if there is none."""
+    search = DrafterSearch.of(model)
+    found = search.stored() or search.draft_model()
+    chosen = LOOKUP if found is None else found.option
+    logger.info("drafter of %s: %s", model, chosen)
+    return chosen
+
+
+def _check_for_machines(
+    name: str | Path | None, adapter_path: str | Path | None, trust_remote_code: bool
+) -> None:
+    """Refuse what `load` cannot do on several machines."""
+    if name is None:
+        raise ConfigError(
+            "expected a model to split over several machines, found none; the bundled one is for "
+            "one machine, so name another"
+        )
+    given = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"{option} is not supported on several machines; leave it out")
 
 
 def load_drafter(path_or_repo: str | Path) -> Proposer:

@@ -30,13 +30,16 @@ BITS = {8: 8.5, 4: 4.5}
 SHORTEST = 1024
 
 
-def check_memory(folder: Path, drafter: Path | None, context: Context) -> str | None:
+def check_memory(
+    folder: Path, drafter: Path | None, context: Context, machines: int = 1
+) -> str | None:
     """Check that decoding fits into memory.
 
     Args:
         folder: Folder of the target.
         drafter: Folder of the drafter; None without weights of its own.
         context: The longest sequence.
+        machines: Number of machines that the target is split over, each like this one.
 
     Returns:
         A warning if macOS may have to move other programs' memory aside; None if all fits.
@@ -48,10 +51,12 @@ def check_memory(folder: Path, drafter: Path | None, context: Context) -> str | 
     if total is None:
         return None
     context = context._replace(tokens=min(context.tokens, _context_length(folder)))
-    weights = weight_bytes(folder) + (0 if drafter is None else weight_bytes(drafter))
+    weights = weight_bytes(folder) // machines + (0 if drafter is None else weight_bytes(drafter))
     if weights < EASY * total and context.tokens <= EASY_TOKENS:
         return None
     needed = estimate_memory(folder, drafter, context)
+    parts = needed.weights // machines, needed.cache // machines
+    needed = needed._replace(weights=parts[0], cache=parts[1])
     if needed.total > total:
         raise ResourceError(
             f"{_describe(needed, context)}, and this machine has {format_bytes(total)}; "

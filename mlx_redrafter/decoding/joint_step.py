@@ -182,7 +182,7 @@ class JointStep:
 
 
 # Root of a slot without a sequence, made once.
-_IDLE = mx.zeros((1,), dtype=mx.int32)
+_IDLE = mx.array([0], dtype=mx.int32)
 
 
 def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:

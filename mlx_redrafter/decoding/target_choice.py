@@ -31,7 +31,7 @@ from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Made once: small models notice every operation between two tokens.
-_DEPTH_OF_ROOT = mx.zeros((1,), dtype=mx.int32)
+_DEPTH_OF_ROOT = mx.array([0], dtype=mx.int32)
 
 
 def sample_root(

@@ -34,6 +34,7 @@ from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
+from mlx_redrafter.engine.memory_guard import MemoryGuard
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
@@ -41,15 +42,14 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.grammar import Grammar, read_vocabulary
 from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
-from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import SHORTEST, WIDEST
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
-from mlx_redrafter.target.target import Target
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 # A cache may go from one engine to another.
@@ -89,7 +89,7 @@ class Engine:
         _check_pair(model, tokenizer)
         is_wrapped = isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if is_wrapped else TokenizerWrapper(tokenizer)
-        self.target = Target(model)
+        self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
         self._step_costs = step_costs
         self.proposer = _find_proposer(drafter, self.memory)
@@ -133,8 +133,8 @@ class Engine:
             grammar: Grammar of the text, or of its end; it allows every token, after the logits
                 processors. A text that ``max_tokens`` cuts may be incomplete.
             shared: Scheduler from `share`: the text shares its forward passes with the others of
-                that scheduler, whatever options each has. One with
-                caches of other kinds, as by ``kv_bits``, is decoded alone, in turns with them.
+                that scheduler, whatever options each has. Texts whose K/V entries are quantised
+                otherwise than those of the first one are decoded alone, in turns with them.
             **options: Fields of `GenerationOptions`.
 
         Raises:
@@ -281,7 +281,7 @@ class Engine:
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            on_progress=on_progress,
+            on_progress=MemoryGuard().watching(on_progress),
             leave_as_stock=leave_as_stock,
             chunk_size=chunk_size,
         )
@@ -331,7 +331,7 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.experience = experience
-            if policy.shows_long_times:
+            if experience.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
         return conclude

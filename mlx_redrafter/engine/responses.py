@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as StockResponse
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.decoding.decode import CLEAR_CACHE_EVERY, decode
@@ -21,6 +20,7 @@ from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.engine.memory_guard import MemoryGuard, wire_memory
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,10 @@ class Responder:
         self._num_before = sequence.cache.length + self._num_prompt
         self._start = time.perf_counter()
         self._prompt_tps = 0.0
+        self._guard = MemoryGuard()
 
     def respond(self, token: Token) -> GenerationResponse:
-        """Make the response of the next token."""
+        """Make the response of the next token, the last one if memory is used up."""
         stats, detokenizer = self._sequence.stats, self._detokenizer
         limit = self._sequence.target.context_length
         self.num_tokens += 1
@@ -84,9 +85,12 @@ class Responder:
                 "what follows may be poor",
                 limit,
             )
-        if token.finish_reason != "stop":
+        finish_reason = token.finish_reason
+        if finish_reason is None and self._guard.ends_text(self.num_tokens):
+            finish_reason = "length"
+        if finish_reason != "stop":
             detokenizer.add_token(token.id)
-        if token.finish_reason is not None:
+        if finish_reason is not None:
             detokenizer.finalize()
         return GenerationResponse(
             text=detokenizer.last_segment,
@@ -98,7 +102,7 @@ class Responder:
             generation_tokens=self.num_tokens,
             generation_tps=self.num_tokens / (time.perf_counter() - self._start),
             peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=token.finish_reason,
+            finish_reason=finish_reason,
             steps=stats.steps,
             tokens_per_step=stats.tokens_per_step,
             stats=stats,
@@ -164,11 +168,14 @@ def _respond(
     end_streams_with_thread()
     responder = Responder(sequence, tokenizer)
     with (
-        wired_limit(sequence.target.model, [generation_stream]),  # type: ignore[list-item]
+        wire_memory(sequence.target.model),
         closing(decode(sequence, scheduler)) as tokens,  # type: ignore[type-var]
     ):
         for token in tokens:
-            yield responder.respond(token)
+            response = responder.respond(token)
+            yield response
+            if response.finish_reason is not None:
+                return
 
 
 class BatchStream(Iterator[BatchResponse]):
@@ -213,7 +220,7 @@ class BatchStream(Iterator[BatchResponse]):
     def _respond(self) -> Generator[BatchResponse, None, None]:
         end_streams_with_thread()
         model = self._scheduler.target.model
-        with wired_limit(model, [generation_stream]):  # type: ignore[list-item]
+        with wire_memory(model):
             try:
                 while not self._is_cancelled:
                     room = self._batch_size - len(self._live)
@@ -240,9 +247,14 @@ class BatchStream(Iterator[BatchResponse]):
             if error is not None:
                 raise error
             number, responder = self._live[sequence]
+            is_last = sequence.is_finished
             for token in sequence.deliver(tokens):
-                yield BatchResponse(number, responder.respond(token))
-            if sequence.is_finished:
+                response = responder.respond(token)
+                yield BatchResponse(number, response)
+                if response.finish_reason is not None:
+                    is_last = True
+                    break
+            if is_last:
                 self._end(sequence)
 
     def _end(self, sequence: SequenceDecoder) -> None:

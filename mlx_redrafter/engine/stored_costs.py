@@ -127,7 +127,7 @@ def _description(
     """Return a description of the steps to time, the networks that they use, and their kinds."""
     kinds = kinds_of(proposer)
     modules = () if proposer is None else proposer.networks
-    described = (kinds, context, quantisation, *choices(target.model))
+    described = (kinds, context, quantisation, *choices(target.model), *target.devices)
     return described, (target.model, *modules), kinds
 
 

@@ -14,6 +14,7 @@ from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.machines.leading import target_of
 
 # Options that both decoders have.
 QUANTISATION = "kv_bits", "kv_group_size", "quantized_kv_start"
@@ -91,7 +92,7 @@ def compare_decoding(
     else:
         shared = {name: options[name] for name in QUANTISATION if name in options}
         for token, log_probs in generate_step(
-            mx.array(list(prompt)), model, max_tokens=max_tokens, **shared
+            mx.array(list(prompt)), target_of(model).stock_model, max_tokens=max_tokens, **shared
         ):
             on_token()
             plain.append((int(token), log_probs))

@@ -23,7 +23,14 @@ from mlx_redrafter.kernels.layers import is_available
 from mlx_redrafter.kernels.tree_attention import tree_attention
 from mlx_redrafter.kernels.variant import DTYPES, dtype_name
 from mlx_redrafter.target.caches.full import FullCache
-from mlx_redrafter.target.hooks import Call, HookPoint, install, install_in_attention
+from mlx_redrafter.target.compiled_pass import TracedEntries
+from mlx_redrafter.target.hooks import (
+    Call,
+    HookPoint,
+    UntraceableError,
+    install,
+    install_in_attention,
+)
 from mlx_redrafter.target.scoped import Scoped
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -104,6 +111,8 @@ def _attend(
 ) -> mx.array:
     """Hook for mlx-lm's attention: use the kernel if a choice of the model allows it."""
     seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
+    if choices is not None and isinstance(cache, TracedEntries):
+        raise UntraceableError("expected MLX's attention, found this package's kernel")
     shape = None
     no_options = not any(value is not None for value in options.values())
     if no_options and (seen is not None or tree is not None):

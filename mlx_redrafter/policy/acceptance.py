@@ -18,16 +18,19 @@ from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 Floats = npt.NDArray[np.float64]
 
-# Number of newest observations that each regression is fitted to.
-WINDOW = 256
-# Mean and standard deviation of the weights before any observation, see `Regression`: the
+# Number of newest observations that the regression is fitted to.
+WINDOW = 512
+# Mean and standard deviation of the weights before any observation, see `Acceptance`: the
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
+
+# Number of Newton steps per fit: with one, weights follow a changing text too slowly.
+STEPS = 2
 
 # Maximum number of drafts per tree that the host scores: as many as a step verifies.
 MAX_DRAFTS = SIZES[-1] - 1
 
-_MEAN, _DEVIATION = np.array(PRIOR).T
+_MEAN, _DEVIATION = np.array(PRIOR * 2).T
 _PRECISION = np.diag(_DEVIATION**-2)
 _SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 
@@ -38,58 +41,21 @@ _SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 Features = tuple[bool, float, float]
 
 
-class Regression:
-    """Logistic regression on (1, log-odds, place) over the newest observations.
-
-    Higher scores never make a draft less likely, so the weight of the log-odds is at least 0.
-
-    Args:
-        max_place: Upper bound of the weight of the place.
-    """
-
-    def __init__(self, max_place: float = math.inf):
-        self.weights: Floats = _MEAN
-        self._rows: Floats = np.zeros((WINDOW, 4))
-        # Number of observations so far, and at the last fit.
-        self._count = self._fitted = 0
-        self._low = np.array([-math.inf, 0.0, -math.inf])
-        self._high = np.array([math.inf, math.inf, max_place])
-
-    def add(self, log_odds: float, place: float, is_right: bool) -> None:
-        """Store an observation in place of the oldest one."""
-        self._rows[self._count % WINDOW] = 1.0, log_odds, place, is_right
-        self._count += 1
-
-    def fit(self) -> None:
-        """Improve the weights by one Newton step, once a thirtieth of what counts is new."""
-        known = min(self._count, WINDOW)
-        if self._count - self._fitted <= known // 30:
-            return
-        self._fitted = self._count
-        rows = self._rows[:known]
-        inputs, right = rows[:, :3], rows[:, 3]
-        p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
-        slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
-        curve = (inputs.T * (p * (1 - p) + 1e-4)) @ inputs + _PRECISION
-        wanted = np.linalg.solve(curve, slope)
-        step = np.clip(wanted, self._low - self.weights, self._high - self.weights)
-        free = step == wanted
-        if not free.all():  # the other weights make up for one that is held at its bound
-            rest = slope[free] - curve[free][:, ~free] @ step[~free]
-            step[free] = np.linalg.solve(curve[free][:, free], rest)
-        self.weights = self.weights + step / max(1.0, float(np.abs(step).max()))
-
-
 class Acceptance:
     """Probability that a draft is right if its parent is and its better siblings are wrong.
 
-    First children and later siblings have a regression each: what they have in common is little
-    where scores are far off. Later siblings do not get likelier with their rank.
+    Logistic regression on (1, log-odds, place) over the newest observations. First children and
+    later siblings have weights each: what they have in common is little where scores are far off.
+
+    Attributes:
+        weights: Weights of first children and of later siblings, shape (6,).
     """
 
     def __init__(self) -> None:
-        self.first = Regression()
-        self.later = Regression(max_place=0.0)
+        self.weights: Floats = _MEAN
+        self._rows: Floats = np.zeros((WINDOW, 7))
+        # Number of observations so far, and at the last fit.
+        self._count = self._fitted = 0
 
     def probabilities(self, features: Sequence[Features], parents: Sequence[int]) -> list[float]:
         """Return the probability that each draft is accepted.
@@ -100,7 +66,7 @@ class Acceptance:
             features: Features of the drafts.
             parents: Node index of each draft's parent.
         """
-        (a, b, c), (d, e, f) = self.first.weights.tolist(), self.later.weights.tolist()
+        a, b, c, d, e, f = self.weights.tolist()
         # Each node's own probability, the share its children leave, and its last child's share.
         reached, left, last = ([1.0] * (len(parents) + 1) for _ in range(3))
         for i, ((is_later, x, place), parent) in enumerate(zip(features, parents, strict=True)):
@@ -112,15 +78,30 @@ class Acceptance:
         return reached[1:]
 
     def learn(self, features: Sequence[Features], found: Iterable[tuple[int, bool]]) -> None:
-        """Store which drafts the sequence has proved right or wrong."""
+        """Store which drafts the sequence has proved right or wrong, in place of the oldest."""
         for draft, is_right in found:
             is_later, log_odds, place = features[draft]
-            (self.later if is_later else self.first).add(log_odds, place, is_right)
+            known, other = (1.0, log_odds, place), (0.0, 0.0, 0.0)
+            inputs = (*other, *known) if is_later else (*known, *other)
+            self._rows[self._count % WINDOW] = *inputs, is_right
+            self._count += 1
 
     def fit(self) -> None:
-        """Fit both regressions."""
-        self.first.fit()
-        self.later.fit()
+        """Improve the weights, once a thirtieth of what counts is new.
+
+        Newton steps with the largest possible curvature, so that none is too long (Boehning and
+        Lindsay, "Monotonicity of quadratic-approximation algorithms", 1988).
+        """
+        known = min(self._count, WINDOW)
+        if self._count - self._fitted <= known // 30:
+            return
+        self._fitted = self._count
+        inputs, right = self._rows[:known, :-1], self._rows[:known, -1]
+        inverse = np.linalg.inv(inputs.T @ inputs / 4 + _PRECISION)
+        for _ in range(STEPS):
+            p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
+            slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
+            self.weights = self.weights + inverse @ slope
 
 
 def features_of(drafts: Drafts) -> list[Features]:
@@ -149,14 +130,14 @@ class ScoredDrafts:
     Attributes:
         plan: Plan of the drafts.
         node: Node that the sequence has reached; None once it has left the tree.
-        right: Drafts that the sequence has proved right.
+        following: Tokens of the sequence after that node that `follow` has yet to compare.
         probabilities: The newest result of `score`; empty before.
     """
 
     def __init__(self, plan: DraftPlan, tree: TokenTree):
         self.plan = plan
         self.node: int | None = 0
-        self.right: set[int] = set()
+        self.following: list[int] = []
         self.probabilities: list[float] = []
         self._tree = tree
 
@@ -168,10 +149,10 @@ class ScoredDrafts:
         self.probabilities = acceptance.probabilities(self._features, self.drafts.parents)
         return self.probabilities
 
-    def follow(self, tokens: Iterable[int], acceptance: Acceptance) -> None:
+    def follow(self, acceptance: Acceptance) -> None:
         """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
         found: list[tuple[int, bool]] = []
-        drafts = self.drafts
+        drafts, tokens, self.following = self.drafts, self.following, []
         for token in tokens:
             node, self.node = self.node, None
             for draft, parent in enumerate(drafts.parents):
@@ -179,7 +160,6 @@ class ScoredDrafts:
                     is_right = drafts.tokens[draft] == token
                     found.append((draft, is_right))
                     if is_right:
-                        self.right.add(draft)
                         self.node = draft + 1
                         break
             if self.node is None:

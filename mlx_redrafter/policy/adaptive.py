@@ -6,7 +6,7 @@ what the plans in use do not show:
 
 - a probe: drafts that are drawn next to a plain step, scored and not verified;
 - a survey: drafts one length longer or one width wider, of which as many are verified;
-- a trial: plain steps while drafting, or drafted steps while decoding plainly.
+- a trial: plain steps while drafting.
 
 A guard compares measured costs with plain decoding, and stops drafting whatever is estimated.
 """
@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, zip_longest
 
 import numpy as np
 
@@ -28,17 +27,16 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts, most_probable
-from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLACES, PLAIN, PLANS, SHORTEST, Choice, probe
+from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLACES, PLANS, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import (
-    LOOKED_UP,
     PROBE,
     SPARE,
     CurrentCosts,
     Guard,
     TimeRatios,
 )
-from mlx_redrafter.policy.value import ALL, COUNTED, LOOKUPS, Correction, ExpectedDrafts, Floats
+from mlx_redrafter.policy.value import ExpectedDrafts, Floats
 from mlx_redrafter.trees.tree import TokenTree
 
 # Share of the time for exploring, half for probes and surveys and half for trials.
@@ -49,12 +47,6 @@ LEARNING = 0.02
 MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
-
-# Maximum number of decisions whose steps have not been observed.
-IN_FLIGHT = 2
-
-# Whether a size verifies any drafts, by entry of COUNTS.
-_VERIFIES = np.array(COUNTS) > 0
 
 
 @dataclass
@@ -68,8 +60,6 @@ class Experience:
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
-    correction: Correction = field(default_factory=lambda: Correction(COUNTED))
-    lookups: Correction = field(default_factory=lambda: Correction(LOOKUPS, ALL))
     drafts: ExpectedDrafts = field(default_factory=ExpectedDrafts)
     ratios: TimeRatios = field(default_factory=TimeRatios)
     guard: Guard | None = None
@@ -80,8 +70,6 @@ class Experience:
     def for_next(self) -> Experience:
         """Return a copy for the next sequence, in which counts weigh half."""
         following = deepcopy(self)
-        following.correction.fade(0.5)
-        following.lookups.fade(0.5)
         following.drafts.fade()
         following.ratios.fade()
         if following.guard is not None:
@@ -93,47 +81,28 @@ class Experience:
         return replace(deepcopy(self), ratios=TimeRatios(), guard=None)
 
 
-class Rated(NamedTuple):
-    """A choice, its expected tokens, the target's own one included, and its cost in seconds."""
+@dataclass
+class Choice:
+    """Choice for one step, and what is expected of it.
 
-    choice: Choice
-    tokens: float
-    seconds: float
+    Attributes:
+        plan: Plan of the drafts; None for plain decoding.
+        num_nodes: Number of nodes to verify; None to choose it by the drafts' probabilities.
+        tokens: Expected tokens, the target's own one included.
+        seconds: Expected cost.
+        waits: Whether the host waited for the drafts.
+    """
+
+    plan: DraftPlan | None = None
+    num_nodes: int | None = None
+    tokens: float = 1.0
+    seconds: float = 1.0
+    waits: bool = False
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
-
-
-@dataclass
-class Decision:
-    """A choice and what was expected of it.
-
-    Attributes:
-        choice: The choice.
-        tokens: Expected tokens, the target's own one included.
-        waits: Whether the host waited for the drafts.
-        looked_up: Probabilities of the drafts of a prompt lookup that are verified.
-    """
-
-    choice: Choice = PLAIN
-    tokens: float = 1.0
-    waits: bool = False
-    looked_up: Sequence[float] = ()
-
-
-class PendingDrafts:
-    """Drafts of one sequence that the policy still learns from.
-
-    Attributes:
-        newest: Drafts of the step in flight, before its tokens are known.
-        open: Drafts of earlier steps that later tokens may prove right or wrong.
-    """
-
-    def __init__(self) -> None:
-        self.newest: ScoredDrafts | None = None
-        self.open: list[ScoredDrafts] = []
 
 
 class AdaptivePolicy:
@@ -147,7 +116,6 @@ class AdaptivePolicy:
 
     Attributes:
         experience: Experience of this sequence so far.
-        waits: Whether the host waited for the drafts of the last step before it verified them.
     """
 
     def __init__(
@@ -158,20 +126,20 @@ class AdaptivePolicy:
         max_length: int | None = None,
     ):
         self.experience = Experience() if before is None else before.for_next()
-        self.waits = False
         self._timed = costs
         self._costs = CurrentCosts(costs, max_length)
         self._costs.update(self.experience.ratios)
         self._guard = self.experience.guard = self.experience.guard or Guard(self._costs.plain)
-        # The choice under trial and its remaining steps.
-        self._trial, self._trial_steps = PLAIN, 0
-        # Decisions whose steps have not been observed, and the newest one.
-        self._in_flight: deque[Decision] = deque()
-        self._newest = Decision()
-        self._pending = PendingDrafts()
-        # Whether a drafted step was timed since the last decision, and tokens to learn from.
+        # Remaining steps of a trial.
+        self._trial_steps = 0
+        # Choices whose steps have not been observed, at most two, and the newest one. A batch
+        # observes no step of a sequence that has ended.
+        self._in_flight: deque[Choice] = deque(maxlen=2)
+        self._newest = Choice()
+        self._pending: list[ScoredDrafts] = []
+        # Whether a drafted step was timed since the last decision, and drafts to learn from.
         self._is_stale = False
-        self._outcomes: list[tuple[PendingDrafts, ScoredDrafts | None, Sequence[int]]] = []
+        self._outcomes: list[list[ScoredDrafts]] = []
         self._was_plain = False
         self._clock, self._learning, self._elapsed = clock, 0.0, 0.0
         # Steps, tokens, expected tokens, seconds and expected seconds by kind of step.
@@ -184,9 +152,9 @@ class AdaptivePolicy:
         return bool(self._totals)
 
     @property
-    def shows_long_times(self) -> bool:
-        """Whether steps cost far less than was timed: other work disturbed the timing."""
-        return self.experience.ratios.are_low
+    def waits(self) -> bool:
+        """Whether the host waited for the drafts of the last step before it verified them."""
+        return self._newest.waits
 
     def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
         return self.choose_for([outlook] if outlook else [], 1)
@@ -199,30 +167,22 @@ class AdaptivePolicy:
             count: Number of all sequences.
         """
         self._learn()
-        tokens = 0.0
-        if outlooks and self._guard.allows_drafts:
-            tokens = self._lookup_tokens(outlooks, count)
-        if tokens:
-            self._newest = Decision(Choice(LOOKUP), tokens)
-        else:
-            choice = self._explore()
-            self._newest = Decision(choice, self._expected_tokens(choice))
+        self._newest = self._look_up(outlooks, count) or replace(self._explore())
         self._in_flight.append(self._newest)
-        if len(self._in_flight) > IN_FLIGHT:  # the sequence that was timed has ended
-            self._in_flight.popleft()
-        return self._newest.choice.plan
+        return self._newest.plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         (kept,) = self.keep_all([(self._pending, tree)], 1)
         return kept
 
     def keep_all(
-        self, offers: Sequence[tuple[PendingDrafts, TokenTree]], count: int
+        self, offers: Sequence[tuple[list[ScoredDrafts], TokenTree]], count: int
     ) -> list[TokenTree]:
         """Select the drafts to verify, with padding if a larger size costs less.
 
         Args:
-            offers: Drafts of the newest plan, for each sequence that has any.
+            offers: Drafts of the newest plan for each sequence that has any, after the drafts of
+                that sequence that the policy still learns from.
             count: Number of all sequences.
         """
         kept = self._select(offers, count)
@@ -230,33 +190,27 @@ class AdaptivePolicy:
         return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
 
     def _select(
-        self, offers: Sequence[tuple[PendingDrafts, TokenTree]], count: int
+        self, offers: Sequence[tuple[list[ScoredDrafts], TokenTree]], count: int
     ) -> list[TokenTree]:
-        decision, self.waits = self._newest, False
-        plan, wanted = decision.choice.plan, decision.choice.num_nodes
+        choice, acceptance = self._newest, self.experience.acceptance
+        plan, wanted, trees = choice.plan, choice.num_nodes, [tree for _, tree in offers]
         assert plan is not None
         if plan.from_text:
-            found = [[math.exp(score) for score in tree.read().scores] for _, tree in offers]
-            _, decision.tokens, kept = self._worth(found, count, is_lookup=True)
-            decision.waits, decision.looked_up = True, [found[0][draft] for draft in kept[0]]
-            return [tree.subtree(one) for (_, tree), one in zip(offers, kept, strict=True)]
-        for pending, tree in offers:
-            pending.newest = ScoredDrafts(plan.searched, tree)
-        if wanted != 1 and not self._guard.allows_drafts:
-            # The step in flight when this one was chosen has cost too much.
-            wanted, decision.tokens, self._trial_steps = 1, 1.0, 0
-        if wanted is None:
-            self.waits = decision.waits = True
-            found = [
-                pending.newest.score(self.experience.acceptance)
-                for pending, _ in offers
-                if pending.newest is not None
-            ]
-            _, decision.tokens, kept = self._worth(found, count)
-            return [tree.subtree(one) for (_, tree), one in zip(offers, kept, strict=True)]
-        most = min(wanted, *(tree.size for _, tree in offers))
-        size = max(size for size in (1, *self._timed.verify) if size <= most)
-        return [tree.first(size) for _, tree in offers]
+            probabilities = [[math.exp(score) for score in tree.read().scores] for tree in trees]
+        else:
+            for pending, tree in offers:
+                pending.append(ScoredDrafts(plan.searched, tree))
+            if wanted != 1 and not self._guard.allows_drafts:
+                # The step in flight when this one was chosen has cost too much.
+                wanted, choice.tokens = 1, 1.0
+            if wanted is not None:
+                most = min(wanted, *(tree.size for tree in trees))
+                size = max(size for size in (1, *self._timed.verify) if size <= most)
+                return [tree.first(size) for tree in trees]
+            probabilities = [pending[-1].score(acceptance) for pending, _ in offers]
+        choice.waits = True
+        _, choice.tokens, kept = self._worth(probabilities, count)
+        return [tree.subtree(drafts) for tree, drafts in zip(trees, kept, strict=True)]
 
     def observe(self, step: Step) -> None:
         self.observe_time(step)
@@ -265,31 +219,28 @@ class AdaptivePolicy:
     def observe_time(self, step: Step) -> None:
         """Learn from the cost of a step, at once: `keep` of the next one depends on it."""
         # The last step of a sequence is observed without having been chosen.
-        decision = self._in_flight.popleft() if self._in_flight else Decision()
+        choice = self._in_flight.popleft() if self._in_flight else Choice()
         plan, kind, num_tokens = step.plan, step.num_nodes, len(step.tokens)
-        if plan is not None and plan.from_text:
-            kind = LOOKED_UP
-            accepted = [place < num_tokens - 1 for place in range(len(decision.looked_up))]
-            self.experience.lookups.learn(decision.looked_up, accepted)
-        elif plan is not None and kind == 1:
+        if plan is not None and kind == 1:
             kind = PROBE
         self._is_stale |= plan is not None
-        timed = self._costs.timed(plan, step.num_nodes, decision.waits)
+        timed = self._costs.timed(plan, step.num_nodes, choice.waits)
         expected = timed * self.experience.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         total = self._totals.setdefault((plan, step.num_nodes), [0.0] * 5)
-        news = 1, num_tokens, decision.tokens, seconds, expected
+        news = 1, num_tokens, choice.tokens, seconds, expected
         total[:] = [known + new for known, new in zip(total, news, strict=True)]
         self._guard.count(num_tokens)
         if step.seconds is not None:
-            self._save(step, decision)
-            self._learn_time(step, kind, timed)
+            self._save(step.seconds)
+            self._learn_time(step, kind, step.seconds / timed)
 
-    def observe_tokens(self, pending: PendingDrafts, tokens: Sequence[int]) -> None:
+    def observe_tokens(self, pending: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
-        newest, pending.newest = pending.newest, None
-        if newest is not None or pending.open or self._outcomes:
-            self._outcomes.append((pending, newest, tokens))
+        for scored in pending:
+            scored.following.extend(tokens)
+        if pending:
+            self._outcomes.append(pending)
 
     def conclude(self) -> Experience:
         """End the sequence and return its experience."""
@@ -310,68 +261,57 @@ class AdaptivePolicy:
 
     def _decide(self) -> None:
         """Find the best choices by the current estimates."""
-        experience, costs = self.experience, self._costs
-        costs.update(experience.ratios)
-        self._best = Rated(PLAIN, 1 + MARGIN, costs.plain)
-        if not self._timed.level:
-            return
+        costs, expected = self._costs, self.experience.drafts
+        costs.update(self.experience.ratios)
+        plain = Choice(seconds=costs.plain / (1 + MARGIN))
         # A fixed number of nodes: the host is ahead of the device.
-        self._tokens = 1 + experience.correction.apply(experience.drafts.mean)
-        w, n, size = place = _largest(self._tokens * _VERIFIES / costs.step)
-        choice = Choice(PLANS[w, n], 1 + COUNTS[size])
-        self._fixed = Rated(choice, float(self._tokens[place]), float(costs.step[place]))
+        self._tokens = 1 + expected.mean
+        w, n, size = place = _largest(self._tokens[..., 1:] / costs.step[..., 1:])
+        tokens, seconds = self._tokens[..., 1:][place], costs.step[..., 1:][place]
+        fixed = Choice(PLANS[w, n], SIZES[size], float(tokens), float(seconds))
         # As many nodes as pay, once the host knows the drafts.
-        drafts, relative = experience.drafts.chosen
-        seconds = relative * costs.waiting[..., 1]
-        w, n = place = _largest((1 + drafts) / seconds * costs.offered)
-        waiting = Rated(Choice(PLANS[w, n]), 1 + float(drafts[place]), float(seconds[place]))
-        self._best = max(self._best, self._fixed, waiting, key=lambda rated: rated.rate)
-        best = max(self._fixed, waiting, key=lambda rated: rated.rate)
-        self._probed = best.choice.plan or SHORTEST
+        drafts, relative = expected.chosen
+        cost = relative * costs.waiting[..., 1]
+        w, n = best = _largest((1 + drafts) / cost * costs.offered)
+        waiting = Choice(PLANS[w, n], None, 1 + float(drafts[best]), float(cost[best]))
+        drafted = max(fixed, waiting, key=lambda choice: choice.rate)
+        self._probed = PLANS[PLACES[drafted.plan.shape]]
+        self._best = max(plain, drafted, key=lambda choice: choice.rate)
 
     def _explore(self) -> Choice:
         """Return the best choice, or now and then one that shows more."""
-        best, plain, trials = self._best, self._costs.plain, self.experience.trials
-        if not self._timed.level:
-            return PLAIN
-        allowed = self._guard.allows_drafts
-        if self._trial_steps and (self._trial.plan is None or allowed):
+        best, costs = self._best, self._costs
+        if self._trial_steps:
             self._trial_steps -= 1
-            return self._trial
-        if best.choice.plan is None:
-            loss = self._fixed.seconds - self._fixed.tokens * plain
-            if allowed and self.experience.ratios.knows(1) and trials >= TRIAL * loss:
-                return self._begin_trial(self._fixed.choice)
+            return Choice()
+        if best.plan is None:
             w, n = PLACES[self._probed.shape]
-            cost = float(self._costs.step[w, n, 0]) - plain
-            return self._pay(cost, probe(self._probed), PLAIN)
-        if not allowed:
-            return PLAIN
-        if trials >= TRIAL * (plain - 1 / best.rate):
-            return self._begin_trial(PLAIN)
-        return self._survey(best.choice)
+            cost = float(costs.step[w, n, 0]) - costs.plain
+            return self._pay(cost, Choice(replace(self._probed, num_nodes=1), 1), best)
+        if not self._guard.allows_drafts:
+            return Choice()
+        if self.experience.trials >= TRIAL * (costs.plain - 1 / best.rate):
+            # Keep nothing: a trial that gains would pay for the next one.
+            self.experience.trials, self._trial_steps = 0.0, TRIAL - 1
+            return Choice()
+        return self._survey(best)
 
-    def _survey(self, choice: Choice) -> Choice:
+    def _survey(self, best: Choice) -> Choice:
         """Draft longer and wider in turns, if the budget pays for it."""
-        assert choice.plan is not None
-        w, n = PLACES[choice.plan.shape]
+        assert best.plan is not None
+        w, n = PLACES[best.plan.shape]
         further = [place for place in ((w, n + 1), (w + 1, n)) if place in PLANS]
         further = [place for place in further if self._costs.offered[place]]
         if not further:
-            return choice
+            return best
         place = further[self.experience.num_surveys % len(further)]
         cost = float(self._costs.drafting[place] - self._costs.drafting[w, n])
-        if choice.num_nodes is not None:  # what its first nodes are expected to yield less
-            w, n = place
-            size = w, n, COUNTS.index(choice.num_nodes - 1)
-            cost = max(cost, float(self._costs.step[size] - self._tokens[size] / self._best.rate))
-        chosen = self._pay(cost, choice._replace(plan=PLANS[place]), choice)
-        self.experience.num_surveys += chosen is not choice
+        if best.num_nodes is not None:  # what its first nodes are expected to yield less
+            size = *place, COUNTS.index(best.num_nodes - 1)
+            cost = max(cost, float(self._costs.step[size] - self._tokens[size] / best.rate))
+        chosen = self._pay(cost, replace(best, plan=PLANS[place]), best)
+        self.experience.num_surveys += chosen is not best
         return chosen
-
-    def _begin_trial(self, choice: Choice) -> Choice:
-        self._trial, self._trial_steps = choice._replace(is_trial=True), TRIAL - 1
-        return self._trial
 
     def _pay(self, seconds: float, choice: Choice, otherwise: Choice) -> Choice:
         if self.experience.probes < seconds:
@@ -379,21 +319,16 @@ class AdaptivePolicy:
         self.experience.probes -= seconds
         return choice
 
-    def _expected_tokens(self, choice: Choice) -> float:
-        if choice.plan is None or choice.num_nodes == 1:
-            return 1.0
-        return self._fixed.tokens if choice.is_trial else self._best.tokens
-
-    def _lookup_tokens(self, outlooks: Sequence[Sequence[float]], count: int) -> float:
-        """Expected tokens of a prompt lookup if it is faster than the best choice; else 0."""
-        surplus, tokens, _ = self._worth(outlooks, count, is_lookup=True)
-        if surplus > 0:
-            return tokens
-        self.experience.lookups.fade(1 - 1 / LOOKUPS)  # the text has moved on
-        return 0.0
+    def _look_up(self, outlooks: Sequence[Sequence[float]], count: int) -> Choice | None:
+        """Choose a prompt lookup if it is faster than the best choice."""
+        if not outlooks or not self._guard.allows_drafts:
+            return None
+        surplus, tokens, _ = self._worth(outlooks, count)
+        is_faster = surplus > self._best.rate * self._timed.wait
+        return Choice(LOOKUP, tokens=tokens) if is_faster else None
 
     def _worth(
-        self, offers: Sequence[Sequence[float]], count: int, is_lookup: bool = False
+        self, offers: Sequence[Sequence[float]], count: int
     ) -> tuple[float, float, list[list[int]]]:
         """Find the number of drafts with the most tokens beyond what their time yields otherwise.
 
@@ -402,26 +337,18 @@ class AdaptivePolicy:
         Args:
             offers: Probability of each draft that it is accepted, for each sequence with drafts.
             count: Number of all sequences.
-            is_lookup: Whether the drafts come from prompt lookup.
 
         Returns:
             Tokens per sequence beyond those, expected tokens per sequence, and the drafts of each
             sequence with drafts.
         """
-        experience, costs, rate = self.experience, self._costs, self._best.rate
-        share = (experience.lookups if is_lookup else experience.correction).share.tolist()
-        seconds = (costs.lookup if is_lookup else costs.verify).tolist()
-        orders = [most_probable(probabilities) for probabilities in offers]
-        longest = max(map(len, orders))
-        sums = [1.0] * (1 + longest)
-        for order, probabilities in zip(orders, offers, strict=True):
-            expected = (probabilities[i] * part for i, part in zip(order, share, strict=False))
-            added = list(accumulate(expected, initial=0.0))
-            for number in range(1, 1 + longest):
-                sums[number] += added[min(number, len(added) - 1)] / count
-        options = zip(COUNTS, seconds, strict=True)
+        rate, orders = self._best.rate, [most_probable(one) for one in offers]
+        ordered = ([one[i] for i in order] for one, order in zip(offers, orders, strict=True))
+        added = (sum(chances) / count for chances in zip_longest(*ordered, fillvalue=0.0))
+        sums = list(accumulate(added, initial=1.0))
+        options = zip(COUNTS, self._costs.verify.tolist(), strict=True)
         surplus = {
-            number: sums[number] - rate * cost for number, cost in options if number <= longest
+            number: sums[number] - rate * cost for number, cost in options if number < len(sums)
         }
         best = max(surplus, key=surplus.__getitem__)
         return surplus[best], sums[best], [order[:best] for order in orders]
@@ -430,61 +357,50 @@ class AdaptivePolicy:
         """Learn from the drafts of all steps since the last time."""
         outcomes, self._outcomes = self._outcomes, []
         if self._learning > self._costs.plain + LEARNING * self._elapsed:
-            for pending, _, _ in outcomes:
-                pending.open.clear()
+            for pending in outcomes:
+                pending[:] = [scored for scored in pending if not scored.following]
             return
         if not (outcomes or self._is_stale):
             return
         start, experience = self._clock(), self.experience
-        for pending, newest, tokens in outcomes:
-            self._learn_drafts(pending, newest, tokens)
+        for pending in outcomes:
+            for scored in pending:
+                self._learn_drafts(scored)
+            pending[:] = [scored for scored in pending if scored.node is not None]
         if outcomes:
             experience.acceptance.fit()
         self._is_stale = False
         self._decide()
         self._learning += self._clock() - start
 
-    def _learn_drafts(
-        self, pending: PendingDrafts, newest: ScoredDrafts | None, tokens: Sequence[int]
-    ) -> None:
-        """Learn from one step's drafts, and from its tokens about all drafts that are open."""
+    def _learn_drafts(self, scored: ScoredDrafts) -> None:
+        """Learn from one tree of drafts and the tokens that have followed it since."""
+        if not scored.following:
+            return
         experience = self.experience
-        if newest is not None:
-            newest.score(experience.acceptance)
-            experience.drafts.learn(newest, experience.correction, self._costs, self._best.rate)
-            pending.open.append(newest)
-        for scored in pending.open:
-            scored.follow(tokens, experience.acceptance)
-            if scored.node is None:
-                order = most_probable(scored.probabilities)
-                expected = [scored.probabilities[draft] for draft in order]
-                experience.correction.learn(expected, [draft in scored.right for draft in order])
-        pending.open = [scored for scored in pending.open if scored.node is not None]
+        if scored.node == 0:
+            scored.score(experience.acceptance)
+            experience.drafts.learn(scored, self._costs, self._best.rate)
+        scored.follow(experience.acceptance)
 
-    def _save(self, step: Step, decision: Decision) -> None:
-        """Save a share of a step's seconds for exploring, and charge a trial what it has lost."""
-        assert step.seconds is not None
-        experience, plain = self.experience, self._costs.plain
-        self._elapsed += step.seconds
-        saved, most = EXPLORE / 2 * step.seconds, SPARE * plain
-        experience.probes = min(most, experience.probes + saved)
-        experience.trials = min(most, experience.trials + saved)
-        if decision.choice.is_trial:  # what is left, or was gained, is not kept
-            rate = self._best.rate if step.plan is None else 1 / plain
-            lost = step.seconds - len(step.tokens) / rate
-            experience.trials = min(0.0, experience.trials - lost)
+    def _save(self, seconds: float) -> None:
+        """Save a share of a step's seconds for exploring."""
+        self._elapsed += seconds
+        saved, most = EXPLORE / 2 * seconds, SPARE * self._costs.plain
+        self.experience.probes = min(most, self.experience.probes + saved)
+        self.experience.trials = min(most, self.experience.trials + saved)
 
-    def _learn_time(self, step: Step, kind: int, timed: float) -> None:
-        """Learn from the cost of a step."""
+    def _learn_time(self, step: Step, kind: int, ratio: float) -> None:
+        """Learn from the cost of a step, as a multiple of what was timed."""
         assert step.seconds is not None
         was_plain, self._was_plain = self._was_plain, step.plan is None
         if step.plan is not None:
-            self.experience.ratios.learn(kind, step.seconds / timed)
-            self._guard.learn_drafted(step.seconds, len(step.tokens), kind != PROBE)
-        elif was_plain and self._newest.choice.plan is None:
+            self.experience.ratios.learn(kind, ratio)
+            self._guard.learn_drafted(step.seconds, len(step.tokens))
+        elif was_plain and self._newest.plan is None:
             # A plain step is dispatched before the one before is read: in a row of them the first
             # seems longer and the last shorter than they are.
-            self.experience.ratios.learn(1, step.seconds / timed)
+            self.experience.ratios.learn(1, ratio)
             self._guard.learn_plain(step.seconds)
 
 

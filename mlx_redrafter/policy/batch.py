@@ -14,8 +14,9 @@ import numpy as np
 
 from mlx_redrafter.decoding.protocols import DraftPolicy, Offer, Outlook, Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import IN_FLIGHT, AdaptivePolicy, Experience, PendingDrafts
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.acceptance import ScoredDrafts
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
@@ -98,9 +99,9 @@ class BatchPolicy:
         # Number of sequences of the step that is being decided.
         self._count = 1
         # Decisions so far, and which member's step is timed, for each decision whose step has not
-        # been observed.
+        # been observed, at most two.
         self._number = 0
-        self._timed: deque[tuple[int, MemberPolicy]] = deque()
+        self._timed: deque[tuple[int, MemberPolicy]] = deque(maxlen=2)
         # Selected drafts of the step's members.
         self._kept: dict[MemberPolicy, TokenTree] = {}
 
@@ -113,17 +114,15 @@ class BatchPolicy:
     def look(self, outlooks: Sequence[Outlook], count: int) -> None:
         """Decide the plan of the next step for all members."""
         members = [(one, found) for one, found in outlooks if isinstance(one, MemberPolicy)]
+        self._kept = {}
         if members:
             policy, self._count = self._current(), count
             self._plan = policy.choose_for([found for _, found in members if found], count)
             self._number += 1
             self._timed.append((self._number, members[0][0]))
-            if len(self._timed) > IN_FLIGHT:
-                self._timed.popleft()
 
     def weigh(self, offers: Sequence[Offer]) -> None:
         """Select the drafts of all members to verify."""
-        self._kept = {}
         found = [(one, tree) for one, _, tree in offers if isinstance(one, MemberPolicy)]
         if found:
             found.sort(key=lambda offer: -offer[1].size)
@@ -176,7 +175,7 @@ class MemberPolicy:
 
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
-        self.pending = PendingDrafts()
+        self.pending: list[ScoredDrafts] = []
         # Numbers of the decisions whose steps have not been observed.
         self._numbers: deque[int] = deque()
 

@@ -1,16 +1,19 @@
-"""Draft plans that the adaptive policy chooses from.
+"""Draft plans that the adaptive policy chooses from, and the policy of one plan.
 
 Axes: W widths, L lengths, S sizes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.trees.tree import TokenTree
 
 # Beam widths: a chain and a narrow tree, whose search scores four children of every beam.
 WIDTHS = (1, 2)
@@ -41,23 +44,25 @@ FITS = np.array(
 )
 
 
-class Choice(NamedTuple):
-    """Choice of the adaptive policy for one step.
+@dataclass(frozen=True)
+class FixedPolicy:
+    """A `DraftPolicy` with the same plan in every step.
 
     Attributes:
-        plan: Plan of the drafts; None for plain decoding.
-        num_nodes: Number of nodes to verify; None to choose it by the drafts' probabilities.
-        is_trial: Whether the step is a trial, which the exploration budget pays for.
+        plan: Plan of every step that has something to propose; None for plain decoding.
+        costs: Seconds of steps, by which trees are padded; None to leave trees as they are.
     """
 
-    plan: DraftPlan | None = None
-    num_nodes: int | None = None
-    is_trial: bool = False
+    plan: DraftPlan | None
+    costs: StepCosts | None = None
 
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+        has_nothing = outlook is not None and len(outlook) == 0
+        return None if has_nothing else self.plan
 
-PLAIN = Choice()
+    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        """Keep all nodes, with padding if a larger size costs less."""
+        return tree if self.costs is None else tree.padded(self.costs.cheapest_size(tree.size))
 
-
-def probe(plan: DraftPlan) -> Choice:
-    """Choose a plain step with drafts drawn next to it, to be scored and not verified."""
-    return Choice(replace(plan, num_nodes=1), 1)
+    def observe(self, step: Step) -> None:
+        """Do nothing."""

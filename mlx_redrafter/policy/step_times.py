@@ -23,8 +23,6 @@ CHANGE = 0.25
 OWN = 0.5
 # Number of steps of a kind after which that variance falls no further, as costs change.
 KNOWN = 24
-# Logarithm of a surprise that is rather a change than noise.
-LARGE = 0.4
 # Plain steps that each budget may save up, and that drafting may lose at once.
 SPARE = 8.0
 # Share of all tokens, in plain steps, that drafting may lose besides.
@@ -32,8 +30,6 @@ LOSS = 0.03
 
 # Kind of step of a probe; other kinds are numbers of nodes.
 PROBE = 0
-# Kind of step of a prompt lookup.
-LOOKED_UP = -1
 _NEVER = 1e9  # seconds of a plan that is not offered
 
 
@@ -52,12 +48,8 @@ class TimeRatios:
         self._newest: dict[int, float] = {}
 
     def of(self, kind: int) -> float:
-        """Return the ratio of a kind: a number of nodes (1: plain), PROBE or LOOKED_UP."""
+        """Return the ratio of a kind: a number of nodes (1: plain), or PROBE."""
         return math.exp(self._common + self._own.get(kind, (0.0, 0.0))[0])
-
-    def knows(self, kind: int) -> bool:
-        """Whether some step of a kind has been measured."""
-        return kind in self._own
 
     @property
     def are_low(self) -> bool:
@@ -76,8 +68,7 @@ class TimeRatios:
         known, ratio = self._common + own, math.log(max(ratio, 1e-3))
         last, self._newest[kind] = self._newest.get(kind, min(known, ratio)), ratio
         surprise = max(min(last, known), min(ratio, max(last, known))) - known
-        noise = 1 / (1 + (surprise / LARGE) ** 2)
-        total = noise + CHANGE + variance
+        total = 1 + CHANGE + variance
         self._common += surprise * CHANGE / total
         variance, own = variance - variance**2 / total, own + surprise * variance / total
         self._own[kind] = own, max(1 / KNOWN, variance)
@@ -95,7 +86,6 @@ class CurrentCosts:
         plain: A plain step.
         drafting: Drafting alone, shape (W, L).
         verify: Verifying, by entry of COUNTS; at least a plain step.
-        lookup: Verifying the drafts of a prompt lookup, by entry of COUNTS.
         step: Drafting and verifying, shape (W, L, 1 + S); without end if the plan has fewer drafts.
         waiting: The same if the host waits for the drafts.
     """
@@ -116,13 +106,12 @@ class CurrentCosts:
 
     def update(self, ratios: TimeRatios) -> None:
         """Take over the newest ratios."""
-        wait, slowed = self._costs.wait, np.array([ratios.of(kind) for kind in (PROBE, *SIZES)])
+        slowed = np.array([ratios.of(kind) for kind in (PROBE, *SIZES)])
         self.plain: float = self._costs.plain * ratios.of(1)
         self.drafting: Floats = self._drafting * ratios.of(1)
         self.verify: Floats = np.maximum(self._verify * slowed, self.plain)
-        self.lookup: Floats = np.maximum(self._verify * ratios.of(LOOKED_UP), self.plain) + wait
         self.step: Floats = self._drafting[..., None] * slowed + self._unfit + self.verify
-        self.waiting: Floats = self.step + wait
+        self.waiting: Floats = self.step + self._costs.wait
 
     def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
         """Return the seconds of a step as timed beforehand."""
@@ -147,9 +136,8 @@ class Guard:
     def __init__(self, plain: float):
         # Seconds of the newest plain steps.
         self._plain = [plain / 2]
-        # Seconds and tokens of drafted steps, and the two newest of those steps.
+        # Seconds and tokens of drafted steps, and tokens of all steps.
         self._seconds = self._tokens = 0.0
-        self._newest: list[tuple[float, float]] = []
         self._emitted = 0
 
     def fade(self) -> None:
@@ -159,7 +147,6 @@ class Guard:
         compiled, some seven sequences are decoded plainly.
         """
         self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
-        self._newest = [(seconds / 2, tokens / 2) for seconds, tokens in self._newest]
         self._emitted, self._plain = 0, self._plain[-2:]
 
     @property
@@ -171,12 +158,10 @@ class Guard:
         """Learn the cost of a plain step between plain ones."""
         self._plain = [*self._plain[-4:], seconds]
 
-    def learn_drafted(self, seconds: float, num_tokens: float, is_verified: bool = True) -> None:
-        """Count a drafted step and its tokens; a probe's drafts are not verified."""
-        if is_verified:
-            self._newest = [*self._newest[-1:], (seconds, num_tokens)]
+    def learn_drafted(self, seconds: float, num_tokens: float) -> None:
+        """Count a step for which drafts were drawn, and its tokens."""
         self._seconds, self._tokens = self._seconds + seconds, self._tokens + num_tokens
-        if self._lost(self._seconds, self._tokens) < 0:
+        if self._lost < 0:
             self._seconds = self._tokens = 0.0
 
     def count(self, num_tokens: int) -> None:
@@ -185,11 +170,10 @@ class Guard:
 
     @property
     def allows_drafts(self) -> bool:
-        """Whether drafting may lose once more what both of its newest steps have lost."""
-        again = min((self._lost(*step) for step in self._newest), default=0.0)
-        lost = self._lost(self._seconds, self._tokens) + max(0.0, again)
-        return lost <= SPARE + LOSS * self._emitted
+        """Whether drafting has lost no more than it may lose."""
+        return self._lost <= SPARE + LOSS * self._emitted
 
-    def _lost(self, seconds: float, num_tokens: float) -> float:
+    @property
+    def _lost(self) -> float:
         """Plain steps that drafting has lost."""
-        return seconds / self.plain - num_tokens
+        return self._seconds / self.plain - self._tokens

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.policy.acceptance import MAX_DRAFTS, ScoredDrafts, most_probable
+from mlx_redrafter.policy.acceptance import ScoredDrafts, most_probable
 from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES
 from mlx_redrafter.policy.step_times import CurrentCosts
 from mlx_redrafter.trees.tree import Drafts
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 # Window of the running means, in trees: twice as many follow a changing text too slowly.
 MEMORY = 10
@@ -26,69 +25,9 @@ PRIOR_CHAIN = 0.75
 PRIOR_TREE = 1.15
 # Drafts added on both sides of a ratio that extrapolates: the ratio of two small means is noise.
 SMALL = 0.05
-# Weight of a further level's likeness to the last one seen, beside its own mean.
-DOUBT = 0.2
-# Window of the counts that correct the expectations of a drafter's trees, in trees.
-COUNTED = 100
-# Window of the counts that correct the expectations of prompt lookup, in lookups.
-LOOKUPS = 16
 
 _NW, _NL, _NC = FITS.shape
 _ROWS = np.ogrid[:_NW, :_NL]
-# Index in SIZES of the smallest size that verifies the i-th draft in order.
-BUCKETS = np.searchsorted(COUNTS[1:], np.arange(1, MAX_DRAFTS + 1))
-# One class for all drafts.
-ALL = np.zeros_like(BUCKETS)
-# Place of the last draft that each size verifies.
-_LAST = np.array(COUNTS[1:]) - 1
-
-
-class Correction:
-    """Accepted drafts as a share of the expected ones, by place in the order of verification.
-
-    The share differs from 1 as far as the counts contradict the expectation by two standard
-    deviations. Trees that were not verified count as well.
-
-    Args:
-        window: Number of trees that count.
-        buckets: Class of each place, whose counts are added up.
-
-    Attributes:
-        share: The share, by place, shape (MAX_DRAFTS,).
-    """
-
-    def __init__(self, window: int, buckets: Ints = BUCKETS):
-        self._window, self._buckets = window, buckets
-        # Expected and accepted drafts by class.
-        self._counts: Floats = np.zeros((2, buckets[-1] + 1))
-        self.share: Floats = np.ones(len(buckets))
-
-    def learn(self, expected: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Count the drafts of one tree, whose outcome is known, in the order of verification.
-
-        Args:
-            expected: Probability of each draft that it is accepted.
-            accepted: Whether it was.
-        """
-        places, classes = self._buckets[: len(expected)], self._counts.shape[1]
-        self._counts[0] += np.bincount(places, expected, classes)
-        self._counts[1] += np.bincount(places, accepted, classes)
-        self.fade(1 - 1 / self._window)
-
-    def fade(self, factor: float) -> None:
-        """Reduce the weight of all counts."""
-        self._counts *= factor
-        expected, accepted = np.maximum(self._counts, 1e-9)
-        low = np.maximum(0.0, accepted - 2 * np.sqrt(accepted)) / expected
-        high = (accepted + 2 * np.sqrt(accepted + 1)) / expected
-        self.share = np.clip(1.0, low, high)[self._buckets]
-
-    def apply(self, drafts: Floats) -> Floats:
-        """Correct sums of expected drafts by number of drafts, shape (..., 1 + S)."""
-        corrected = np.zeros_like(drafts)
-        added = drafts[..., 1:] - drafts[..., :-1]
-        np.cumsum(added * self.share[_LAST], axis=-1, out=corrected[..., 1:])
-        return corrected
 
 
 class ExpectedDrafts:
@@ -115,21 +54,17 @@ class ExpectedDrafts:
         """Let the means count as half of a full window."""
         self._count = min(self._count, self.window // 2)
 
-    def learn(
-        self, scored: ScoredDrafts, correction: Correction, costs: CurrentCosts, rate: float
-    ) -> None:
+    def learn(self, scored: ScoredDrafts, costs: CurrentCosts, rate: float) -> None:
         """Learn from the drafts of one tree.
 
         Args:
             scored: The drafts, which have been scored.
-            correction: Correction of the probabilities.
             costs: Current costs of steps.
             rate: Tokens per second that the time of a draft yields otherwise.
         """
-        found = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
+        mean, drafts = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
         self._count = min(self._count + 1, self.window)
-        self.mean = self.mean + (found[0] - self.mean) / self._count
-        drafts = correction.apply(found[1])
+        self.mean = self.mean + (mean - self.mean) / self._count
         best = *_ROWS, (drafts - rate * costs.waiting).argmax(-1)
         newest = np.array([drafts[best], costs.waiting[best] / costs.waiting[..., 1]])
         self.chosen = self.chosen + (newest - self.chosen) / self._count
@@ -138,16 +73,12 @@ class ExpectedDrafts:
         """Fill in the plans that are longer or wider than the one at ``place``."""
         (w, n), mean = place, self.mean
         if n + 1 < _NL:
-            # Drafts that a chain's last level adds in this tree, the level before, and the mean.
+            # Each further level adds one draft, as likely next to the last level's draft as that
+            # one next to the draft before.
             chain = [0.0, *found[0, 0, : n + 1, -1]]
             last, before = chain[-1] - chain[-2], chain[-2] - chain[-3] if n else 1.0
-            usual = mean[0, n, -1] - (mean[0, n - 1, -1] if n else 0.0)
-            # Further levels add their mean, scaled by the last level, and a part of what they would
-            # add if they were as likely as it was: a mean that no tree has shown lately is doubted.
-            further = mean[:, n + 1 :] - mean[:, n : n + 1]
-            scale = (1 - DOUBT) * (SMALL + last) / (SMALL + max(0.0, usual))
             added = last * min(1.0, last / (SMALL + before)) * (np.array(COUNTS) >= LENGTHS[n])
-            found[:, :, n + 1 :] = found[:, :, n : n + 1] + scale * further + DOUBT * added
+            found[:, :, n + 1 :] = found[:, :, n : n + 1] + added
         for wider in range(w + 1, _NW):
             found[:, wider] = found[:, w] * (SMALL + mean[wider]) / (SMALL + mean[w])
         return found

@@ -54,7 +54,7 @@ class BranchStates(NamedTuple):
     updates: mx.array
     log_decays: mx.array
 
-    def state_after(self, paths: Paths) -> mx.array:
+    def array_after(self, paths: Paths) -> mx.array:
         """Compute the states after paths, shape (B, H, V, K)."""
         nodes = paths.nodes[:, None]
         logs = mx.take_along_axis(self.log_decays, nodes, axis=2)

@@ -29,17 +29,22 @@ Call = Callable[..., Any]
 Hook = Callable[..., Any]
 
 
+class UntraceableError(Exception):
+    """A model needs numbers on the host that a pass compiled for any length does not have."""
+
+
 @dataclass(frozen=True)
 class TreePositions:
     """Positions of the nodes of trees.
 
     Attributes:
         nodes: Position of every node, int32, shape (B, N).
-        spans: Positions that the nodes of each tree may have.
+        spans: Positions that the nodes of each tree may have; None in a pass that MLX compiles for
+            any length.
     """
 
     nodes: mx.array
-    spans: Sequence[range]
+    spans: Sequence[range] | None
 
     @cached_property
     def flat(self) -> mx.array:
@@ -48,7 +53,13 @@ class TreePositions:
 
     @property
     def all(self) -> list[int]:
-        """All positions that nodes may have, in order."""
+        """All positions that nodes may have, in order.
+
+        Raises:
+            UntraceableError: MLX compiles the pass.
+        """
+        if self.spans is None:
+            raise UntraceableError("expected positions on the host, found a pass for any length")
         return sorted(set().union(*self.spans))
 
 
@@ -147,7 +158,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     rope = cast(Any, call.__self__)
     num_texts, nodes = x.shape[0], positions.flat
     x = _nodes_as_batch(x)
-    if max(span.stop for span in positions.spans) <= rope.max_position_embeddings:
+    if positions.all[-1] < rope.max_position_embeddings:
         # Sequences of up to this length share one base.
         rotated = mx.fast.rope(
             x,

@@ -23,8 +23,9 @@ def load_model(
     tokenizer_config: Mapping[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
+    lazy: bool = False,
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a stock model and its tokenizer."""
+    """Load a stock model and its tokenizer; ``lazy`` leaves the weights in their files."""
     folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
     read_shapes(folder)  # names a truncated file before mlx-lm allocates memory
     try:
@@ -33,6 +34,7 @@ def load_model(
             tokenizer_config=dict(tokenizer_config or {}),
             adapter_path=None if adapter_path is None else str(adapter_path),
             trust_remote_code=trust_remote_code,
+            lazy=lazy,
         )
         model(mx.array([[0]]))  # never computed: it fails unless the parts fit together
     except Exception as error:  # loading damaged files may raise anything

@@ -8,7 +8,6 @@ its convolutions and its recurrence, in the order of their arrays in the layer's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from mlx_lm.models.ssm import compute_dt
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import cache_among
-from mlx_redrafter.target.caches.tree_pass import Paths, TreePass
+from mlx_redrafter.target.caches.tree_pass import BranchedState, BranchPart, Paths, TreePass
 from mlx_redrafter.target.hooks import Call
 from mlx_redrafter.target.scoped import Scoped
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -30,13 +29,36 @@ class _Layer(NamedTuple):
     Attributes:
         step: The forward pass.
         trees: The trees of the pass.
-        arrays_after: Functions from paths to an array of the layer's cache after them, one for each
-            array so far.
+        parts: The arrays of the layer's cache so far, for any paths of the trees.
     """
 
     step: TreePass
     trees: TreeBatch
-    arrays_after: list[Callable[[Paths], mx.array]]
+    parts: list[BranchPart]
+
+
+class _Rows(NamedTuple):
+    """Inputs of a causal convolution before and at the nodes of trees.
+
+    Attributes:
+        inputs: Rows of all sequences.
+        rows: Rows that the convolution of each node reads, int32, shape (B N, S).
+    """
+
+    inputs: mx.array
+    rows: mx.array
+
+    def array_after(self, paths: Paths) -> mx.array:
+        return self.inputs[self.rows[paths.last, 1:]]
+
+
+class _Nodes(NamedTuple):
+    """Rows of the nodes of all trees."""
+
+    rows: mx.array
+
+    def array_after(self, paths: Paths) -> mx.array:
+        return self.rows[paths.last]
 
 
 _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
@@ -47,10 +69,10 @@ def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
     cache = cache_among(*args, *kwargs.values())
     if cache is None or cache.trees is None:
         return call(*args, **kwargs)
-    arrays_after: list[Callable[[Paths], mx.array]] = []
-    with Scoped(_layer, _Layer(cache.step, cache.trees, arrays_after)):
+    parts: list[BranchPart] = []
+    with Scoped(_layer, _Layer(cache.step, cache.trees, parts)):
         result = call(*args, **kwargs)
-    cache.branch(lambda paths: [array_after(paths) for array_after in arrays_after])
+    cache.branch(BranchedState(parts))
     return result
 
 
@@ -66,7 +88,7 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
         return call(x)
     size, inputs = x.shape[1] - layer.trees.size + 1, x.flatten(0, 1)
     rows = layer.step.window_rows(size).flatten(0, 1)
-    layer.arrays_after.append(lambda paths: inputs[rows[paths.last, 1:]])
+    layer.parts.append(_Rows(inputs, rows))
     convolved: mx.array = call(inputs[rows])
     return convolved.reshape(x.shape[0], layer.trees.size, -1)
 
@@ -97,7 +119,7 @@ def convolve_pairs(
     inputs = _by_node(mx.concatenate([before, x], axis=2)).flatten(0, 1)[:, :, None]
     above = inputs[layer.step.window_rows(2)[..., 0].flatten()]
     nodes = _by_node(x).flatten(0, 1)[:, :, None]
-    layer.arrays_after.append(lambda paths: nodes[paths.last])
+    layer.parts.append(_Nodes(nodes))
     convolved: mx.array = call(nodes, weights, state=above)
     return convolved.reshape(x.shape[0], -1, *x.shape[1::2]).swapaxes(1, 2)
 
@@ -146,7 +168,7 @@ def _follow_delta_rule(
         layer.trees.ancestors,
         max(layer.trees.max_depths),
     )
-    layer.arrays_after.append(BranchStates(before, keys, updates, log_decays).state_after)
+    layer.parts.append(BranchStates(before, keys, updates, log_decays))
     return _by_node(y).astype(q.dtype), state
 
 
@@ -177,7 +199,7 @@ def _follow_state_space(
         before,
         layer.trees.ancestors,
     )
-    layer.arrays_after.append(BranchStates(before, keys, updates, log_decays).state_after)
+    layer.parts.append(BranchStates(before, keys, updates, log_decays))
     return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.device_read import to_floats
+from mlx_redrafter.device_read import to_floats, wait_for
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
@@ -25,6 +25,7 @@ from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.compiled_pass import CompiledPasses, waits_for_host
 from mlx_redrafter.target.few_shapes import (
     additive_masks,
     attend_with_additive_mask,
@@ -105,10 +106,14 @@ class Target:
         context_length: Number of positions for which the model was made; None if its config does
             not say, or if no layer counts tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
+        compiled: Compiled passes over trees; None if they do not pay.
+        devices: Devices of all machines; none for one machine alone.
 
     Raises:
         UnsupportedTargetError: The architecture is not supported.
     """
+
+    devices: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module):
         parts = find_parts(model)
@@ -125,6 +130,12 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
+        self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
+
+    @property
+    def stock_model(self) -> Any:
+        """The model, for code that calls it and computes every call, as mlx-lm's loops do."""
+        return self.model
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -177,17 +188,15 @@ class Target:
         """
         cache = self.new_cache(quantisation=quantisation)
         mx.eval(self.advance(mx.array([0], dtype=mx.int32), cache).logits)
-        reserve_rows(
-            [
-                part
-                for part in parts_of(cache.stock)
-                if isinstance(part, KVCache | ChunkedKVCache | QuantizedKVCache)
-            ],
-            length,
-        )
+        self.reserve(cache, length)
         cache.settle(length)
         mx.eval([layer.state for layer in cache.stock])
         return cache
+
+    def reserve(self, cache: TreeCache, num_rows: int) -> None:
+        """Give the used layers of a cache that hold K/V entries room for ``num_rows``."""
+        kinds = KVCache | ChunkedKVCache | QuantizedKVCache
+        reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
@@ -307,19 +316,22 @@ class Target:
         while total - done > 1:
             limit = step_size if isinstance(step_size, int) else step_size(done)
             size = min(limit, total - done - 1)
-            cache.expect(None)
-            chunk = prompt[done : done + size]
-            if layers:
-                states = self._process(chunk[None], cache.stock, layers).alone.states
-                assert states is not None
+            states = self.process_chunk(prompt[done : done + size], cache, layers).states
+            if states is not None:
                 on_states(states)
-            else:
-                self.model(chunk[None], cache=cache.stock)
-            cache.grow(size)
-            mx.eval([layer.state for layer in cache.stock])
+            wait_for([layer.state for layer in cache.stock])
             done += size
             on_progress(done, total)
             mx.clear_cache()
+
+    def process_chunk(
+        self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]
+    ) -> TargetOutputs:
+        """Process some tokens of a prompt, shape (n,), which MLX has not computed yet."""
+        cache.expect(None)
+        outputs = self._process(chunk[None], cache.stock, layers).alone
+        cache.grow(chunk.shape[0])
+        return outputs
 
     def prefill_together(
         self,
@@ -376,6 +388,10 @@ class Target:
                 layers stands for the last one's output, `FINAL` for that output after the norm.
         """
         cache.expect(tree)
+        if self.compiled is not None:
+            compiled = self.compiled.verify(tree, cache, layers)
+            if compiled is not None:
+                return TargetOutputs(*compiled).alone
         tokens = tree.tokens
         if tree.num_nodes < tree.size:
             tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
@@ -400,6 +416,11 @@ class Target:
         states = self._process(tokens[None], None, layers).alone.states
         assert states is not None
         return states
+
+    def call(self, tokens: mx.array, caches: list[Any] | None) -> mx.array:
+        """Call the model, to compute all of the call; without caches for a new sequence."""
+        logits: mx.array = self.model(tokens, cache=caches)
+        return logits
 
     def watch(self, layers: Sequence[int]) -> None:
         """Hook layers, so that forward passes can capture their inputs.
@@ -445,7 +466,7 @@ class Target:
     ) -> TargetOutputs:
         """Compute outputs with an axis of sequences, for tokens of shape (sequences, N)."""
         with captured_output() as outputs, captured_inputs() as inputs:
-            logits = self.model(tokens, cache=caches)
+            logits = self.call(tokens, caches)
         final, states = outputs[-1], None
         if layers:
             parts = [final if i == FINAL else inputs[id(self._reader_of(i))] for i in layers]
@@ -509,7 +530,7 @@ class Target:
         for module in candidates:
             install(HookPoint(module, "__call__", capture_input))
         with captured_output() as outputs, captured_inputs() as inputs:
-            self.model(mx.array([[0]]))
+            self.call(mx.array([[0]]), None)
         for module in candidates:
             given = inputs.get(id(module))
             if given is not None and mx.array_equal(module(given), outputs[-1]).item():

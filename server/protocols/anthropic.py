@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,9 @@ from starlette.responses import Response
 
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
+from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, unexpected
-from mlx_redrafter.server.parts import Part, ToolCall
+from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_options, read_stops
@@ -24,7 +24,7 @@ from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 from mlx_redrafter.server.wire import event, respond
 
 logger = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ class MessageWriter(Writer):
         self._has_begun = False
         # Type of the open block, and the number of blocks before it.
         self._open, self._index = "", 0
+        self._call_id = ""
         self._last: Part | None = None
 
     def add(self, part: Part, usage: Usage) -> Iterator[str]:
@@ -159,7 +160,10 @@ class MessageWriter(Writer):
 
     def keep_alive(self, usage: Usage) -> Iterator[str]:
         yield from self._begin(usage)
-        yield from self._say(self._open or "text", "")
+        if self._open == "tool_use":
+            yield self._delta({"type": "input_json_delta", "partial_json": ""})
+        else:
+            yield from self._say(self._open or "text", "")
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
         text = texts[0]
@@ -170,7 +174,8 @@ class MessageWriter(Writer):
         if text.content:
             content.append({"type": "text", "text": text.content})
         for call in text.tool_calls:
-            content.append({**_begin_call(call), "input": json.loads(call.arguments)})
+            if call.parsed is not None:
+                content.append({**_begin_call(call), "input": call.parsed})
         return {**self._message(usage), "content": content, **_end_of(text)}
 
     def _message(self, usage: Usage) -> dict[str, Any]:
@@ -201,11 +206,13 @@ class MessageWriter(Writer):
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: ToolCall) -> Iterator[str]:
-        yield from self._close()
-        yield self._block_start({**_begin_call(call), "input": {}})
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-        self._open = "tool_use"
-        yield from self._close()
+        """Add to the open block, or begin one if that is of another call."""
+        if self._open != "tool_use" or self._call_id != call.id:
+            yield from self._close()
+            yield self._block_start({**_begin_call(call), "input": {}})
+            self._open, self._call_id = "tool_use", call.id
+        if call.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _close(self) -> Iterator[str]:
         if self._open == "thinking":
@@ -341,7 +348,6 @@ def _read_output(fields: Fields) -> tuple[str | None, AnswerFormat | None]:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     definitions = []
     for i, tool in enumerate(given):
         within = f"tools[{i}]"

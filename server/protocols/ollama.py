@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -17,16 +16,17 @@ from starlette.responses import Response
 
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
+from mlx_redrafter.server.call_reader import ToolCall, add_call
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.models import LoadedModel, Model
-from mlx_redrafter.server.parts import Part, ToolCall
+from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import Conversation
 from mlx_redrafter.server.protocols.openai_fields import read_options, read_penalties, read_stops
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 from mlx_redrafter.server.wire import respond, to_text
 
 # Version of Ollama whose API this follows, since clients look for one that is new enough.
@@ -167,10 +167,15 @@ class OllamaWriter(Writer):
         self._begin = time.perf_counter()
         self._first: float | None = None
         self._finish_reason: str | None = None
+        # Calls so far, which Ollama's clients want whole.
+        self._calls: list[ToolCall] = []
 
     def add(self, part: Part, usage: Usage) -> Iterator[str]:
         self._first = self._first or time.perf_counter()
         self._finish_reason = part.finish_reason
+        for call in part.tool_calls:
+            add_call(self._calls, call)
+        part = replace(part, tool_calls=self._calls if part.finish_reason else [])
         if part.content or part.reasoning or part.tool_calls:
             yield self._line({**self._say(part), "done": False})
 
@@ -205,7 +210,8 @@ class OllamaWriter(Writer):
         if part is not None and part.reasoning:
             more["thinking"] = part.reasoning
         if part is not None and part.tool_calls:
-            more["tool_calls"] = list(map(_format_call, part.tool_calls))
+            whole = (call for call in part.tool_calls if call.parsed is not None)
+            more["tool_calls"] = list(map(_format_call, whole))
         if self._field == "response":
             return {"response": content, **more}
         return {"message": {"role": "assistant", "content": content, **more}}
@@ -246,8 +252,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _format_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.loads(call.arguments)}
-    return {"id": call.id, "function": function}
+    return {"id": call.id, "function": {"name": call.name, "arguments": call.parsed}}
 
 
 def _read_chat(
@@ -354,7 +359,6 @@ def _read_message(fields: Fields, conversation: Conversation) -> None:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     definitions = []
     for i, tool in enumerate(given):
         one = Fields(tool, f"tools[{i}]")

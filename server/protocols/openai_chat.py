@@ -11,14 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
-from mlx_redrafter.server.parts import Part, TokenLogprob, ToolCall
+from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
 from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 
 # Maximum of ``top_logprobs``, as at OpenAI.
 MAX_TOP_LOGPROBS = 20
@@ -108,8 +109,8 @@ class ChatWriter(ChoiceWriter):
         kind = "chat.completion.chunk" if request.is_streamed else "chat.completion"
         super().__init__("chatcmpl", kind, options, model)
         self._request = request
-        # Number of tool calls of each text so far.
-        self._calls: dict[int, int] = {}
+        # Ids of the tool calls of each text so far.
+        self._calls: dict[int, list[str]] = {}
 
     def is_shown(self, part: Part) -> bool:
         return part.index not in self._calls or super().is_shown(part)
@@ -129,13 +130,9 @@ class ChatWriter(ChoiceWriter):
             message["content"] = None
         if part.reasoning:
             message["reasoning"] = part.reasoning
-        first = self._calls.get(part.index, 0)
-        self._calls[part.index] = first + len(part.tool_calls)
+        known = self._calls.setdefault(part.index, [])
         if part.tool_calls:
-            message["tool_calls"] = [
-                {"index": i, **_format_call(call)} if name == "delta" else _format_call(call)
-                for i, call in enumerate(part.tool_calls, first)
-            ]
+            message["tool_calls"] = [_format_call(call, known, name) for call in part.tool_calls]
         logprobs = None
         if self._request.top_logprobs is not None:
             logprobs = {"content": list(map(_format_logprobs, part.logprobs))}
@@ -147,9 +144,15 @@ class ChatWriter(ChoiceWriter):
         }
 
 
-def _format_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+def _format_call(call: ToolCall, known: list[str], name: str) -> dict[str, Any]:
+    """Format a whole call, or a piece of one for a ``delta``; add its id to those known."""
+    found: dict[str, Any] = {}
+    if call.id not in known:
+        known.append(call.id)
+        found = {"id": call.id, "type": "function", "function": {"name": call.name}}
+    if name == "delta":
+        found["index"] = known.index(call.id)
+    return {**found, "function": {**found.get("function", {}), "arguments": call.arguments}}
 
 
 def _format_logprobs(token: TokenLogprob) -> dict[str, Any]:
@@ -164,7 +167,6 @@ def _shown(token: TokenLogprob) -> dict[str, Any]:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     for i, tool in enumerate(given):
         one = Fields(tool, f"tools[{i}]")
         if one.one_of("type", ["function"]) is None:

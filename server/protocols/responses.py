@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
+from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, unexpected
-from mlx_redrafter.server.parts import Part, ToolCall
+from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import IGNORED, read_json_schema, read_options
@@ -26,7 +27,7 @@ from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
-from mlx_redrafter.server.tools import Tools, check_number, make_tool
+from mlx_redrafter.server.tools import Tools, make_tool
 from mlx_redrafter.server.wire import event, respond
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,13 @@ _REPEATED: dict[str, Any] = {
 # Places of the only part of an item.
 _SUMMARY: dict[str, Any] = {"summary_index": 0}
 _CONTENT: dict[str, Any] = {"content_index": 0}
+# Names of the texts and parts of items in events, by the type of the item, and fields of the texts.
+_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reasoning": ("reasoning_summary_text", _SUMMARY),
+    "message": ("output_text", {**_CONTENT, "logprobs": []}),
+    "function_call": ("function_call_arguments", {}),
+}
+_PARTS = {"reasoning": "reasoning_summary_part", "message": "content_part"}
 
 to_error = Refusal.to_json
 
@@ -175,8 +183,9 @@ class ResponseWriter(Writer):
         self._created = int(time.time())
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
-        # Type of the last item, if it is not finished, and its text so far.
-        self._open, self._text = "", ""
+        # Type of the last item and id of its call, if it is not finished, and its text so far.
+        self._open: tuple[str, str | None] | None = None
+        self._text = ""
         self._finish_reason: str | None = None
 
     def add(self, part: Part, usage: Usage) -> Iterator[str]:
@@ -186,7 +195,7 @@ class ResponseWriter(Writer):
         if part.content:
             yield from self._say("message", part.content)
         for call in part.tool_calls:
-            yield from self._call(call)
+            yield from self._say("function_call", call.arguments, call)
         self._finish_reason = part.finish_reason
 
     def end(self, usage: Usage) -> Iterator[str]:
@@ -234,7 +243,8 @@ class ResponseWriter(Writer):
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._asked.repeated["store"]:
-            self._stored.keep(response, [*self._asked.items, *self._output])
+            whole = [item for item in self._output if item["status"] == "completed"]
+            self._stored.keep(response, [*self._asked.items, *whole])
         return response
 
     def _event(self, kind: str, **values: Any) -> str:
@@ -252,65 +262,54 @@ class ResponseWriter(Writer):
         """Place of the last item in the output."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
-    def _say(self, kind: str, text: str) -> Iterator[str]:
-        """Add to the open item, or begin one if that is of another kind."""
-        if self._open != kind:
+    def _say(self, kind: str, text: str, call: ToolCall | None = None) -> Iterator[str]:
+        """Add to the open item, or begin one if that is another one."""
+        if self._open != (kind, call and call.id):
             yield from self._close()
-            yield from self._open_item(kind)
+            yield from self._open_item(kind, call)
         self._text += text
-        if kind == "reasoning":
-            name, place = "response.reasoning_summary_text.delta", _SUMMARY
-        else:
-            name, place = "response.output_text.delta", {**_CONTENT, "logprobs": []}
-        yield self._event(name, **self._place, **place, delta=text)
+        if text:
+            name, place = _TEXTS[kind]
+            yield self._event(f"response.{name}.delta", **self._place, **place, delta=text)
 
-    def _open_item(self, kind: str) -> Iterator[str]:
-        self._open, self._text = kind, ""
-        if kind == "reasoning":
-            item: dict[str, Any] = {"summary": [], "encrypted_content": None}
-            self._add_item(kind, "rs", item)
-            yield self._event("response.output_item.added", **self._added())
-            part = {"type": "summary_text", "text": ""}
-            kind = "response.reasoning_summary_part.added"
-            yield self._event(kind, **self._place, summary_index=0, part=part)
-            return
-        self._add_item(kind, "msg", {"role": "assistant", "content": []})
+    def _open_item(self, kind: str, call: ToolCall | None) -> Iterator[str]:
+        self._open, self._text = (kind, call and call.id), ""
+        if call is not None:
+            item = {"call_id": call.id, "name": call.name, "arguments": ""}
+            self._add_item(kind, "fc", item)
+        elif kind == "reasoning":
+            self._add_item(kind, "rs", {"summary": [], "encrypted_content": None})
+        else:
+            self._add_item(kind, "msg", {"role": "assistant", "content": []})
         yield self._event("response.output_item.added", **self._added())
-        part = _text_part("")
-        yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
+        if call is None:
+            yield self._part("added", kind, "")
 
     def _close(self) -> Iterator[str]:
         """Finish the open item."""
-        kind, self._open = self._open, ""
-        if not kind:
+        if self._open is None:
             return
+        (kind, _), self._open = self._open, None
         item, text = self._output[-1], self._text
-        if kind == "reasoning":
-            part: dict[str, Any] = {"type": "summary_text", "text": text}
-            item["summary"] = [part]
-            name, index = "reasoning_summary", _SUMMARY
-            yield self._event(f"response.{name}_text.done", **self._place, **index, text=text)
-        else:
-            part = _text_part(text)
-            item["content"] = [part]
-            name, index = "content", _CONTENT
-            done = {**self._place, **index, "text": text, "logprobs": []}
-            yield self._event("response.output_text.done", **done)
-        yield self._event(f"response.{name}_part.done", **self._place, **index, part=part)
+        name, place = _TEXTS[kind]
         item["status"] = "completed"
+        if kind == "function_call":
+            item["arguments"] = text
+            if ToolCall("", "", text).parsed is None:
+                item["status"] = "incomplete"
+            done = {"name": item["name"], "arguments": text}
+            yield self._event(f"response.{name}.done", **self._place, **done)
+        else:
+            yield self._event(f"response.{name}.done", **self._place, **place, text=text)
+            item["summary" if kind == "reasoning" else "content"] = [_part(kind, text)]
+            yield self._part("done", kind, text)
         yield self._event("response.output_item.done", **self._added())
 
-    def _call(self, call: ToolCall) -> Iterator[str]:
-        yield from self._close()
-        item = {"call_id": call.id, "name": call.name, "arguments": ""}
-        self._add_item("function_call", "fc", item)
-        yield self._event("response.output_item.added", **self._added())
-        name = "response.function_call_arguments"
-        yield self._event(f"{name}.delta", **self._place, delta=call.arguments)
-        self._output[-1] |= {"arguments": call.arguments, "status": "completed"}
-        done = {"name": call.name, "arguments": call.arguments}
-        yield self._event(f"{name}.done", **self._place, **done)
-        yield self._event("response.output_item.done", **self._added())
+    def _part(self, end: str, kind: str, text: str) -> str:
+        """Format the event of the only part of an item."""
+        index = _SUMMARY if kind == "reasoning" else _CONTENT
+        part = _part(kind, text)
+        return self._event(f"response.{_PARTS[kind]}.{end}", **self._place, **index, part=part)
 
     def _add_item(self, kind: str, prefix: str, item: dict[str, Any]) -> None:
         head = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
@@ -320,7 +319,9 @@ class ResponseWriter(Writer):
         return {"output_index": len(self._output) - 1, "item": dict(self._output[-1])}
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "summary_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -440,7 +441,6 @@ def _read_format(fields: Fields) -> AnswerFormat | None:
 
 def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
-    check_number(given)
     definitions = []
     for i, tool in enumerate(given):
         within = f"tools[{i}]"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.bench.advice import advise, find_subject
+from mlx_redrafter.bench.advice import Subject, advise, find_subject, recommend
 from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.forecast import DrafterTrial, Forecast, predict_forecast
 from mlx_redrafter.bench.model_shape import FAMILIES, shape_of_config, shape_of_family
@@ -115,42 +115,58 @@ def _advice(
     subject = find_subject("llama 8B 4bit" if drafter is None else None, drafter)
     cost = TrainingCost.of(subject.shape, 10**6)
     forecast = predict_forecast(subject.shape, CHIPS[chip], cost)
-    sections = advise(subject, chip, forecast, trial, cost)
+    sections = advise(subject, chip, forecast, recommend(subject, forecast, trial), cost)
     return {headline: "\n".join(sentences) for headline, sentences in sections.items()}
 
 
 def test_training_is_recommended_where_drafting_pays() -> None:
     slow, fast = _advice("M1"), _advice("M4")
-    assert "Do not train a drafter" in slow["Recommended"]
-    assert "train a drafter for it" in fast["Recommended"]
-    for sections in (slow, fast):
+    for sections, advice in ((slow, "Do not train one"), (fast, "Train one if")):
         assert "PREDICTION" in "".join(sections.values())
-        training = sections["Training a drafter"]
+        training = sections["No drafter was found: training one"]
+        assert training.startswith(advice)
         assert "redrafter-mlx train --model MODEL --data TEXTS --tokens 1000000" in training
-        assert "--drafter lookup" in sections["Recommended"]
+        command, gain, *_ = sections["Recommended"].splitlines()
+        assert command == 'redrafter-mlx generate --model MODEL --drafter lookup --prompt "..."'
+        assert gain == "Gain: unknown; it depends on how much a text repeats."
+
+
+def test_limits_are_those_of_the_chip_and_the_model() -> None:
+    limits = {chip: _advice(chip)["When drafting will not pay"] for chip in ("M2", "M3")}
+    assert "M1 and M2 read weights in 4 bits once per draft" in limits["M2"]
+    assert "M1 and M2" not in limits["M3"]
+    experts = {**MIXTRAL, "num_local_experts": 32}
+    for config, is_sparse in ((experts, True), (LLAMA_8B, False)):
+        subject = Subject("x", shape_of_config("x", config), None)
+        cost = TrainingCost.of(subject.shape, 10**6)
+        forecast = predict_forecast(subject.shape, CHIPS["M4"], cost)
+        found = " ".join(recommend(subject, forecast, None).limits)
+        assert ("experts" in found) == is_sparse
 
 
 def test_what_was_tried_decides() -> None:
     drafter = str(find_bundled("drafter"))
-    gained = _advice("M1", DrafterTrial(1.4, 2.0), drafter)
-    assert f"generate --drafter {drafter}" in gained["Recommended"]
-    assert "1.40 times as fast" in gained["Expected speed on M1"]
-    assert "leave it out" in _advice("M1", DrafterTrial(0.9, 1.3), drafter)["Recommended"]
-    assert "on the machine that will run it" in _advice("M1", None, drafter)["Recommended"]
+    gained = _advice("M1", DrafterTrial(1.4, 2.0), drafter)["Recommended"]
+    assert f"generate --drafter {drafter}" in gained
+    assert "Gain: 1.40 times as fast as plain decoding; measured here" in gained
+    lost = _advice("M1", DrafterTrial(0.9, 1.3), drafter)["Recommended"]
+    assert "generate --drafter lookup" in lost
+    assert "0.90 times as fast here: leave it out" in lost
+    assert "`redrafter-mlx try` measures it" in _advice("M1", None, drafter)["Recommended"]
 
 
 def test_the_bundled_pair_is_measured_and_tried(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "advise", "--tokens", "50K")
     assert result.code == 0
     assert "Measured here, in plain steps: a pass over 4 tokens costs" in result.out
-    assert "The drafter, measured on three short texts" in result.out
-    assert "On 50,000 tokens: about" in result.out
+    assert "measured here on three short texts" in result.out
+    assert result.out.startswith("Recommended\n  redrafter-mlx generate")
 
 
 def test_answers_without_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result = run(capsys, "advise", "llama 8B 4bit", "--chip", "m2 pro")
     assert result.code == 0
-    assert "Expected speed on M2 Pro" in result.out
+    assert "Forecast for M2 Pro" in result.out
     refused = run(capsys, "advise", "rwkv7 1B", "--chip", "M2")
     assert refused.code == 1
     assert refused.out.startswith("Not supported: model_type 'rwkv7'")
@@ -171,7 +187,7 @@ def test_a_machine_without_figures_says_what_to_do(
     assert result.code == 2
     assert "no figures are known for this machine (Other CPU); say --chip" in result.err
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Apple M4 Pro")
-    assert "Expected speed on M4 Pro" in run(capsys, "advise", "llama 8B").out
+    assert "Forecast for M4 Pro" in run(capsys, "advise", "llama 8B").out
 
 
 def test_the_forecast_is_of_the_question() -> None:

@@ -15,8 +15,7 @@ from mlx_redrafter.decoding import clock as step_clock
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import PLANS, SIZES, WIDTHS
+from mlx_redrafter.policy.plans import PLANS, SIZES, WIDTHS, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.target.target import Target
 

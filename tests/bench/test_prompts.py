@@ -1,12 +1,20 @@
 """Prompt files in every form."""
 
 import json
+from pathlib import Path
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.bench.prompts import Prompt, read_prompts, select_prompts
-from mlx_redrafter.errors import ConfigError
-from tests.helpers.models import shared_path
+from mlx_redrafter.bench.prompts import (
+    PLACEHOLDER,
+    Prompt,
+    fit_prompts,
+    read_prompts,
+    select_prompts,
+)
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from tests.helpers.models import ByteTokenizer, shared_path
 
 
 def test_mt_bench_keeps_its_categories(tmp_path):
@@ -47,7 +55,7 @@ def test_plain_lines_and_text(tmp_path):
     ("text", "message"),
     [
         ("{", "line 1 is not valid JSON"),
-        ('{"a": 1}', "line 1: expected a text"),
+        ('{"a": 1}', "prompt 1: expected a text"),
         ("[1]", "expected an object or a string, got list"),
         ("", "no prompts"),
     ],
@@ -59,6 +67,46 @@ def test_bad_lines_are_named(tmp_path, text, message):
         read_prompts(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_prompts(tmp_path / "none.txt")
+
+
+def test_prompts_of_the_same_length():
+    """Longer ones are cut at their end; others of the file come before shorter ones."""
+    tokenizer = TokenizerWrapper(ByteTokenizer(256))
+    prompts = [Prompt("a", "x", "one"), Prompt("b", "x", "two and three")]
+    fitted = fit_prompts(tokenizer, prompts, prompts, 8)
+    assert [one.text for one in fitted] == ["ree  one", "two and "]
+    with pytest.raises(ConfigError, match="more or longer prompts"):
+        fit_prompts(tokenizer, prompts, prompts, 99)
+
+
+def test_speed_bench_that_is_not_filled_in(tmp_path):
+    path = tmp_path / "p.jsonl"
+    turns = ["Hello", f"{PLACEHOLDER} FROM THE SOURCE USING SPECDEC_BENCH"]
+    path.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
+    with pytest.raises(ConfigError, match=r"1 of the 2 prompts .* prepare_data\.py"):
+        read_prompts(path)
+
+
+def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    """Its Parquet files are downloaded once, by the hub's own client."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="reads Parquet files")
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "data" / "qualitative"
+    folder.mkdir(parents=True)
+    rows = [{"question_id": "a", "category": "coding", "turns": ["One", "Two"]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "test-00000-of-00001.parquet")
+    asked = []
+
+    def download(repository, **options):
+        asked.append((repository, options["repo_type"], options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("mlx_redrafter.bench.prompts.snapshot_download", download)
+    name = Path("nvidia/SPEED-Bench:qualitative")
+    assert read_prompts(name) == [Prompt("a", "coding", "One")]
+    assert asked == [("nvidia/SPEED-Bench", "dataset", ["*qualitative/*.parquet"])]
+    with pytest.raises(CheckpointError, match="no configuration 'other'"):
+        read_prompts(Path("nvidia/SPEED-Bench:other"))
 
 
 def test_choice_goes_through_the_categories():

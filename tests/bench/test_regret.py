@@ -17,7 +17,7 @@ from mlx_redrafter.bench.lab.simulation import (
 )
 from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, TimedRun
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from tests.bench.commands import run_lab
 
 

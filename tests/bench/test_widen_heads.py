@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_redrafter.bench.lab.widen import widen_target
 from mlx_redrafter.bench.lab.widen_heads import widen_head
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers import block
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher import read_sequences
-from mlx_redrafter.training.training_request import BLOCK_HEADS, HEADS, Head
+from mlx_redrafter.training.training_request import HEADS, Head
 from tests.helpers.models import shared_model
 
 LENGTH = 4
@@ -35,14 +36,21 @@ def _logits(student: Student, target: Target) -> np.ndarray:
     return np.array(student.logits(student.network, batch._replace(states=hidden)))
 
 
-@pytest.mark.parametrize(
-    "head", [head for head in HEADS if head not in ("redrafter", *BLOCK_HEADS)]
-)
+def stir(network: nn.Module) -> None:
+    """Change all weights a little: training begins with some that are zero."""
+    mx.random.seed(2)
+    weights = tree_flatten(network.trainable_parameters())
+    noisy = [(name, value + 0.02 * mx.random.normal(value.shape)) for name, value in weights]
+    network.load_weights(noisy, strict=False)
+
+
+@pytest.mark.parametrize("head", [head for head in HEADS if head != "redrafter"])
 def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     source = shared_model("stories260k")
     target = Target(load(str(source))[0])
     student = new_student(target, NetworkOptions(head, beam_length=LENGTH))
     student.initialise(None, 1)
+    stir(student.network)
     student.save(tmp_path / "head", {})
     shape = widen_target(source, tmp_path / "wide", 16_000_000)
     kind, _ = recognise(tmp_path / "head")
@@ -54,10 +62,11 @@ def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     if isinstance(other, KvStudent):
         other.layers = student.layers
         wide.watch(other.layers or (-1,))
-    np.testing.assert_allclose(_logits(other, wide), _logits(student, target), atol=2e-4)
+    difference = np.abs(_logits(other, wide) - _logits(student, target))
+    # DFlash 2 scores some of the tokens again, and this model has tokens with the same logits.
+    assert np.mean(difference > 2e-4) < (1e-3 if head == "dflash2" else 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["draft model", block.NAME])
-def test_refusals(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"a {kind} cannot be widened"):
-        widen_head(kind, tmp_path, tmp_path / "out", 64)
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a draft model cannot be widened"):
+        widen_head("draft model", tmp_path, tmp_path / "out", 64)

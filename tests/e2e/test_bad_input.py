@@ -505,3 +505,10 @@ def test_a_grammar_that_is_too_large_is_refused(
     path.write_bytes(b" " * (MAX_GRAMMAR_BYTES + 1))
     result = run(capsys, "generate", "-p", "The", "--json-schema", path)
     _assert_error(result, 2, "expected a grammar of at most 1048576 bytes", str(path))
+
+
+def test_errors_are_short_and_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a call or a file says may be long, and hold signs that move a terminal's cursor."""
+    result = run(capsys, "rm", "a", "\x1b[2J" + "b" * 9999)
+    _assert_error(result, 2, "unexpected extra argument(s) (\\x1b[2Jbbb", " [...] bbb")
+    assert len(result.err) < 1100

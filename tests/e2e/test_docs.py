@@ -23,13 +23,14 @@ from tests.helpers.models import ROOT
 PROGRAM = "redrafter-mlx"
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "bench").rglob("*.md")),
 ]
 # The changelog also names what is gone.
 CHANGELOG = ROOT / "CHANGELOG.md"
-# Options of other programs, and of scripts of the bundled pair.
-FOREIGN = {"--work"}
+# Options of uv, and of scripts of the bundled pair.
+FOREIGN = {"--work", "--extra", "--from"}
 # Commands of these pages run in seconds; others train or measure.
 RUN = ("generate", "check", "chat")
 

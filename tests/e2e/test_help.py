@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from typer.main import get_command
 
 from mlx_redrafter.cli.main import app
 from tests.helpers.cli import run
+from tests.helpers.models import ROOT
 
 
 def _commands() -> list[tuple[str, ...]]:
@@ -20,6 +22,25 @@ def _commands() -> list[tuple[str, ...]]:
         inner = getattr(command, "commands", {})
         names += [(name,), *((name, one) for one in inner if one != "run")]
     return names
+
+
+def summaries() -> dict[str, str]:
+    """First paragraphs of the help texts, by the words that call a command."""
+    found = {}
+    for names in _commands()[1:]:
+        command: Any = get_command(app)
+        for name in names:
+            command = command.commands[name]
+        first, *_ = (command.help or "").split("\n\n")
+        found[" ".join(names)] = " ".join(first.split())
+    return found
+
+
+def test_the_table_of_commands_is_that_of_the_help() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    table, *_ = page.partition("| command | does |\n|---|---|\n")[2].partition("\n\n")
+    rows = (row.strip("| ").split(" | ") for row in table.splitlines())
+    assert {name.strip("`"): summary for name, summary in rows} == summaries()
 
 
 @pytest.mark.parametrize("command", _commands(), ids=" ".join)
@@ -36,7 +57,7 @@ def test_help_shows_how_a_command_is_called(
 def test_no_command_is_left_out() -> None:
     names = {" ".join(command) for command in _commands()}
     assert {"generate", "chat", "check", "train", "convert", "convert inspect"} <= names
-    assert {"bench compare", "bench sweep", "bench throughput"} <= names
+    assert {f"bench {one}" for one in ("compare", "share", "speed", "sweep", "throughput")} <= names
 
 
 @pytest.mark.parametrize(

@@ -29,66 +29,23 @@ from huggingface_hub.errors import (
 )
 
 from mlx_redrafter import Engine, checkpoint_files, generate, load, load_drafter, stream_generate
-from mlx_redrafter.checkpoint_files import write_checkpoint
-from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
-from mlx_redrafter.proposers.checkpoint import save_drafter
 from tests.helpers.cli import run
-from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.hostile import COMMANDS, build_yard, make_call, run_call
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 NOBODY = 65534
-PROMPTS = "Once upon a time\n\nThe old man"
-# Arguments with which each command would do its work.
-COMMANDS: dict[str, list[str]] = {
-    "generate": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
-    "chat": ["--model", "model", "--drafter", "drafter"],
-    "serve": ["--model", "model", "--drafter", "drafter", "--port", "0"],
-    "advise": ["model"],
-    "check": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
-    "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
-    "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
-    "convert inspect": ["drafter"],
-    "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "bench throughput": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
-    "run": ["model", "Hi", "-m", "2"],
-    "launch": ["claude", "--model", "model", "--print"],
-    "list": [],
-    "pull": ["nobody/nothing"],
-    "rm": ["nobody/nothing"],
-}
 
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the bundled model's tokenizer, a drafter of it, and texts."""
     folder = tmp_path_factory.mktemp("untouched")
-    bundled = find_bundled("target")
-    config = json.loads((bundled / "config.json").read_text())
-    model: Any = tiny_llama(vocab_size=config["vocab_size"], layers=1)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-    }
-    tensors = checkpoint_files.named_parameters(model)
-    write_checkpoint(folder / "model", {**config, **sizes}, tensors)
-    for path in bundled.glob("tokenizer*"):
-        shutil.copy(path, folder / "model")
-    save_drafter(random_drafter(config["vocab_size"], 32), folder / "drafter")
-    (folder / "text.txt").write_text(PROMPTS)
-    (folder / "empty.txt").write_text("")
-    (folder / "empty.jsonl").write_text('{"prompt": ""}\n')
-    (folder / "wrong.jsonl").write_text('{"prompt": 3}\n[\n')
-    (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    build_yard(folder)
     return folder
 
 
@@ -169,6 +126,23 @@ def test_numbers_that_are_none(capsys: Capture, yard: Path, command: str) -> Non
     with nothing_changes(yard):
         for option, value in product(OPTIONS[command], ("x", "-99999999999", "nan", "")):
             failure(capsys, *words, f"{option}={value}", codes=(2,))
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_calls_made_at_random_end_well(
+    yard: Path, tmp_path: Path, untouched: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """`python -m tests.helpers.hostile 500` runs more of them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for number in range(first, first + 10):
+        folder = tmp_path / str(number)
+        shutil.copytree(untouched, folder)
+        os.mkfifo(folder / "pipe")
+        (folder / "loop").symlink_to("loop")
+        monkeypatch.chdir(folder)
+        call = make_call(number)
+        assert run_call(call) is None, (number, call)
 
 
 def _config(**values: Any) -> Callable[[Path], None]:
@@ -318,6 +292,7 @@ def test_damaged_sources(
 
 
 COMPARE = ["bench", "compare", *COMMANDS["bench compare"]]
+SPEED = ["bench", "speed", *COMMANDS["bench speed"]]
 SWEEP = ["bench", "sweep", *COMMANDS["bench sweep"], "--out", "new"]
 # A benchmark that ends in seconds.
 MEASURE = [
@@ -348,6 +323,14 @@ WORDS: dict[str, list[str]] = {
     "a cache in a folder": ["generate", "-p", "Hi", "--prompt-cache-file", "model"],
     "a size of words": ["advise", "model", "--tokens", "large"],
     "widths without end": [*SWEEP, "--widths", "1-99999999"],
+    "a server without a name": [*SPEED, "--server", "http://127.0.0.1:9/v1"],
+    "a server that does not run": [*SPEED, "--server", "a=http://127.0.0.1:9/v1"],
+    "a server at an impossible port": [*SPEED, "--server", "a=http://127.0.0.1:999999/v1"],
+    "contexts of words": [*SPEED, "--contexts", "long"],
+    "a context longer than the prompts": [*SPEED, "--contexts", "32k"],
+    "a batch larger than the prompts": [*SPEED, "--batch-sizes", "99"],
+    "a dataset without a repository": ["bench", "speed", "--prompts", "nobody/nothing:all"],
+    "a page of no result": ["bench", "share", "text.txt", "-o", "new.md"],
     "shapes of words": ["bench", "compare", "--prompts", "text.txt", "--shapes", "large"],
     "a result of another benchmark": [*COMPARE, "--out", "drafter/config.json", "--resume"],
     "a result that is no text": [*COMPARE, "--out", "bytes.txt", "--resume"],

@@ -1,11 +1,11 @@
-"""The path for CUDA on any machine."""
+"""The paths for GPUs on any machine."""
 
 from __future__ import annotations
 
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
-from mlx_redrafter.target import few_shapes, target
+from mlx_redrafter.target import compiled_pass, few_shapes, target
 
 
 def use_few_shapes(patch: pytest.MonkeyPatch, size: int = 8) -> None:
@@ -14,3 +14,9 @@ def use_few_shapes(patch: pytest.MonkeyPatch, size: int = 8) -> None:
     patch.setattr(few_shapes, "BUCKET", size)
     for kind in (KVCache, ChunkedKVCache):
         patch.setattr(kind, "step", size)
+
+
+def compile_passes(patch: pytest.MonkeyPatch, uses: int) -> None:
+    """Let new targets compile the passes over trees, from as many uses of a kind on."""
+    patch.setattr(target, "waits_for_host", lambda: True)
+    patch.setattr(compiled_pass, "USES", uses)

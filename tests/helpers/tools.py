@@ -9,13 +9,19 @@ from transformers import AddedToken
 
 from tests.helpers.models import fast_tokenizer
 
-# Further tokens of each format; those of Mistral and Kimi are special.
+# Further tokens of each format.
 MARKS = {
+    "function_gemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
     "json_tools": ["<tool_call>", "</tool_call>"],
     "qwen3_coder": ["<tool_call>", "</tool_call>"],
     "glm47": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"],
+    "longcat": ["<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>"],
+    "minicpm5": ["<function name=", "</function>", "<param"],
+    "pythonic": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"],
     "kimi_k2": [
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
@@ -24,6 +30,8 @@ MARKS = {
         "<|tool_call_end|>",
     ],
 }
+# Formats whose tokens are special.
+SPECIAL = ("gemma4", "kimi_k2", "kimi_k3", "mistral", "pythonic")
 # Template of a chat that shows the tools, the calls and their results.
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
@@ -41,11 +49,12 @@ def tool_tokenizer(kind: str = "json_tools", thinks: bool = False) -> TokenizerW
         thinks: Whether it also has the tokens of thinking.
     """
     inner = fast_tokenizer()._tokenizer
-    is_special = kind in ("mistral", "kimi_k2")
-    inner.add_tokens([AddedToken(mark, special=is_special) for mark in MARKS[kind]])
+    inner.add_tokens([AddedToken(mark, special=kind in SPECIAL) for mark in MARKS[kind]])
     if thinks:
         inner.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
     inner.chat_template = TEMPLATE + ("<think>" if thinks else "")
+    if kind == "longcat":
+        inner.chat_template += "{# <longcat_arg_key> #}"
     parser = import_module(f"mlx_lm.tool_parsers.{kind}")
     return TokenizerWrapper(
         inner,

@@ -1,69 +1,215 @@
-"""Every architecture whose layers attend to all tokens: texts in a batch against stock mlx-lm."""
+"""Every architecture: texts that share passes, at random times, against stock mlx-lm."""
 
 from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.records import Request, Token
+from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.generation_options import Quantisation, SamplingParams
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.caches import batch_layers
+from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import parts_of
-from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.target import Target
+from tests.helpers.few_shapes import use_few_shapes
 from tests.models.test_architectures import TOLERANCE, disagreement
-from tests.models.tiny_models import build, main_rope, tiny_config
-from tests.models.trees import PLAN, PROMPT, ScriptedDrafts, rows_of
+from tests.models.test_quantised_rows import GROUP_SIZE, wide_config
+from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
+from tests.models.trees import DRAFT_LENGTH, PLAN, ScriptedDrafts, read_by_stock, rows_of
 
-# Prompts and lengths of the texts; those in a batch differ in both.
-TEXTS = [(PROMPT, 24), (PROMPT[:3], 9), (PROMPT[::-1] * 2, 17), (PROMPT[4:], 20), ([5], 3)]
-# The forward pass before which each of them comes.
-ARRIVALS = [0, 0, 0, 4, 6]
+NUM_TEXTS = 5
+# Models whose layers are of each kind, for tests of paths that all kinds share.
+KINDS = [
+    "llama", "gemma3", "gemma3n", "llama4", "longcat_flash", "qwen3_5", "granitemoehybrid",
+    "falcon_h1", "baichuan_m1", "lfm2", "jamba", "recurrent_gemma", "mamba2",
+]  # fmt: skip
 
 
-def stock_text(model: nn.Module, prompt: list[int], num: int) -> tuple[list[int], list[KVCache]]:
-    """What stock mlx-lm generates greedily, with its cache afterwards."""
-    cache = make_prompt_cache(model)
-    steps = generate_step(mx.array(prompt), model, max_tokens=num, prompt_cache=cache)
-    return [int(token) for token, _ in steps], cache
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let buffers grow often, and rings come round in short texts."""
+    monkeypatch.setattr(batch_layers, "GROWTH", 4)
+    monkeypatch.setattr(batch_layers, "SPARE", 4 * (DRAFT_LENGTH + 1))
+
+
+class Case(NamedTuple):
+    """A text of the batch.
+
+    Attributes:
+        prompt: Its prompt.
+        params: Its sampling parameters.
+        num_taken: Number of tokens after which its reader goes away.
+        text: All tokens of the text, as stock mlx-lm decodes them.
+        cache: Stock mlx-lm's cache after ``num_taken`` tokens.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    num_taken: int
+    text: list[int]
+    cache: list[Any]
+
+
+def random_case(rng: random.Random, model: nn.Module, quantisation: Quantisation | None) -> Case:
+    """Make a text that stock mlx-lm decodes, with the noise of its seed."""
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 9, 25]))]
+    length = rng.randrange(4, 28)
+    num_taken = rng.choice([length, rng.randrange(1, length + 1)])
+    params = SamplingParams(temp=rng.choice([0.0, 1.0]), seed=rng.randrange(100))
+    noise = gumbel_noise(params.seed, len(prompt) + mx.arange(length), VOCAB_SIZE) * params.temp
+    cache, text, cache_then = make_prompt_cache(model), [], []
+    if prompt[:-1]:
+        read_by_stock(model, prompt[:-1], cache, quantisation)
+    logits = read_by_stock(model, prompt[-1:], cache, quantisation)
+    for number in range(length):
+        text.append(int(mx.argmax(logits + noise[number]).item()))
+        logits = read_by_stock(model, text[-1:], cache, quantisation)
+        if len(text) == num_taken:
+            cache_then = copy.deepcopy(cache)
+    return Case(prompt, params, num_taken, text, cache_then)
+
+
+def poison_what_texts_leave(patch: pytest.MonkeyPatch) -> None:
+    """Fill each slot that becomes idle with NaN, or the largest codes."""
+    leave = BatchCache.leave
+
+    def leave_poison(cache: BatchCache, slot: int, own: Any) -> None:
+        leave(cache, slot, own)
+        poison(cache, slot)
+
+    patch.setattr(BatchCache, "leave", leave_poison)
+
+
+def poison(cache: BatchCache, slot: int) -> None:
+    for layer in cache._rows:
+        layer._buffers = [_poisoned(buffer, slot) for buffer in layer._buffers]
+    for state in cache._states:
+        state.stock.cache = [
+            None if array is None else _poisoned(array, slot) for array in state.stock.cache
+        ]
+
+
+def _poisoned(array: mx.array, slot: int) -> mx.array:
+    poison = 2**32 - 1 if array.dtype == mx.uint32 else mx.nan
+    is_here = mx.arange(array.shape[0]).reshape(-1, *[1] * (array.ndim - 1)) == slot
+    return mx.where(is_here, mx.array(poison, dtype=array.dtype), array)
+
+
+def decode_together(
+    model_type: str, target: Target, quantisation: Quantisation | None = None
+) -> None:
+    """Decode random texts in a batch and compare tokens and caches with stock mlx-lm."""
+    rng, model, scheduler = random.Random(model_type), target.model, Scheduler(target)
+    cases = [random_case(rng, model, quantisation) for _ in range(NUM_TEXTS)]
+    texts: list[SequenceDecoder] = []
+    readers: dict[int, Generator[Token]] = {}
+    found: list[list[int]] = []
+    while readers or len(texts) < NUM_TEXTS:
+        if len(texts) < NUM_TEXTS and (not readers or rng.random() < 0.3):
+            case, number = cases[len(texts)], len(texts)
+            request = Request(case.prompt, max_tokens=len(case.text), leave_as_stock=True)
+            sampler = KeyedSampler(case.params, target.vocab_size)
+            # Every third text decodes plainly.
+            drafts = (ScriptedDrafts(case.text), FixedPolicy(PLAN)) if number % 3 else ()
+            cache = target.new_cache(quantisation=quantisation)
+            texts.append(SequenceDecoder(target, cache, sampler, request, *drafts))
+            found.append([])
+            readers[number] = decode(texts[number], scheduler)
+        number = rng.choice(list(readers))
+        token = next(readers[number], None)
+        if token is not None:
+            found[number].append(token.id)
+        if token is None or len(found[number]) == cases[number].num_taken:
+            readers.pop(number).close()
+    for case, text, tokens in zip(cases, texts, found, strict=True):
+        assert tokens == case.text[: case.num_taken]
+        assert_same_entries(text.own_cache.stock, case.cache)
+
+
+def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    for layer, stock in zip(parts_of(found), parts_of(expected), strict=True):
+        assert getattr(layer, "offset", None) == getattr(stock, "offset", None)
+        if stock.empty() or isinstance(stock, QuantizedKVCache):
+            continue
+        # No later token attends to the oldest entry of a ring.
+        oldest = slice(int(isinstance(stock, RotatingKVCache)), None)
+        for rows, stock_rows in zip(rows_of(layer), rows_of(stock), strict=True):
+            if stock_rows[..., oldest, :].size:
+                difference = disagreement(rows[..., oldest, :], stock_rows[..., oldest, :])
+                assert difference <= TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
-@pytest.mark.usefixtures("few_shapes_or_not")
-def test_texts_that_come_and_go(model_type: str) -> None:
-    model = build(tiny_config(model_type, main_rope(model_type)))
-    target = Target(model)
-    expected = [stock_text(model, prompt, num) for prompt, num in TEXTS]
-    texts, found, scheduler = [], [], Scheduler(target)
-    for number, (prompt, num) in enumerate(TEXTS):
-        request = Request(prompt, max_tokens=num, leave_as_stock=True)
-        chooser = KeyedSampler(SamplingParams(), target.vocab_size)
-        # Every third text decodes plainly.
-        drafts = (ScriptedDrafts(expected[number][0]), FixedPolicy(PLAN)) if number % 3 else ()
-        texts.append(SequenceDecoder(target, target.new_cache(), chooser, request, *drafts))
-        found.append([])
-    step = 0
-    while step == 0 or not all(text.is_closed for text in texts):
-        scheduler.begin([texts[number] for number, when in enumerate(ARRIVALS) if when == step])
-        for text, tokens, error in scheduler.step_all():
-            assert error is None
-            found[texts.index(text)] += text.deliver(tokens)
-            if text.is_finished:
-                scheduler.leave(text)
-                text.close()
-        step += 1
-    for text, tokens, (stock, stock_cache) in zip(texts, found, expected, strict=True):
-        assert [token.id for token in tokens] == stock
-        layers = zip(parts_of(text.cache.stock), parts_of(stock_cache), strict=True)
-        for layer, stock_layer in layers:
-            assert num_tokens([layer]) == num_tokens([stock_layer])
-            if not stock_layer.empty():
-                for rows, stock_rows in zip(rows_of(layer), rows_of(stock_layer), strict=True):
-                    assert disagreement(rows, stock_rows) <= TOLERANCE
+def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    poison_what_texts_leave(monkeypatch)
+    decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    use_few_shapes(monkeypatch)
+    decode_together(model_type, Target(build(tiny_config(model_type))))
+
+
+# With few codes on the border of two values: rounding changes some codes of other seeds.
+@pytest.mark.parametrize("start", [0, 20])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "falcon_h1"])
+def test_quantised_entries(monkeypatch: pytest.MonkeyPatch, model_type: str, start: int) -> None:
+    """Texts join the batch once their entries are quantised."""
+    poison_what_texts_leave(monkeypatch)
+    passes, expect = [], BatchCache.expect
+    monkeypatch.setattr(
+        BatchCache, "expect", lambda cache, trees: passes.append(trees) or expect(cache, trees)
+    )
+    target = Target(build(wide_config(model_type)))
+    decode_together(model_type, target, Quantisation(8, GROUP_SIZE, start))
+    assert passes
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "llama4", "qwen3_5", "lfm2"])
+def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
+    """Show that the other tests would notice entries or states of another slot."""
+    model = build(tiny_config(model_type))
+    rng, target = random.Random(1), Target(model)
+    scheduler = Scheduler(target)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(3)]
+    texts = [
+        SequenceDecoder(
+            target,
+            target.new_cache(),
+            KeyedSampler(SamplingParams(), VOCAB_SIZE),
+            Request(prompt, max_tokens=20),
+        )
+        for prompt in prompts
+    ]
+    readers = [decode(text, scheduler) for text in texts]
+    found: list[list[int]] = [[] for _ in texts]
+
+    def read_and_poison() -> None:
+        for number in range(20):
+            if number == 6:
+                poison(scheduler._cache, scheduler._slots[texts[1]].slot)
+            for own, reader in zip(found, readers, strict=True):
+                own.append(next(reader).id)
+
+    with pytest.raises(NonFiniteError):
+        read_and_poison()
+    for i in (0, 2):
+        found[i] += [token.id for token in readers[i]]
+        alone = generate_step(mx.array(prompts[i]), model, max_tokens=20)
+        assert found[i] == [int(token) for token, _ in alone]

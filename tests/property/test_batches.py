@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -19,8 +20,8 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.plans import LONGEST, PLAIN, SHORTEST, WIDEST, Choice, probe
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
+from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -83,7 +84,8 @@ def test_drafts_that_are_only_looked_at(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
     rng = random.Random(2)
-    choices = [PLAIN, probe(SHORTEST), probe(LONGEST), Choice(WIDEST, 3)]
+    probes = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
+    choices = [Choice(), *probes, Choice(WIDEST, 3)]
     monkeypatch.setattr(AdaptivePolicy, "_explore", lambda policy: rng.choice(choices))
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     prompts, options = _prompts(5), {"max_tokens": 30, **sampling}

@@ -8,11 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter import Engine
+from mlx_redrafter import Engine, Grammar
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.server.answer_grammar import AnswerFormat, make_grammar
+from mlx_redrafter.server.call_formats import find_format
+from mlx_redrafter.server.call_grammar import CallGrammar
+from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call
 from mlx_redrafter.server.parts import Answer, Part
 from mlx_redrafter.server.protocols.openai_chat import read
 from mlx_redrafter.server.requests import ChatRequest
@@ -26,6 +31,8 @@ from tests.server.serving import DEFAULTS
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 VOCAB_SIZE = 288
+# Random schemas of each format.
+NUM_SCHEMAS = 100
 MODEL = tiny_llama(vocab_size=VOCAB_SIZE, spread=2.0, context=1024)
 TOKENIZERS = {(kind, thinks): tool_tokenizer(kind, thinks) for kind in MARKS for thinks in (0, 1)}
 MESSAGES = [{"role": "user", "content": "GO"}]
@@ -53,13 +60,21 @@ def answer(kind: str, request: ChatRequest, seed: int, drafter: Any, **shape: An
     prompt = encode_chat(tokenizer, request.messages, {"tools": request.tools.definitions})
     grammar = make_grammar(engine, prompt, request.tools, request.format)
     assert grammar is not None
-    liked = mx.zeros((VOCAB_SIZE,)).at[tokenizer.tool_call_start_tokens[0]].add(4.0)
+    marker = list(tokenizer.tool_call_start_tokens)
+
+    def call(tokens: mx.array, logits: mx.array) -> mx.array:
+        last = tokens.tolist()[-len(marker) :]
+        begun = next(
+            n for n in range(len(marker) - 1, -1, -1) if last[len(last) - n :] == marker[:n]
+        )
+        return logits.at[..., marker[begun]].add(4.0)
+
     held = Answer(replace(request, grammar=grammar), tokenizer, prompt, 0)
     tokens, whole = [], None
     for response in engine.stream(
         prompt,
         grammar=grammar,
-        logits_processors=[lambda _, logits: logits + liked],
+        logits_processors=[call],
         max_tokens=150,
         temp=1.0,
         seed=seed,
@@ -81,7 +96,10 @@ def check(kind: str, seed: int, choice: Any) -> int:
     tokens, whole = answer(kind, request, seed, None)
     schemas = {tool["name"]: tool["parameters"] for tool in request.tools.callable}
     for call in whole.tool_calls:
-        assert fits(json.loads(call.arguments), schemas[call.name]), (call, schemas)
+        if call.parsed is None:
+            assert (call, whole.finish_reason) == (whole.tool_calls[-1], "length")
+        else:
+            assert fits(call.parsed, schemas[call.name]), (call, schemas)
     if whole.finish_reason == "tool_calls":
         assert tokens[-1] == 0
         if body.get("parallel_tool_calls") is False:
@@ -94,10 +112,58 @@ def check(kind: str, seed: int, choice: Any) -> int:
     return len(whole.tool_calls)
 
 
+def test_drafts_change_no_call() -> None:
+    choices = ("auto", "required")
+    assert sum(check(kind, seed, choices[seed % 2]) for seed, kind in enumerate(MARKS)) > 4
+
+
+def wander(grammar: Grammar, tokenizer: TokenizerWrapper, rng: random.Random) -> list[int]:
+    """Random tokens that a grammar allows, up to its end."""
+    matcher, written = grammar.matcher(tokenizer, VOCAB_SIZE), list[int]()
+    while not (matcher.is_accepting() and rng.random() < 0.5) and not matcher.is_stopped():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        token = rng.choice([one for one in np.flatnonzero(bits[:VOCAB_SIZE]).tolist() if one])
+        assert matcher.consume_token(token)
+        written.append(token)
+    return written
+
+
 @pytest.mark.parametrize("kind", MARKS)
-def test_calls_fit_their_schemas(kind: str) -> None:
-    found = sum(check(kind, seed, ["auto", "required"][seed // 2 % 2]) for seed in range(4))
-    assert found > 0
+def test_random_calls_fit_their_schemas(kind: str) -> None:
+    """mlx-lm's parser reads the same, but for names, strings and objects that it cannot read."""
+    tokenizer, num_parsed = TOKENIZERS[kind, 0], 0
+    form = find_format(tokenizer)
+    assert form is not None
+    for seed in range(NUM_SCHEMAS):
+        rng = random.Random(seed)
+        tools = replace(Tools(random_tools(rng)), is_required=True, is_parallel=False)
+        grammar = CallGrammar(tokenizer, VOCAB_SIZE, form, tools).whole(None)
+        text = tokenizer.decode(wander(grammar, tokenizer, rng))
+        inner = text.removeprefix(str(tokenizer.tool_call_start))
+        reader, calls = CallReader(form, tools), list[ToolCall]()
+        for character in inner.removesuffix(str(tokenizer.tool_call_end)):
+            piece = reader.add(character)
+            if piece is not None:
+                add_call(calls, piece)
+        if (piece := reader.end()) is not None:
+            add_call(calls, piece)
+        (call,) = calls
+        schemas = {tool["name"]: tool["parameters"] for tool in tools.callable}
+        assert call.parsed is not None, text
+        assert fits(call.parsed, schemas[call.name]), (text, schemas)
+        num_parsed += parses_equally(tokenizer, inner, tools, call)
+    assert num_parsed >= NUM_SCHEMAS // 3, num_parsed
+
+
+def parses_equally(tokenizer: TokenizerWrapper, text: str, tools: Tools, call: ToolCall) -> bool:
+    try:
+        parsed = tokenizer.tool_parser(
+            text.removesuffix(str(tokenizer.tool_call_end)), tools.definitions
+        )
+    except Exception:  # mlx-lm's parsers raise exceptions of any kind
+        return False
+    one = parsed[0] if isinstance(parsed, list) else parsed
+    return (one["name"], one["arguments"]) == (call.name, call.parsed)
 
 
 def test_a_tree_of_which_some_nodes_are_held() -> None:

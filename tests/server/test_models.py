@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.server.limits import Limits
-from tests.helpers.models import tiny_llama
-from tests.server.serving import Served, make_engine, serving
+from tests.helpers.models import random_drafter, tiny_llama
+from tests.server.serving import DEFAULTS, Served, make_engine, serving
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
@@ -77,6 +78,24 @@ def test_a_model_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None
         assert "secret" not in reply["error"]["message"]
         assert "no such folder: /secret" in caplog.text
         assert served.send(PATH, BODY)[0] == 200
+
+
+def test_the_drafter_in_use_is_named() -> None:
+    """A drafter that was asked for and could not be loaded is not."""
+    pytest.importorskip("starlette")
+    from mlx_redrafter.server.models import Model, Models
+
+    model, tokenizer = tiny_llama(seed=4), make_engine().tokenizer
+    for proposer, expected in (
+        (None, "none"),
+        ("lookup", "lookup"),
+        (random_drafter(64, 32), "it"),
+    ):
+        load = partial(Engine, model, tokenizer, proposer)
+        one = Model("one", load, name_drafter=lambda: "it")
+        assert one.describe()["drafter"] is None
+        Models([one], DEFAULTS, Limits()).load(one)
+        assert one.describe()["drafter"] == expected
 
 
 def test_idle_models_are_unloaded() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -34,14 +36,16 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, served: Served) -> Iterator[Any]:
     """The page, none of whose scripts may fail and which asks nobody but the server."""
-    page = browser.new_page()
+    context = browser.new_context()
+    page = context.new_page()
     errors: list[str] = []
     asked: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"http://127.0.0.1:{served.port}/")
+    page.locator("#temperature").evaluate("one => one.value = 0")
     yield page
-    page.close()
+    context.close()
     assert not errors
     assert all(url.startswith(f"http://127.0.0.1:{served.port}/") for url in asked)
 
@@ -58,6 +62,17 @@ def _send(page: Any, text: str, num_answers: int) -> str:
 def _fill(page: Any, name: str, value: str) -> None:
     page.evaluate("document.querySelector('.settings').open = true")
     page.fill(f"#{name}", value)
+
+
+def _titles(page: Any) -> list[str]:
+    page.evaluate("document.getElementById('menu').open = true")
+    page.locator("#chats li").first.wait_for()
+    return list(page.locator("#chats li button:first-child").all_text_contents())
+
+
+def _open_chat(page: Any, title: str) -> None:
+    _titles(page)
+    page.locator("#chats button", has_text=title).click()
 
 
 def _expected(served: Served, messages: list[dict[str, str]]) -> str:
@@ -134,6 +149,8 @@ def test_a_new_chat_while_it_writes(page: Any, served: Served, slow: None) -> No
     assert answer == _expected(served, messages)[:20]
     served.wait_until_idle()
     assert page.locator(".message").count() == 2
+    _open_chat(page, "MY SECRET IS 42")
+    assert len(page.locator(".answer .text").text_content()) > 3  # as far as it was written
 
 
 def test_composing_sends_nothing(page: Any) -> None:
@@ -206,6 +223,103 @@ def test_edit_again_and_a_system_prompt(page: Any, served: Served) -> None:
     assert _send(page, "ONE", 1) == _expected(served, messages)
 
 
+def test_several_chats_are_kept(page: Any, served: Served) -> None:
+    """The browser keeps chats and settings for the next tab; the key stays in its own."""
+    assert page.locator("#temperature").get_attribute("value") == "0.7"
+    _fill(page, "key", KEY)
+    _fill(page, "most", "10")
+    first = _send(page, "FIRST", 1)
+    page.click("#reset")
+    _send(page, "SECOND", 1)
+    tab = page.context.new_page()
+    tab.goto(page.url)
+    assert tab.locator(".message").count() == 0
+    assert (tab.input_value("#most"), tab.input_value("#key")) == ("10", "")
+    assert _titles(tab) == ["SECOND", "FIRST"]
+    _open_chat(tab, "FIRST")
+    assert tab.locator(".answer .text").text_content() == first
+    tab.reload()
+    assert tab.locator(".answer .text").text_content() == first
+    for title in ("SECOND", "FIRST"):
+        _titles(tab)
+        tab.locator("#chats li", has_text=title).locator("button", has_text="Delete").click()
+    assert _titles(tab) == []
+    assert tab.locator(".message").count() == 0
+    tab.reload()
+    assert _titles(tab) == []
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_list_of_chats_fits(page: Any, size: tuple[int, int]) -> None:
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.evaluate(
+        "for (let i = 0; i < 40; i++) localStorage.setItem(`redrafter-chat-${i}`, JSON.stringify("
+        "{id: String(i), changed: i, turns: [{role: 'user', content: 'LONG TITLE '.repeat(20)}]}))"
+    )
+    assert len(_titles(page)) == 40
+    box = page.locator("#chats").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= size[0]
+    assert box["y"] + box["height"] <= size[1]
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
+def _fake(page: Any, model: dict[str, Any], *events: Any) -> None:
+    """Let the page see another server's model and answer."""
+    lines = [*(json.dumps(event) for event in events), "[DONE]"]
+    body = "".join(f"data: {line}\n\n" for line in lines)
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    page.route(
+        re.compile("/v1/(chat/)?completions$"),
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
+    page.reload()
+
+
+EVIL = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
+HOSTILE = f"{EVIL}\n```{EVIL}\n{EVIL}\n```\n**{EVIL}** `{EVIL}`\n# {EVIL}\n[a](javascript:hit=1)"
+
+
+def test_a_model_cannot_write_html(page: Any) -> None:
+    """Texts, thoughts, names of models, titles and errors are text, after a reload too."""
+    delta = {"reasoning": HOSTILE, "content": HOSTILE}
+    events = [{"choices": [{"delta": delta, "finish_reason": None}]}]
+    events += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    _fake(page, {"id": EVIL}, *events)
+    _send(page, EVIL, 1)
+    page.locator("#model", has_text="onerror").wait_for()
+    page.reload()
+    assert _titles(page) == [EVIL[:80]]
+    _fake(page, {"id": EVIL}, {"error": {"message": EVIL}})
+    page.fill("#text", "AGAIN")
+    page.click("#send")
+    page.locator(".error", has_text="onerror").wait_for()
+    assert page.locator("img, main script, main a").count() == 0
+    assert page.evaluate("window.hit") is None
+    folded = page.locator("details.reasoning")
+    assert not folded.evaluate("one => one.open")
+    assert folded.locator("div").text_content() == HOSTILE
+
+
+def test_a_model_without_a_chat_template(page: Any) -> None:
+    events = [{"choices": [{"text": "MORE", "finish_reason": "stop"}]}]
+    _fake(page, {"id": "base", "has_chat": False}, *events)
+    page.locator("#alone", has_text="continues each message alone").wait_for()
+    _send(page, "ONE", 1)
+    with page.expect_request("**/v1/completions") as asked:
+        assert _send(page, "TWO", 2) == "MORE"
+    assert asked.value.post_data_json["prompt"] == "TWO"
+
+
+def test_a_server_that_is_gone(page: Any) -> None:
+    page.route("**/v1/**", lambda route: route.abort())
+    page.fill("#text", "KEEP ME")
+    page.click("#send")
+    page.locator(".message.error").wait_for()
+    assert page.text_content("#send") == "Send"
+    assert page.input_value("#text") == "KEEP ME"
+
+
 def test_markdown(page: Any) -> None:
     """Marks are drawn, HTML is not; every token keeps its colour."""
     text = "A **b** `c`\n```py\nx = '<b>'\n```\n# Head\n```\nopen"
@@ -221,6 +335,7 @@ def test_markdown(page: Any) -> None:
     assert found.locator("strong").all_text_contents() == ["b", "Head"]
     assert found.locator("b").count() == 0
     assert found.locator("pre span.draft").count() == 2
+    assert found.locator(".code button", has_text="Copy").count() == 2
 
 
 def test_a_text_may_be_stopped(page: Any, served: Served, slow: None) -> None:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import DraftModel
+from mlx_redrafter.bench.lab.agent_trace import Trace
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.counters import Counters
@@ -28,7 +29,6 @@ from tests.models.test_recurrent import long_config
 from tests.models.tiny_models import VOCAB_SIZE, build, windowed_config
 from tests.property.test_lossless_block import network_for
 from tests.property.test_lossless_eagle import _head
-from tests.server.agent_trace import Trace
 
 STEP = 32
 OPTIONS = GenerationOptions(max_tokens=9, prefill_step_size=STEP)

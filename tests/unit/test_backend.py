@@ -27,5 +27,5 @@ def test_no_back_end() -> None:
         [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, check=True
     )
     (line,) = done.stdout.splitlines()
-    assert "mlx-redrafter[cpu]" in line
-    assert "mlx-redrafter[cuda13]" in line
+    assert "mlx[cpu]" in line
+    assert "mlx[cuda13]" in line

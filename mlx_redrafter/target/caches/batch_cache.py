@@ -27,7 +27,8 @@ from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
-# Number of tokens that a sequence keeps whatever happens.
+# Function that returns the number of tokens that a sequence keeps whatever happens; the maximum
+# integer for one that keeps no states to go back to.
 Floor = Callable[[], int]
 
 
@@ -48,7 +49,7 @@ class BatchCache:
         self.lengths: list[int] = []
         self.capacity = 0
         self.max_nodes = 1
-        self.step: BatchPass
+        self.step: BatchPass | None = None
         # The caches of a single sequence by kind and size.
         self._kinds: list[str] = []
         self._rows: list[BatchLayer] = []
@@ -60,8 +61,8 @@ class BatchCache:
         # Functions that return the number of tokens that each sequence keeps whatever happens; None
         # for an idle slot.
         self._floors: list[Floor | None] = []
-        # Size of the newest trees, N.
-        self._num_nodes = 0
+        # Position behind the last entry of each slot, of a tree or committed.
+        self._ends: list[int] = []
 
     @property
     def num_slots(self) -> int:
@@ -75,11 +76,11 @@ class BatchCache:
     def expect(self, trees: TreeBatch) -> BatchPass:
         """Make the next forward pass one over these trees, one per slot."""
         self._take_over_states()
-        self._num_nodes = trees.size
-        num_rows = max(self.lengths) + self._num_nodes
+        num_rows = max(self.lengths) + trees.size
         if self._has_buckets:
             num_rows = bucket(num_rows)
-        self._reserve(num_rows, self._num_nodes)
+        self._reserve(num_rows, trees.size)
+        self._ends = [length + trees.size for length in self.lengths]
         self.step = BatchPass(self.lengths, trees, self._history, num_rows, self._moves)
         self._history.enter(self.step, [floor() if floor else 0 for floor in self._floors])
         for layer in self._states:
@@ -107,8 +108,10 @@ class BatchCache:
         if not any(self._floors):
             self._begin(own)
         self.lengths[slot], self._floors[slot] = own.length, floor
+        self._ends[slot] = 0  # nothing to keep of what the slot holds
         self._history.visits[slot], own.history.visits = own.history.visits[0], [[]]
-        self._reserve(own.length, self.max_nodes)
+        self._reserve(own.length + 1, self.max_nodes)
+        self._ends[slot] = own.length
         rows, states = _split(own)
         for layer, one in zip(self._rows, rows, strict=True):
             layer.insert(slot, one)
@@ -133,14 +136,13 @@ class BatchCache:
                 layer.extract(slot, one)
             for state, one in zip(self._states, states, strict=True):
                 state.extract(slot, one, step)
-        self.lengths[slot], self._moves[slot] = 0, ((), 0)
+        self.lengths[slot] = self._ends[slot] = 0
+        self._moves[slot] = (), 0
         self._history.visits[slot], self._floors[slot] = [], None
 
     def shrink(self, slots: Sequence[int], num_slots: int) -> None:
         """Keep some slots, in this order, and only the room that their sequences need."""
-        # The entries of trees that are not accepted yet stand behind the committed ones.
-        longest = max((self.lengths[slot] for slot in slots), default=0)
-        self.resize(slots, num_slots, longest + self._num_nodes)
+        self.resize(slots, num_slots, max((self._ends[slot] for slot in slots), default=0))
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
         """Keep some slots, in this order, and add idle ones, with ``num_rows`` entries each."""
@@ -151,7 +153,8 @@ class BatchCache:
         self._floors = [self._floors[slot] for slot in slots] + [None] * num_idle
         visits = self._history.visits
         self._history.visits = [visits[slot] for slot in slots] + [[] for _ in range(num_idle)]
-        ends = [length + self._num_nodes for length in self.lengths[: len(slots)]]
+        ends = [self._ends[slot] for slot in slots]
+        self._ends = ends + [0] * num_idle
         kept = mx.array(list(slots), dtype=mx.int32)
         for layer in self._rows:
             layer.resize(kept, num_idle, ends)
@@ -175,9 +178,9 @@ class BatchCache:
 
     def _take_over_states(self) -> None:
         """Let layers take over the states after the accepted paths of the newest pass."""
-        if not self._states or self._num_nodes == 0:
-            return
         step = self.step
+        if not self._states or step is None:
+            return
         rows: list[int | None] = []
         for visits in self._history.visits:
             is_in = bool(visits) and visits[-1].step is step and bool(step.paths[visits[-1].row])

@@ -39,7 +39,7 @@ class Slots(Protocol):
     """
 
     lengths: list[int]
-    step: BatchPass
+    step: BatchPass | None
     capacity: int
     max_nodes: int
 
@@ -108,7 +108,7 @@ class BatchLayer:
         length, capacity = self._batch.lengths[slot], self._capacity
         start = 0
         if self._reach is not None:
-            start = max(0, length + self._batch.max_nodes - capacity)
+            start = max(0, length - self._reach - SPARE)
         end = min(length + 1, start + capacity)
         parts = []
         for buffer in self._buffers:
@@ -125,14 +125,14 @@ class BatchLayer:
         Args:
             slots: The slots, int32.
             num_blank: Number of blank slots.
-            ends: End of the entries of each kept slot.
+            ends: Position behind the last entry of each kept slot.
         """
         blank, capacity = (0, num_blank), self._capacity_now
 
         def resized(buffer: mx.array) -> mx.array:
             old = buffer.shape[2] - SCRATCH
             rows = buffer[slots, :, : min(capacity, old)]
-            if old != capacity and max(ends, default=0) > min(old, capacity):
+            if old < capacity and max(ends, default=0) > old:
                 rows = _moved(buffer[slots, :, :old], ends, capacity)
             missing = capacity + SCRATCH - rows.shape[2]
             return mx.pad(rows, [blank, (0, 0), (0, missing), (0, 0)])
@@ -160,6 +160,7 @@ class BatchLayer:
 
     @property
     def _layout(self) -> Layout:
+        assert self._batch.step is not None
         return self._batch.step.layout(self._capacity)
 
     def _write(self, places: Places, new: Sequence[mx.array]) -> None:

@@ -56,6 +56,13 @@ class FullCache:
         self._length = self._num_in_place = self.stock.offset
         self._aside: list[slice] = []
         self._fresh: tuple[mx.array, mx.array] | None = None
+        # Number of entries with which the buffer ended with a bucket.
+        self._whole = 0
+
+    @property
+    def start(self) -> int:
+        """Position of the first entry of the buffer."""
+        return int(getattr(self.stock, "start_position", 0))
 
     @property
     def offset(self) -> int:
@@ -81,7 +88,7 @@ class FullCache:
     def release(self) -> Entries:
         """Give the committed entries away."""
         self.write_aside()
-        stock, start = self.stock, getattr(self.stock, "start_position", 0)
+        stock, start = self.stock, self.start
         parts = [] if stock.keys is None else arrays_of(*stock.keys_and_values())
         _fill(stock, Entries([], 0), 0)
         self._begin()
@@ -134,27 +141,61 @@ class FullCache:
         self.stock.offset -= num_nodes
         return entries
 
+    def lend(self, num_nodes: int) -> tuple[mx.array, mx.array] | None:
+        """Return buffers of whole buckets, with room for the entries of a tree.
+
+        `write_all_aside` must come first. None for a layer that the model never uses.
+        """
+        if self.stock.keys is None:
+            return None
+        self._grow(self._length + num_nodes - self.start)
+        keys, values = self.stock.keys, self.stock.values
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
+    def take_back(
+        self, keys: mx.array, values: mx.array, fresh_keys: mx.array, fresh_values: mx.array
+    ) -> None:
+        """Take the buffers back, with the entries of the tree behind the committed ones."""
+        self.stock.keys, self.stock.values = keys, values
+        self._fresh = fresh_keys, fresh_values
+
+    def _grow(self, num_entries: int) -> None:
+        """Let the buffer end with a bucket, because graphs know strides, too."""
+        assert self.stock.keys is not None
+        num_rows = self.stock.keys.shape[2]
+        if num_rows == self._whole and num_entries <= num_rows:
+            return
+        self._whole = bucket(max(num_entries, num_rows))
+        if self._whole > num_rows:
+            reserve_rows([self.stock], self._whole)
+
     def _attended(self) -> tuple[mx.array, mx.array]:
         """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
         stock = self.stock
         if self.step.tree is None or not self.step.has_buckets:
             return stock.keys_and_values()
+        count = bucket(stock.offset - self.start)
+        self._grow(count)
         assert stock.keys is not None
         assert stock.values is not None
-        count = bucket(stock.offset - getattr(stock, "start_position", 0))
-        size = bucket(max(count, stock.keys.shape[2]))
-        if size > stock.keys.shape[2]:  # a graph knows strides, too, so the buffer grows by buckets
-            reserve_rows([stock], size)
         return stock.keys[..., :count, :], stock.values[..., :count, :]
 
-    def _entries_aside(self) -> tuple[list[mx.array], list[mx.array]]:
-        """Return the committed entries that the buffer lacks, and count those that it holds."""
+    def _runs_aside(self) -> list[slice]:
+        """Find nodes whose committed entries the buffer lacks, and count those that it holds."""
         if self._fresh is None or self.stock.offset >= self._length:
-            return [], []
+            return []
         self.stock.offset = self._num_in_place
+        return self._aside
+
+    def _entries_aside(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Return the entries of `_runs_aside`."""
+        runs = self._runs_aside()
+        if not runs or self._fresh is None:
+            return [], []
         keys, values = self._fresh
-        aside = self._aside
-        return [keys[..., run, :] for run in aside], [values[..., run, :] for run in aside]
+        return [keys[..., run, :] for run in runs], [values[..., run, :] for run in runs]
 
 
 def arrays_of(keys: Any, values: Any) -> list[mx.array]:
@@ -175,6 +216,42 @@ def _fill(stock: Any, entries: Entries, length: int) -> None:
     stock.offset = length
     if isinstance(stock, ChunkedKVCache):
         stock.start_position = entries.start
+
+
+def write_all_aside(caches: Sequence[FullCache]) -> None:
+    """Let the caches of a sequence write what their buffers lack, with one compiled graph."""
+    nodes: list[int] = []
+    lacking = []
+    for one in caches:
+        if runs := one._runs_aside():
+            nodes = [node for run in runs for node in range(run.start, run.stop)]
+            lacking.append(one)
+    if not lacking:
+        return
+    rows = [one.stock.offset - one.start for one in lacking]
+    starts = list(dict.fromkeys(rows))  # few, because equal windows begin with the same token
+    indices = [starts.index(row) for row in rows]
+    buffers = [part for one in lacking for part in (one.stock.keys, one.stock.values)]
+    fresh = [part for one in lacking for part in one._fresh or ()]
+    written = iter(_write_nodes(mx.array(nodes), mx.array(starts), indices, buffers, fresh))
+    for one in lacking:
+        one.stock.keys, one.stock.values = next(written), next(written)
+        one.stock.offset = one._length
+
+
+@mx.compile
+def _write_nodes(
+    nodes: mx.array,
+    starts: mx.array,
+    rows: list[int],
+    buffers: list[Any],
+    fresh: list[mx.array],
+) -> list[mx.array]:
+    """Write entries of nodes into buffers of keys and values, at the starts of these rows."""
+    return [
+        mx.slice_update(buffer, mx.take(part, nodes, axis=2), starts[rows[number // 2]], axes=(2,))
+        for number, (buffer, part) in enumerate(zip(buffers, fresh, strict=True))
+    ]
 
 
 def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], rows: int) -> None:

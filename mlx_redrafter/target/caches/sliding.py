@@ -44,6 +44,12 @@ class SlidingCache:
             self._ordered.make_room(step.length + (1 if step.tree is None else step.tree.size))
             self._ordered.expect(step)
 
+    @property
+    def ordered(self) -> FullCache:
+        """The entries in the order of tokens, during and after a pass over a tree."""
+        assert self._ordered is not None
+        return self._ordered
+
     def commit(self, path: Sequence[int]) -> None:
         assert self._ordered is not None
         self._ordered.commit(path)

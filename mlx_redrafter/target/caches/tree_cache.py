@@ -48,6 +48,10 @@ class ForwardPass(TreePass):
         ancestors = self.tree.ancestors
         return self._joined(mx.ones((ancestors.shape[0], self.length), mx.bool_), ancestors)
 
+    def _columns(self, first: int) -> mx.array:
+        """Places of the tokens from ``first`` on that have a column, counted from the root."""
+        return mx.arange(first - self.length, 0)
+
     def _joined(self, committed: mx.array, ancestors: mx.array) -> mx.array:
         """Join a mask of committed tokens and one of nodes, and fill the bucket with False."""
         parts, count = [committed, ancestors], committed.shape[1] + ancestors.shape[1]
@@ -67,7 +71,7 @@ class ForwardPass(TreePass):
         """
         assert self.tree is not None
         depths = self.tree.depths
-        is_near = mx.arange(first - self.length, 0) > depths[:, None] - window
+        is_near = self._columns(first) > depths[:, None] - window
         ancestors = self.tree.ancestors & (depths[:, None] - depths < window)
         return self._joined(is_near, ancestors)
 
@@ -79,7 +83,7 @@ class ForwardPass(TreePass):
         if (chunk, first) not in self._chunk_masks:
             assert self.tree is not None
             own = (self.length + self.tree.depths) // chunk
-            is_near = mx.arange(first, self.length) // chunk == own[:, None]
+            is_near = (self._columns(first) + self.length) // chunk == own[:, None]
             ancestors = self.tree.ancestors & (own == own[:, None])
             self._chunk_masks[chunk, first] = self._joined(is_near, ancestors)
         return self._chunk_masks[chunk, first]

@@ -9,8 +9,10 @@ Axes: B sequences, N nodes of each tree, P nodes of the longest path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -55,6 +57,24 @@ class Paths:
 
 
 StateAfter = Callable[[Paths], State]
+
+
+class BranchPart(Protocol):
+    """One array of a state, for any paths of trees; a tuple of arrays to compute it from."""
+
+    def __iter__(self) -> Iterator[mx.array]: ...
+
+    def array_after(self, paths: Paths) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class BranchedState:
+    """A `StateAfter` made of arrays, which a compiled pass can return."""
+
+    parts: Sequence[BranchPart]
+
+    def __call__(self, paths: Paths) -> State:
+        return [part.array_after(paths) for part in self.parts]
 
 
 class StateRecord:

@@ -88,15 +88,6 @@ def test_a_marker_in_pieces_and_an_end_within_a_string() -> None:
         assert (answer.content, answer.finish_reason) == ("Well ", "tool_calls")
 
 
-def test_a_string_between_tags_has_no_quotes() -> None:
-    engine = _engine("qwen3_coder")
-    said = 'two\nlines, <b>"quoted"</b> & 5'
-    text = f"<tool_call>\n<function=say>\n<parameter=text>\n{said}\n</parameter>\n</function>\n"
-    end = engine.tokenizer.encode("</tool_call>", add_special_tokens=False)
-    answer = _write(engine, [*_characters(engine, text), *end])
-    assert json.loads(answer.tool_calls[0].arguments) == {"text": said}
-
-
 def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
     engine = _engine("json_tools")
     request, _ = read(BODY, DEFAULTS)

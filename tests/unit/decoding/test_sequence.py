@@ -16,7 +16,7 @@ from mlx_redrafter.decoding.sampling import KeyedSampler, normalise
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.fixed import FixedPolicy
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import Scripted
 from tests.helpers.models import tiny_llama

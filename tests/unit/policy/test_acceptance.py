@@ -10,7 +10,6 @@ import pytest
 from mlx_redrafter.policy.acceptance import (
     WINDOW,
     Acceptance,
-    Regression,
     ScoredDrafts,
     features_of,
 )
@@ -56,8 +55,7 @@ def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights() ->
     rng = np.random.default_rng(0)
     for _ in range(200):
         acceptance = Acceptance()
-        acceptance.first.weights = rng.normal(0.0, 4.0, 3)
-        acceptance.later.weights = rng.normal(0.0, 4.0, 3)
+        acceptance.weights = rng.normal(0.0, 4.0, 6)
         drafts = _random_drafts(rng)
         found = acceptance.probabilities(features_of(drafts), drafts.parents)
         reached = [1.0, *found]
@@ -86,21 +84,17 @@ def test_ten_wrong_drafts_are_enough_to_doubt() -> None:
     assert found < 0.3
 
 
-@pytest.mark.parametrize("max_place", [math.inf, 0.0])
-def test_a_regression_finds_frequencies_even_if_all_log_odds_are_14(max_place: float) -> None:
-    """The weights that are free make up for one that is held at its bound."""
-    rng = np.random.default_rng(1)
-    regression = Regression(max_place=max_place)
+def test_frequencies_are_found_even_if_all_log_odds_are_14() -> None:
+    rng, acceptance = np.random.default_rng(1), Acceptance()
     rates = {0.0: 0.2, 1.0: 0.3, 2.0: 0.35}
     for i in range(1000):
         place = float(rng.integers(3))
-        regression.add(14.0, place, bool(rng.random() < rates[place]))
+        acceptance.learn([(False, 14.0, place)], [(0, bool(rng.random() < rates[place]))])
         if i % 8 == 0:
-            regression.fit()
-    found = [1 / (1 + math.exp(-regression.weights @ (1.0, 14.0, place))) for place in rates]
-    assert np.mean(found) == pytest.approx(np.mean(list(rates.values())), abs=0.05)
-    assert regression.weights[1] >= 0
-    assert regression.weights[2] <= max_place
+            acceptance.fit()
+    for place, rate in rates.items():
+        (found,) = acceptance.probabilities([(False, 14.0, place)], [0])
+        assert found == pytest.approx(rate, abs=0.1)
 
 
 def test_later_siblings_have_weights_of_their_own() -> None:
@@ -146,9 +140,8 @@ def test_every_sibling_up_to_the_right_one_is_observed() -> None:
     tree = TokenTree.of([0, 5, 6, 7, 8], [0, 0, 0, 0, 2], [-0.5, -1.5, -2.0, -2.5])
     scored, acceptance = ScoredDrafts(PLANS[1, 1], tree), Acceptance()
     scored.score(acceptance)
-    scored.follow([6], acceptance)
-    assert (scored.node, scored.right) == (2, {1})
-    assert (acceptance.first._count, acceptance.later._count) == (1, 1)
-    scored.follow([9], acceptance)
-    assert (scored.node, scored.right) == (None, {1})
-    assert (acceptance.first._count, acceptance.later._count) == (2, 1)
+    for token, node, count in ((6, 2, 2), (9, None, 3)):
+        scored.following = [token]
+        scored.follow(acceptance)
+        assert scored.node == node
+        assert acceptance._count == count

@@ -15,9 +15,16 @@ from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Decision, Experience
-from mlx_redrafter.policy.fixed import FixedPolicy
-from mlx_redrafter.policy.plans import COUNTS, LONGEST, LOOKUP, PLANS, SHORTEST, SIZES, Choice
+from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Choice, Experience
+from mlx_redrafter.policy.plans import (
+    COUNTS,
+    LONGEST,
+    LOOKUP,
+    PLANS,
+    SHORTEST,
+    SIZES,
+    FixedPolicy,
+)
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
@@ -96,7 +103,7 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
 @pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
 def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
     shares = []
-    for seed in (7, 8):
+    for seed in range(7, 11):
         scenario = _scenario(1.5, score_scale=scale, seed=seed)
         text, before = SimulatedText(scenario), _decode(scenario).policy.experience
         policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
@@ -159,7 +166,6 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
     assert plan == LOOKUP
     assert policy.keep(plan, _tree(0.9, 0.9, 0.9, 0.01, 0.5)).size == 4
     assert policy.keep(plan, _tree(0.01)).size == 1
-    assert not policy.waits
 
 
 def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
@@ -168,14 +174,19 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         size: seconds * (0.3 if size == 24 else 1) for size, seconds in costs.verify.items()
     }
     timed = StepCosts(costs.plain, disturbed, costs.first, costs.level, costs.wait)
-    right, wrong = _scenario(0.5, costs), _scenario(0.5, costs, timed=timed)
-    first = _decode(wrong)
-    assert [step.num_nodes for step in first.steps[:8]].count(24) > 4
-    assert first.policy.experience.ratios.of(24) > 2
-    assert _seconds(wrong) < 1.2 * _seconds(right)
-    second, known = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
-    seconds = [sum(step.seconds or 0.0 for step in one.steps) for one in (second, known)]
-    assert seconds[0] < 1.2 * seconds[1]
+    firsts, seconds = [], []
+    for seed in (7, 8, 9):
+        right = _scenario(0.5, costs, seed=seed)
+        wrong = _scenario(0.5, costs, timed=timed, seed=seed)
+        first = _decode(wrong)
+        assert [step.num_nodes for step in first.steps[:8]].count(24) > 2, "the timing misleads"
+        assert first.policy.experience.ratios.of(24) > 2
+        firsts.append(_seconds(wrong) / _seconds(right))
+        both = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
+        taken, known = (sum(step.seconds or 0.0 for step in one.steps) for one in both)
+        seconds.append(taken / known)
+    assert np.mean(firsts) < 1.2
+    assert np.mean(seconds) < 1.2
 
 
 def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
@@ -250,7 +261,7 @@ def test_a_tree_is_padded_where_a_larger_one_costs_less() -> None:
     costs = policy._costs.verify[[COUNTS.index(count) for count in (1, 2, 3)]]
     assert costs.tolist() == pytest.approx([1.02, 1.04, 1.04])
     for count, size in ((1, 2), (2, 4), (3, 4)):
-        policy._newest = Decision(Choice(LONGEST, count + 1), 2.0)
+        policy._newest = Choice(LONGEST, count + 1)
         assert policy.keep(LONGEST, _tree(*[0.9] * 10)).size == size
 
 
@@ -309,10 +320,10 @@ def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
 
 def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone() -> None:
     before = _decode(_scenario(2.0)).policy.experience
-    weights, mean, ratios = before.acceptance.first.weights, before.drafts.mean, before.ratios
+    weights, mean, ratios = before.acceptance.weights, before.drafts.mean, before.ratios
     known = {size: ratios.of(size) for size in SIZES}
     policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
-    assert (policy.experience.acceptance.first.weights == weights).all()
+    assert (policy.experience.acceptance.weights == weights).all()
     run_policy(SimulatedText(_scenario(-2.0, _costs("linear"))), policy, 0, TOKENS)
     assert policy.experience.drafts.mean.max() < before.drafts.mean.max()
     assert (before.drafts.mean == mean).all()
@@ -354,23 +365,8 @@ def test_a_plan_of_one_node_is_a_probe() -> None:
     assert not any(step.plan.num_nodes == 1 for step in second.steps if step.num_nodes > 1)
 
 
-def _lookup_policy(before: Experience | None = None) -> AdaptivePolicy:
-    costs = StepCosts(1.0, {size: 1 + 0.1 * size for size in SIZES})
-    return AdaptivePolicy(costs, before)
-
-
-def test_lookups_that_break_their_promise_are_used_less_often_and_come_back() -> None:
-    policy, outlook = _lookup_policy(), [0.9, 0.8, 0.7]
-    used = []
-    for _ in range(80):
-        plan = policy.choose(outlook)
-        used.append(plan is not None)
-        if plan is not None:
-            policy.keep(plan, _tree(0.9, 0.9, 0.9))
-        policy.observe(Step(plan, 4 if plan else 1, [1], None))
-    assert sum(used[10:]) < 40
-    assert any(used[40:]), "unused lookups are forgiven"
-    assert _lookup_policy(policy.experience).choose([0.99] * 16) == LOOKUP, "much more is promised"
+def _lookup_policy() -> AdaptivePolicy:
+    return AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.1 * size for size in SIZES}))
 
 
 def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:

@@ -49,11 +49,11 @@ def test_one_slow_step_changes_nothing() -> None:
     assert ratios.of(8) == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_first_step_is_believed_if_it_costs_less_than_timed() -> None:
+def test_the_first_step_counts_if_it_costs_less_than_timed() -> None:
     """Other work makes steps slower, never faster."""
     ratios = TimeRatios()
     ratios.learn(1, 0.5)
-    assert ratios.of(1) < 0.65
+    assert ratios.of(1) < 0.75
 
 
 def test_times_that_are_far_too_long_show() -> None:
@@ -131,16 +131,6 @@ def test_gains_pay_for_losses_and_half_of_them_stays_for_the_next_sequence() -> 
     for _ in range(10):
         guard.learn_drafted(1.0, 4)
     assert guard.allows_drafts
-
-
-def test_one_slow_drafted_step_does_not_count_twice_after_a_good_one() -> None:
-    guard = _measured()
-    guard.learn_drafted(1.0, 2)
-    guard.learn_drafted(9.0, 2)
-    assert guard.allows_drafts
-    guard.learn_drafted(1.0, 1, is_verified=False)
-    guard.learn_drafted(9.0, 2)
-    assert not guard.allows_drafts
 
 
 def test_the_guard_goes_by_measured_plain_steps_and_is_careful_before() -> None:

@@ -1,4 +1,4 @@
-"""Expected drafts of plans: means over trees, extrapolated and corrected by what came."""
+"""Expected drafts of plans: means over trees, extrapolated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts
 from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import CurrentCosts
-from mlx_redrafter.policy.value import (
-    ALL,
-    COUNTED,
-    LOOKUPS,
-    MEMORY,
-    Correction,
-    ExpectedDrafts,
-)
+from mlx_redrafter.policy.value import MEMORY, ExpectedDrafts
 from mlx_redrafter.trees.tree import TokenTree
 
 COSTS = StepCosts(
@@ -41,7 +34,7 @@ def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
 
 def _learn(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
     for _ in range(times):
-        expected.learn(scored, Correction(COUNTED), CurrentCosts(COSTS), 0.9)
+        expected.learn(scored, CurrentCosts(COSTS), 0.9)
 
 
 def test_a_chain_shows_every_shorter_one() -> None:
@@ -81,41 +74,3 @@ def test_the_newest_trees_count() -> None:
     _learn(expected, _chain(4, 0.9), 100)
     _learn(expected, _chain(4, 0.1), 3 * MEMORY)
     assert expected.mean[0, 0, 1] == pytest.approx(0.1, abs=0.05)
-
-
-def test_a_correction_finds_the_truth_within_three_trees() -> None:
-    """The proposer expects 12 drafts of each tree, and 3 come."""
-    correction = Correction(COUNTED)
-    for _ in range(3):
-        correction.learn([0.8] * 15, [place < 3 for place in range(15)])
-    assert 0.8 * correction.share[:15].sum() < 6
-
-
-def test_chance_corrects_hardly_anything() -> None:
-    rng, correction = np.random.default_rng(0), Correction(COUNTED)
-    shares = []
-    for _ in range(300):
-        chances = rng.uniform(0.1, 0.9, 15)
-        correction.learn(chances.tolist(), (rng.random(15) < chances).tolist())
-        shares.append(correction.share)
-    assert np.abs(np.mean(shares, axis=0) - 1).max() < 0.03
-
-
-def test_faded_counts_contradict_less() -> None:
-    correction = Correction(COUNTED)
-    for _ in range(20):
-        correction.learn([0.8] * 15, [place == 0 for place in range(15)])
-    low = correction.share
-    correction.fade(0.5)
-    assert (correction.share >= low - 1e-9).all()
-    assert correction.share.min() < 0.5
-
-
-def test_prompt_lookup_is_believed_less_after_broken_promises_and_recovers_unused() -> None:
-    lookups = Correction(LOOKUPS, ALL)
-    for _ in range(8):
-        lookups.learn([0.9, 0.8, 0.7], [False] * 3)
-    assert lookups.share.max() < 0.3
-    for _ in range(100):
-        lookups.fade(1 - 1 / LOOKUPS)
-    assert lookups.share.min() > 0.9

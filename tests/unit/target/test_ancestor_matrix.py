@@ -86,7 +86,7 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
 
 
 def state_after(branches: BranchStates, path: list[int]) -> mx.array:
-    return branches.state_after(Paths([path], len(PARENTS)))[0]
+    return branches.array_after(Paths([path], len(PARENTS)))[0]
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

@@ -18,6 +18,9 @@ class Trace:
         num_tokens: Length of the last prompt, about.
         branch_every: Turns after which the conversation goes back to an earlier turn.
         vocab_size: Number of token ids.
+        texts: Prompts with their answers so far, which may be those of an earlier replay.
+        num_prompt: Number of tokens of all prompts.
+        num_ideal: Number of them that no earlier text begins with.
     """
 
     num_turns: int
@@ -36,7 +39,7 @@ class Trace:
         """
         draw = random.Random(7)
         system = [draw.randrange(1, self.vocab_size) for _ in range(self.num_tokens // 4)]
-        history, turns = system, []
+        history, turns = system, list[list[int]]()
         step = (self.num_tokens - len(system)) // self.num_turns
         for turn in range(self.num_turns):
             if turns and turn % self.branch_every == self.branch_every - 1:

@@ -1,0 +1,127 @@
+"""Host time of building the pass that verifies a tree, compiled or not.
+
+Models are random and narrow. CPU time of the main thread is measured, so other work on the machine
+counts little. The CPU back end makes norms, rotations and attention of many operations, a GPU's has
+one for each. `gpu_like` makes graphs as large as a GPU's, which give other numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_redrafter.bench.lab.contexts import bushy_tree, filled_cache
+from mlx_redrafter.target.compiled_pass import USES, CompiledPasses
+from mlx_redrafter.target.model_loading import make_model
+from mlx_redrafter.target.target import Target
+
+COMMON: Mapping[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+HYBRID: Mapping[str, Any] = {
+    **COMMON,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 64,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+EXPERTS: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+# Configs, by model type and number of layers.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama, 32 layers": {**COMMON, "model_type": "llama", "num_hidden_layers": 32},
+    "qwen3_moe, 48 layers": {
+        **COMMON,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+    },
+    "qwen3_5, 64 layers": {"model_type": "qwen3_5", "text_config": HYBRID},
+}
+# Tokens before the trees, fewer than a bucket with all trees.
+LENGTH = 64
+# Passes that are not measured.
+WARM_UP = 3
+
+
+class HostTime(NamedTuple):
+    """CPU time of the main thread for one pass, in seconds.
+
+    Attributes:
+        least: Minimum of building the graph.
+        median: Median of building it.
+        dispatch: Median of dispatching it.
+        first: Time of the pass that compiles; None without compiling.
+    """
+
+    least: float
+    median: float
+    dispatch: float
+    first: float | None
+
+
+def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int) -> HostTime:
+    """Measure passes over a tree that a path of two nodes follows each time."""
+    model = make_model("a random model", config)
+    mx.eval(model.parameters())
+    target, tree = Target(model), bushy_tree(nodes)
+    target.compiled = CompiledPasses(target._process_trees) if compiled else None
+    cache = filled_cache(target, LENGTH)
+    seconds = []
+    for _ in range(repeats + WARM_UP + (USES if compiled else 0)):
+        start = time.thread_time()
+        outputs = target.verify(tree, cache)
+        built = time.thread_time()
+        mx.async_eval(outputs.logits, outputs.hidden_states)
+        seconds.append((built - start, time.thread_time() - built))
+        mx.eval(outputs.logits)
+        cache.commit([0, 2])
+        if cache.length > LENGTH + 100:
+            cache.settle(LENGTH)
+    first = seconds[USES - 1][0] if compiled else None
+    build, dispatch = np.array(seconds[-repeats:]).T
+    return HostTime(build.min(), float(np.median(build)), float(np.median(dispatch)), first)
+
+
+@contextmanager
+def gpu_like() -> Iterator[None]:
+    """Make one operation of each norm, rotation and attention, with other numbers."""
+
+    def norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+        return mx.stop_gradient(x) if weight is None else mx.depends([x], [weight])[0]
+
+    def rotate(x: mx.array, dims: int, **options: Any) -> mx.array:
+        return mx.stop_gradient(x)
+
+    def attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        mask = options.get("mask")
+        return mx.depends([q], [k, v, mask] if isinstance(mask, mx.array) else [k, v])[0]
+
+    with patch.multiple(mx.fast, rms_norm=norm, rope=rotate, scaled_dot_product_attention=attend):
+        yield

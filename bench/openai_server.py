@@ -1,0 +1,229 @@
+"""An OpenAI server as a decoding method: texts streamed from a URL, and their times."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urldefrag, urlsplit
+
+from mlx_redrafter.errors import DataError, RedrafterError, ResourceError
+
+# Seconds that a server may be silent, such as while it processes a long prompt.
+SILENCE = 600.0
+# Maximum length of a line of a stream, in bytes; an event carries a few tokens.
+MAX_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """A text of a server.
+
+    Attributes:
+        text: The text, with its reasoning.
+        first: Seconds from the request to the first piece of text.
+        last: Seconds from the request to the last piece of text.
+        steps: Forward passes of the target after the first token, if the server reports them.
+    """
+
+    text: str
+    first: float
+    last: float
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class OpenAiServer:
+    """A server with OpenAI's chats or completions.
+
+    Attributes:
+        name: Name for tables.
+        url: Address of the API, such as http://127.0.0.1:8080/v1.
+        model: Name of the model, in requests.
+        counts_steps: Whether the server is this project's, which reports steps on request.
+        key: Key for the server, if it needs one.
+    """
+
+    name: str
+    url: str
+    model: str
+    counts_steps: bool = False
+    key: str | None = field(default=None, repr=False)
+
+    def write(
+        self, texts: Sequence[str], is_chat: bool, max_tokens: int, temp: float, seed: int
+    ) -> list[ServedText]:
+        """Ask for the answers to several messages at the same time.
+
+        Args:
+            texts: One message per request.
+            is_chat: Whether they are messages of chats, or prompts to continue.
+            max_tokens: Maximum number of tokens of a text.
+            temp: Temperature.
+            seed: Seed of the random numbers.
+
+        Raises:
+            ResourceError: The server cannot be reached, or stops in the middle of a text.
+            DataError: Its answer is an error, or no stream of OpenAI's.
+        """
+        options: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": temp,
+            "seed": seed,
+            "stream": True,
+        }
+        if self.counts_steps:
+            options["stream_options"] = {"include_drafts": True}
+        requests = [
+            {**options, "messages": [{"role": "user", "content": text}]}
+            if is_chat
+            else {**options, "prompt": text}
+            for text in texts
+        ]
+        path = "chat/completions" if is_chat else "completions"
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(lambda request: self._stream(path, request), requests))
+
+    def _stream(self, path: str, request: Mapping[str, Any]) -> ServedText:
+        text, first, last, steps = "", 0.0, 0.0, None
+        start = time.perf_counter()
+        for event in self._events(path, request):
+            piece = _text_of(event)
+            if piece:
+                last = time.perf_counter() - start
+                first = first or last
+                text += piece
+            steps = _steps_of(event) or steps
+        return ServedText(text, first, last, steps)
+
+    def _events(self, path: str, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        for line in _open(f"{self.url}/{path}", self.key, request):
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = _parse(data, self.url)
+            if event.get("error"):
+                raise DataError(f"{self.url} stopped a text: {_message(event)}")
+            yield event
+        raise ResourceError(f"{self.url} ended a stream without [DONE]; see the server's log")
+
+
+def find_server(address: str, key: str | None = None) -> OpenAiServer:
+    """Find a server and its model.
+
+    Args:
+        address: NAME=URL, such as mlx-lm=http://127.0.0.1:8080/v1; #MODEL at the end chooses one of
+            several models.
+        key: Key for the server, if it needs one.
+
+    Raises:
+        DataError: The address has another form, or the server has no such model.
+        ResourceError: The server cannot be reached.
+    """
+    name, _, rest = address.partition("=")
+    url, model = urldefrag(rest)
+    url = url.rstrip("/")
+    if not name or urlsplit(url).scheme not in ("http", "https"):
+        raise DataError(
+            f"expected a server such as mlx-lm=http://127.0.0.1:8080/v1, got {address!r}"
+        )
+    try:
+        found = _models(url, key)
+    except RedrafterError:
+        if not model:  # mlx-lm's server cannot list its models without a Hugging Face cache
+            raise
+        found = []
+    names = [str(one.get("id")) for one in found]
+    if not model and len(names) != 1:
+        raise DataError(f"{url} has {len(names)} models ({', '.join(names[:8])}); add #MODEL")
+    is_ours = any(one.get("owned_by") == "mlx_redrafter" for one in found)
+    return OpenAiServer(name, url, model or names[0], is_ours, key)
+
+
+def _models(url: str, key: str | None) -> list[dict[str, Any]]:
+    found = _parse(b"".join(_open(f"{url}/models", key)), url).get("data")
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise DataError(f"{url}/models: expected a list of models; is this the address of the API?")
+    return found
+
+
+def _open(url: str, key: str | None, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+    """Yield the lines of a reply."""
+    body = None if request is None else json.dumps(request).encode()
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    asked = urllib.request.Request(url, body, headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(asked, timeout=SILENCE) as response:
+            while line := response.readline(MAX_LINE):
+                yield line
+    except urllib.error.HTTPError as error:
+        raise DataError(
+            f"{url} answers with status {error.code}: {_message(error.read(MAX_LINE))}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ResourceError(f"cannot reach {url}: {error}; is the server running?") from error
+
+
+def _parse(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{url}: expected JSON, got {data[:80]!r}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{url}: expected an object, got {data[:80]!r}")
+    return value
+
+
+def _message(reply: bytes | Mapping[str, Any]) -> str:
+    """Return the message of an error in the form of OpenAI, or the first characters of another."""
+    if isinstance(reply, bytes):
+        try:
+            values = json.loads(reply)
+        except (ValueError, RecursionError):
+            return reply[:200].decode(errors="replace")
+        return _message(values if isinstance(values, Mapping) else {"error": values})
+    error = reply.get("error")
+    found = error.get("message") if isinstance(error, Mapping) else error
+    return str(found or dict(reply))[:200]
+
+
+def _choice(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = event.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else {}
+    return first if isinstance(first, Mapping) else {}
+
+
+def _text_of(event: Mapping[str, Any]) -> str:
+    choice = _choice(event)
+    delta = choice.get("delta", choice)
+    if not isinstance(delta, Mapping):
+        return ""
+    names = ("reasoning", "reasoning_content", "content", "text")
+    pieces = dict.fromkeys(delta.get(name) for name in names)  # some servers send reasoning twice
+    return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def _steps_of(event: Mapping[str, Any]) -> int | None:
+    """Return the number of forward passes as this project, mlx-dspark or llama.cpp reports it.
+
+    The latter two count the first token's pass, too.
+    """
+    timings, dspark = event.get("timings"), event.get("x_mlx_dspark")
+    steps = _choice(event).get("steps")
+    if isinstance(timings, Mapping) and isinstance(timings.get("predicted_n"), int):
+        accepted = timings.get("draft_n_accepted", 0)
+        steps = timings["predicted_n"] - 1 - accepted if isinstance(accepted, int) else None
+    elif isinstance(dspark, Mapping) and isinstance(dspark.get("target_forwards"), int):
+        steps = dspark["target_forwards"] - 1
+    return steps if isinstance(steps, int) else None

@@ -1,0 +1,388 @@
+"""Rank 0: a target whose passes run on all ranks.
+
+Before each pass, rank 0 sends what the others are to do: integers that the host knows. What it may
+not know yet, the tokens, goes over the group, as one gather. Operations on caches wait for the next
+pass and go with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.device_read import longest_wait, waiting
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
+from mlx_redrafter.generation_options import Quantisation
+from mlx_redrafter.machines.drafts import arrays, describe
+from mlx_redrafter.machines.frames import Do, Frame, pack
+from mlx_redrafter.machines.line import end_process
+from mlx_redrafter.machines.meeting import Machines
+from mlx_redrafter.machines.splitting import has_split_head
+from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target, TargetOutputs
+from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
+
+# Seconds that a pass may take at least, far above the longest chunk of a prompt.
+PASS_SECONDS = 120.0
+# The same in longest waits so far: a machine may become slower, but not by that much.
+PASS_WAITS = 10.0
+# Attribute of a model that is split, on rank 0, with its `Leader`.
+LEADER = "redrafter_leader"
+
+
+class Leader:
+    """Tells the other ranks what rank 0 does.
+
+    Attributes:
+        machines: All ranks.
+        num_passes: Number of passes so far.
+        num_bytes: Number of bytes sent to each other rank for them.
+    """
+
+    def __init__(self, machines: Machines):
+        self.machines = machines
+        self.num_passes = self.num_bytes = 0
+        self._lock = threading.RLock()
+        self._waiting: list[Frame] = []
+        self._count = itertools.count(1)
+        # Numbers of the caches, by their first layer: mlx-lm's objects, which outlive a text.
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._dropped: deque[int] = deque()
+        # Stream of the thread that ran the newest pass.
+        self._stream = mx.default_stream(mx.cpu)
+        threading.Thread(target=self._watch, name="pass limit", daemon=True).start()
+
+    def number_of(self, layer: Any) -> int | None:
+        """Return the number of the cache with this first layer; None for a foreign one."""
+        return self._numbers.get(layer)
+
+    def add(self, owner: Any) -> int:
+        """Give a number to a cache by its first layer, or to a batch, until it is dropped."""
+        number = self._numbers[owner] = next(self._count)
+        weakref.finalize(owner, self._dropped.append, number)
+        return number
+
+    @contextmanager
+    def together(self, do: Do | None = None, *numbers: int) -> Iterator[None]:
+        """Do something on rank 0 that the others do as well, without an interruption by Ctrl-C.
+
+        Args:
+            do: Operation on a cache to announce; None inside of another.
+            *numbers: Its numbers.
+        """
+        with self._lock, _without_interruption():
+            if do is not None:
+                self._waiting.append(Frame(do, numbers))
+            yield
+
+    @contextmanager
+    def passing(self, do: Do, numbers: Sequence[int], values: Sequence[mx.array]) -> Iterator[None]:
+        """Run a pass on all ranks: build and dispatch it inside.
+
+        Args:
+            do: The verb.
+            numbers: Its numbers.
+            values: Arrays of int32 that the other ranks need, each of shape (n,).
+        """
+        with self.together(), waiting():
+            self._order()
+            frames = [Frame(Do.DROP, (number,)) for number in self._take_dropped()]
+            data = b"".join(map(pack, [*self._waiting, *frames, Frame(do, tuple(numbers))]))
+            self._waiting = []
+            for line in self.machines.lines:
+                line.send(data)
+            self.num_passes += 1
+            self.num_bytes += len(data)
+            try:
+                mx.async_eval(share(mx.concatenate(list(values)), self.machines.group))
+                yield
+            except BaseException as error:
+                # The others wait in the middle of this pass for sums that will never come.
+                self._fail(f"{type(error).__name__}: {first_line(error)}")
+
+    def _fail(self, message: str) -> None:
+        """End all ranks with one line each."""
+        for line in self.machines.lines:
+            line.say(Do.FAIL, message)
+        end_process(message, 1)
+
+    def _watch(self) -> None:
+        """End all ranks if a pass takes too long, as nothing can interrupt it."""
+        longest = last = 0.0
+        while True:
+            time.sleep(1)
+            waited = longest_wait()
+            if waited < last:
+                longest = max(longest, last)
+            last = waited
+            if waited > max(PASS_SECONDS, PASS_WAITS * longest):
+                names = ", ".join(line.other for line in self.machines.lines)
+                self._fail(
+                    f"expected a pass to end within {PASS_SECONDS:g} s, found none from rank 0, "
+                    f"{names} though all of them live; start them again"
+                )
+
+    def _take_dropped(self) -> list[int]:
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]
+
+    def _order(self) -> None:
+        """Let the passes of another thread end: each thread has a stream of its own."""
+        stream = mx.default_stream(mx.cpu)
+        if stream != self._stream:
+            mx.synchronize(self._stream)
+            self._stream = stream
+
+
+class LedCache(TreeCache):
+    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs."""
+
+    def __init__(self, leader: Leader, number: int, cache: TreeCache):
+        super().__init__(cache.layers, cache.length, cache.has_buckets)
+        self._leader = leader
+        self.number = number
+
+    def commit(self, path: Sequence[int]) -> None:
+        with self._leader.together(Do.COMMIT, self.number, *path):
+            super().commit(path)
+
+    def settle(self, length: int) -> None:
+        with self._leader.together(Do.SETTLE, self.number, length):
+            super().settle(length)
+
+
+class LedBatchCache(BatchCache):
+    """The cache of a batch on rank 0, which tells the other ranks what becomes of theirs."""
+
+    def __init__(self, leader: Leader, has_buckets: bool):
+        super().__init__(has_buckets)
+        self._leader = leader
+        self._is_within = False
+        self.number = leader.add(self)
+        with leader.together(Do.NEW_BATCH, self.number):
+            pass
+
+    def commit(self, slot: int, path: Sequence[int]) -> None:
+        with self._leader.together(Do.KEEP, self.number, slot, *path):
+            super().commit(slot, path)
+
+    def takes(self, own: TreeCache) -> bool:
+        # The other ranks do not know how far a sequence may have to go back to a state.
+        return own.may_pad and super().takes(own)
+
+    def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
+        with self._leader.together(Do.INSERT, self.number, slot, _number(own)), self.within():
+            super().insert(slot, own, floor)
+
+    def leave(self, slot: int, own: TreeCache | None) -> None:
+        number = 0 if own is None else _number(own)
+        with self._leader.together(Do.LEAVE, self.number, slot, number):
+            super().leave(slot, own)
+
+    def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
+        numbers = self.number, num_slots, num_rows, *slots
+        with self._leader.together(None if self._is_within else Do.RESIZE, *numbers):
+            super().resize(slots, num_slots, num_rows)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Announce nothing: the other ranks resize by themselves where this one does."""
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
+
+
+class LeadingTarget(Target):
+    """A target whose passes run on all ranks.
+
+    Drafters, samplers and policies are on rank 0 alone.
+
+    Args:
+        model: The part of the model on rank 0.
+        leader: Its connection to the others.
+    """
+
+    def __init__(self, model: nn.Module, leader: Leader):
+        self.leader = leader
+        self.devices = tuple(rank.device for rank in leader.machines.ranks)
+        super().__init__(model)
+        self.compiled = None  # each rank would compare bits, and compile, for itself
+
+    @property
+    def stock_model(self) -> Any:
+        return LedModel(self)
+
+    def new_cache(
+        self,
+        prompt_cache: Sequence[Any] | None = None,
+        quantisation: Quantisation | None = None,
+        given: list[Any] | None = None,
+    ) -> TreeCache:
+        if quantisation is not None:
+            raise ConfigError("kv_bits is not supported on several machines; leave it out")
+        cache = super().new_cache(prompt_cache)
+        return LedCache(self.leader, self.number_of(cache.stock, cache.length), cache)
+
+    def number_of(self, stock: Sequence[Any], length: int) -> int:
+        """Return the number of mlx-lm's caches, which are new or hold what these ranks computed.
+
+        Raises:
+            ConfigError: They hold other tokens.
+        """
+        number = self.leader.number_of(stock[0])
+        if number is None and any(not layer.empty() for layer in stock):
+            raise ConfigError(
+                "prompt_cache must be empty or of a text of this process on several machines, "
+                "found one with other tokens, which the other machines lack; give the whole prompt"
+            )
+        if number is None:
+            return self.leader.add(stock[0])
+        with self.leader.together(Do.REOPEN, number, length):
+            return number
+
+    def reserve(self, cache: TreeCache, num_rows: int) -> None:
+        with self.leader.together(Do.RESERVE, _number(cache), num_rows):
+            super().reserve(cache, num_rows)
+
+    def new_batch_cache(self) -> BatchCache:
+        return LedBatchCache(self.leader, self.has_buckets)
+
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        if has_split_head(self.model):
+            raise UnsupportedTargetError(
+                "expected a drafter with a head of its own, as mlx-lm splits the head of this "
+                "model over the machines, found one that drafts with the model's head; use a "
+                "recurrent drafter, a smaller model or lookup"
+            )
+        return super().logits(hidden_states)
+
+    def prefill_together(
+        self,
+        beginnings: Sequence[Sequence[int]],
+        caches: Sequence[TreeCache],
+        step_size: Callable[[], int],
+    ) -> Iterator[None]:
+        """Leave all caches empty: every sequence processes its own beginning."""
+        return iter(())
+
+    def advance(
+        self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
+    ) -> TargetOutputs:
+        with self.leader.passing(Do.ADVANCE, [_number(cache)], [token]):
+            return _dispatched(super().advance(token, cache, layers))
+
+    def verify(
+        self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
+    ) -> TargetOutputs:
+        numbers = [_number(cache), *describe(tree)]
+        with self.leader.passing(Do.VERIFY, numbers, arrays(tree)):
+            return _dispatched(super().verify(tree, cache, layers))
+
+    def verify_batch(
+        self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
+    ) -> TargetOutputs:
+        assert isinstance(cache, LedBatchCache)
+        facts = [number for one in trees.drafts for number in describe(one)]
+        values = [array for one in trees.drafts for array in arrays(one)]
+        numbers = [cache.number, trees.size, *facts]
+        with self.leader.passing(Do.BATCH, numbers, values), cache.within():
+            return _dispatched(super().verify_batch(trees, cache, layers))
+
+    def process_chunk(
+        self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]
+    ) -> TargetOutputs:
+        numbers = [_number(cache), chunk.shape[0], bool(layers)]
+        with self.leader.passing(Do.CHUNK, numbers, [chunk]):
+            outputs = super().process_chunk(chunk, cache, layers)
+            dispatch_chunk(outputs, cache, bool(layers))
+        return outputs
+
+    def call(self, tokens: mx.array, caches: list[Any] | None) -> mx.array:
+        if caches is not None:  # inside of a pass that is announced
+            return super().call(tokens, caches)
+        with self.leader.passing(Do.BARE, [tokens.size], [tokens.reshape(-1)]):
+            logits = super().call(tokens, None)
+            mx.async_eval(logits)
+        return logits
+
+
+class LedModel:
+    """The model for loops that call it themselves, as mlx-lm's do, and compute each call."""
+
+    def __init__(self, target: LeadingTarget):
+        self._target = target
+        self.layers = target.model.layers
+        self.make_cache = getattr(target.model, "make_cache", None)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""
+        target, number = self._target, self._target.leader.number_of(cache[0])
+        if number is None:
+            number = target.number_of(cache, 0)
+        numbers = [number, tokens.shape[1]]
+        with target.leader.passing(Do.STOCK, numbers, [tokens[0]]):
+            logits: mx.array = target.model(tokens, cache=cache)
+            mx.async_eval(logits)
+        return logits
+
+
+def lead(machines: Machines, model: nn.Module) -> None:
+    """Make a model's part on rank 0 one that leads the others."""
+    setattr(model, LEADER, Leader(machines))
+
+
+def target_of(model: nn.Module) -> Target:
+    """Return the target of a model, over all machines for one that `load` has split."""
+    leader = getattr(model, LEADER, None)
+    return Target(model) if leader is None else LeadingTarget(model, leader)
+
+
+def share(values: mx.array, group: Any) -> mx.array:
+    """Return rank 0's values on every rank, int32, shape (n,)."""
+    everyone = mx.distributed.all_gather(values.astype(mx.int32)[None], group=group)
+    return everyone[0]
+
+
+def dispatch_chunk(outputs: TargetOutputs, cache: TreeCache, is_whole: bool) -> None:
+    """Dispatch a chunk of a prompt: its entries, or the last layer's output as well."""
+    hidden = [outputs.hidden_states] if is_whole else []
+    mx.async_eval([layer.state for layer in cache.stock], hidden)
+
+
+def _dispatched(outputs: TargetOutputs) -> TargetOutputs:
+    mx.async_eval(outputs.logits)
+    return outputs
+
+
+def _number(cache: TreeCache) -> int:
+    assert isinstance(cache, LedCache)
+    return cache.number
+
+
+@contextmanager
+def _without_interruption() -> Iterator[None]:
+    """Hold back Ctrl-C, which would leave the ranks with different caches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[tuple[Any, ...]] = []
+    before = signal.signal(signal.SIGINT, lambda *given: seen.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen and callable(before):
+            before(*seen[0])

@@ -1,0 +1,115 @@
+"""A connection between rank 0 and another rank, and the end of both if one is lost.
+
+Nothing can interrupt a rank that waits in a collective operation, and some back ends never notice
+that another rank is gone. So signs of life go over a socket, and a rank that misses them ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from mlx_redrafter.escaping import printable
+from mlx_redrafter.machines.frames import Do, Frame, pack, read
+
+# Seconds between two signs of life, a tenth of `PATIENCE` so that a busy machine may miss some.
+BEAT = 0.5
+# Seconds without any sign of life after which a rank counts as lost.
+PATIENCE = 8.0
+# Exit code of a rank that another one's loss ends, EX_TEMPFAIL of sysexits.h.
+LOST = 75
+
+
+def end_process(message: str, code: int = LOST) -> None:
+    """Print one line, and end this process without any further work."""
+    with suppress(OSError, ValueError):  # a stderr that is closed or gone
+        sys.stderr.write(f"redrafter-mlx: {printable(message)}\n")
+        sys.stderr.flush()
+    os._exit(code)
+
+
+class Line:
+    """One end of a connection.
+
+    Args:
+        connection: The socket.
+        own: Name of this rank in messages, empty for rank 0.
+        other: Name of the other rank.
+    """
+
+    def __init__(self, connection: socket.socket, own: str, other: str):
+        self.own, self.other = own, other
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+        self._lock = threading.Lock()
+        self._received: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._is_over = False
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(PATIENCE)
+
+    def begin(self) -> None:
+        """Give signs of life from now on, and end the process if the other rank gives none."""
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Send packed frames; the reading thread ends the process if the other rank is lost."""
+        with self._lock, suppress(OSError):
+            self._connection.sendall(data)
+
+    def say(self, do: Do, text: str = "") -> None:
+        """Send one frame with a text."""
+        self.send(pack(Frame(do, (), text)))
+
+    def receive(self) -> Frame:
+        """Wait for the next frame that is no sign of life."""
+        return self._received.get()
+
+    def read_first(self) -> Frame | None:
+        """Read a frame before `begin`; None if the connection ends or brings no frame in time."""
+        try:
+            return read(self._stream)
+        except (OSError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Let the other rank end in good order."""
+        self._is_over = True
+        self.say(Do.END)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def fail(self, message: str) -> None:
+        """End both ranks with one line each."""
+        self.say(Do.FAIL, message)
+        end_process(f"{self.own}{message}", 1)
+
+    def _beat(self) -> None:
+        data = pack(Frame(Do.BEAT))
+        while not self._is_over:
+            time.sleep(BEAT)
+            self.send(data)
+
+    def _read(self) -> None:
+        try:
+            while (frame := read(self._stream)) is not None:
+                if frame.do is Do.FAIL:
+                    self._end(f"{self.other}: {frame.text}")
+                if frame.do is not Do.BEAT:
+                    self._received.put(frame)
+                if frame.do is Do.END:
+                    return
+            self._end(f"{self.other} has gone")
+        except TimeoutError:
+            self._end(f"{self.other} has not answered for {PATIENCE:g} s")
+        except (OSError, ValueError) as error:
+            self._end(f"{self.other} is lost: {error}")
+
+    def _end(self, message: str) -> None:
+        if not self._is_over:
+            end_process(self.own + message)

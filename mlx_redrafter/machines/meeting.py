@@ -1,0 +1,198 @@
+"""The meeting of all ranks: who they are, and a connection from rank 0 to each other rank."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.machines.frames import Do
+from mlx_redrafter.machines.line import Line
+from mlx_redrafter.version import __version__
+
+# Environment variable of ``mlx.launch`` with the file of addresses, for the ring.
+RING = "MLX_HOSTFILE"
+# Environment variable of ``mlx.launch`` with rank 0's address, for JACCL.
+JACCL = "MLX_JACCL_COORDINATOR"
+# Seconds in which all ranks must have connected to rank 0.
+MEETING_SECONDS = 60.0
+# Bytes of the message in which rank 0 gives its address and a key, more than any host name has.
+ADDRESS_BYTES = 320
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank and its machine.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its machine.
+        device: Name of its GPU or CPU.
+        versions: Versions of mlx, mlx-lm and this package.
+    """
+
+    rank: int
+    host: str
+    device: str
+    versions: tuple[str, ...]
+
+    @classmethod
+    def own(cls, rank: int) -> Rank:
+        device = str(mx.device_info().get("device_name", "unknown device"))
+        versions = version("mlx"), version("mlx-lm"), __version__
+        return cls(rank, socket.gethostname(), device, versions)
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return f"rank {self.rank} ({self.host})"
+
+    def disagreement(self, leader: Rank) -> str | None:
+        """Describe versions other than the leader's; None if all are the same."""
+        for what, own, other in zip(
+            ("mlx", "mlx-lm", "mlx-redrafter"), self.versions, leader.versions, strict=True
+        ):
+            if own != other:
+                return f"{self.name} has {what} {own}, rank 0 has {other}; install the same"
+        return None
+
+
+@dataclass
+class Machines:
+    """All ranks, as one of them sees them.
+
+    Attributes:
+        group: MLX's group.
+        ranks: All ranks on rank 0; rank 0 and itself on another.
+        lines: Connections to all others on rank 0, to rank 0 on another.
+        has_model: Whether they have begun to load a model.
+    """
+
+    group: Any
+    ranks: list[Rank]
+    lines: list[Line]
+    has_model: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self.group.rank() == 0)
+
+    def end(self) -> None:
+        """Let all other ranks end, as rank 0."""
+        for line in self.lines:
+            line.close()
+
+
+# The result of `meet`; a process has one group.
+_met: list[Machines] = []
+
+
+def meet(group: Any) -> Machines:
+    """Connect rank 0 with every other rank, once per process; blocks until all have called it.
+
+    Raises:
+        ConfigError: On rank 0, if a rank does not come or has other versions.
+    """
+    if not _met:
+        own = Rank.own(group.rank())
+        _met.append(_join(group, own) if own.rank else _gather_ranks(group, own))
+    return _met[0]
+
+
+def _gather_ranks(group: Any, own: Rank) -> Machines:
+    """Wait for all other ranks, as rank 0."""
+    host = _own_address()
+    with socket.create_server((host, 0), family=_family(host), backlog=group.size()) as listener:
+        key = secrets.token_hex(16)
+        _tell_all(group, [host, listener.getsockname()[1], key, own.host])
+        found = _await_ranks(listener, key, group.size())
+    lines = [line for _, line in found]
+    for line in lines:
+        line.begin()
+    machines = Machines(group, [own, *(rank for rank, _ in found)], lines)
+    atexit.register(machines.end)
+    for rank in machines.ranks:
+        if complaint := rank.disagreement(own):
+            raise ConfigError(complaint)
+    return machines
+
+
+def _join(group: Any, own: Rank) -> Machines:
+    """Connect to rank 0."""
+    host, port, key, leader = _tell_all(group, None)
+    connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+    line = Line(connection, f"{own.name}: ", f"rank 0 ({leader})")
+    line.say(Do.HELLO, json.dumps([key, own.rank, own.host, own.device, own.versions]))
+    line.begin()
+    return Machines(group, [Rank(0, leader, "", own.versions), own], [line])
+
+
+def _await_ranks(listener: socket.socket, key: str, size: int) -> list[tuple[Rank, Line]]:
+    """Accept one connection from every other rank, and drop those of strangers."""
+    found: dict[int, tuple[Rank, Line]] = {}
+    end = time.monotonic() + MEETING_SECONDS
+    while len(found) < size - 1 and time.monotonic() < end:
+        listener.settimeout(max(0.1, end - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            break
+        line = Line(connection, "", "a rank")
+        rank = _who(line, key, size)
+        if rank is None or rank.rank in found:
+            connection.close()
+            continue
+        line.other = rank.name
+        found[rank.rank] = rank, line
+    if len(found) < size - 1:
+        missing = sorted(set(range(1, size)) - found.keys())
+        raise ConfigError(
+            f"expected {size} machines, found {len(found) + 1}: rank {missing[0]} did not connect "
+            f"within {MEETING_SECONDS:g} s; look at its output, and start all again"
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _who(line: Line, key: str, size: int) -> Rank | None:
+    """Return the rank that a new connection comes from; None for anyone without the key."""
+    hello = line.read_first()
+    with suppress(ValueError, TypeError):
+        given, rank, host, device, versions = json.loads(hello.text if hello else "")
+        if secrets.compare_digest(given, key) and 0 < rank < size:
+            return Rank(int(rank), str(host), str(device), tuple(map(str, versions)))
+    return None
+
+
+def _tell_all(group: Any, facts: list[Any] | None) -> list[Any]:
+    """Return what rank 0 gives, on every rank; None on the others."""
+    data = b"" if facts is None else json.dumps(facts).encode()
+    own = mx.array(list(data.ljust(ADDRESS_BYTES)), dtype=mx.uint8)
+    everyone = mx.distributed.all_gather(own[None], group=group, stream=mx.cpu)
+    told: list[Any] = json.loads(bytes(to_ints(everyone[0])))
+    return told
+
+
+def _own_address() -> str:
+    """Return the address of rank 0 at which the group itself reaches it."""
+    if RING in os.environ:
+        with open(os.environ[RING], encoding="utf-8") as file:
+            return str(json.load(file)[0][0]).rpartition(":")[0].strip("[]")
+    if JACCL in os.environ:
+        return os.environ[JACCL].rpartition(":")[0].strip("[]")
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

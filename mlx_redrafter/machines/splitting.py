@@ -1,0 +1,111 @@
+"""The parts of a model on several machines, by mlx-lm's own ``shard``, and what cannot be split."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, find_checkpoint
+from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError, explain, first_line
+from mlx_redrafter.machines.sums import use_rank_order
+from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.model_loading import load_model
+from mlx_redrafter.target.model_parts import MLX_LM_MODELS
+
+
+def config_digest(name: str) -> str:
+    """Return a digest of the model's ``config.json`` on this machine.
+
+    Raises:
+        CheckpointError: This machine has no such model.
+    """
+    path = find_checkpoint(name, [CONFIG_FILE]) / CONFIG_FILE
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {explain(error)}") from error
+
+
+def check_family(config: Mapping[str, Any]) -> None:
+    """Check by its config that mlx-lm can split a model.
+
+    Raises:
+        UnsupportedTargetError: It cannot.
+    """
+    name = config["model_type"]
+    if not _can_shard(MODEL_REMAPPING.get(name, name)):
+        known = ", ".join(one for one in SUPPORTED if _can_shard(one))
+        raise UnsupportedTargetError(
+            f"model_type {name!r} cannot be split over machines by mlx-lm; start one machine "
+            f"alone, or use one of these: {known}"
+        )
+
+
+def load_part(
+    name: str,
+    group: Any,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load this rank's part of a model and its tokenizer; blocks until the weights are read.
+
+    Raises:
+        CheckpointError: mlx-lm cannot load the model.
+        UnsupportedTargetError: It cannot be split over so many machines.
+    """
+    model, tokenizer = load_model(name, tokenizer_config, lazy=True)
+    split(model, group)
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def split(model: nn.Module, group: Any) -> None:
+    """Keep this rank's part of a model whose weights are not read yet.
+
+    Raises:
+        UnsupportedTargetError: mlx-lm cannot split it, or its heads do not divide: mlx-lm would
+            leave out some of them without a word.
+    """
+    size, before = group.size(), list(_sizes(model))
+    try:
+        model.shard(group)
+    except Exception as error:  # of shapes that do not divide, or of mlx-lm's own
+        raise UnsupportedTargetError(
+            f"mlx-lm cannot split this model over {size} machines: {first_line(error)}; start "
+            "fewer machines, or one alone"
+        ) from error
+    for module, name, whole in before:
+        part = getattr(module, name, whole)
+        # Some families copy key heads to several machines if there are too few.
+        if part != whole and part * size != whole and not (part == 1 and size % whole == 0):
+            raise UnsupportedTargetError(
+                f"expected a model that divides by {size} machines, found {whole} {name}; start "
+                "a number of machines that divides it, or one alone"
+            )
+    if size > 2:
+        use_rank_order()
+
+
+def has_split_head(model: nn.Module) -> bool:
+    """Whether every rank computes a part of the logits only, which they then gather."""
+    kinds = AllToShardedLinear, QuantizedAllToShardedLinear
+    return any(isinstance(one.get("lm_head"), kinds) for one in model.modules())
+
+
+def _can_shard(model_file: str) -> bool:
+    return hasattr(importlib.import_module(MLX_LM_MODELS + model_file).Model, "shard")
+
+
+def _sizes(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
+    """List all integers that modules keep beside their weights, such as numbers of heads."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is int:
+                yield module, name, value

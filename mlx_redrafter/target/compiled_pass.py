@@ -1,0 +1,381 @@
+"""Passes over a tree that MLX compiles once for all lengths of a sequence.
+
+The host builds the graph of a pass in a millisecond for 32 layers, and in several for a hybrid of
+64. A small model's step on a GPU takes as long. A compiled graph takes a fraction of that time.
+MLX compiles for fixed shapes. So the length is an array, a tree attends to a whole bucket of K/V
+entries as in `few_shapes`, and buffers are inputs and outputs, which MLX updates in place.
+
+To compile takes as long as building some tens of graphs, so a pass is compiled once it has been
+used often enough. Some models need the length on the host, and a compiled graph may round in
+another way than its operations. So before a model's first compiled pass, its bits are compared at
+two lengths. A model that fails is not compiled. The weights are constants of a compiled pass, so
+nobody may replace them.
+
+Axes: N nodes of a tree, S entries that it attends to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_redrafter.errors import first_line
+from mlx_redrafter.target.caches.cache_kinds import CompositeCache
+from mlx_redrafter.target.caches.full import FullCache, write_all_aside
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.sliding import SlidingCache
+from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache, TreeCache, flat
+from mlx_redrafter.target.caches.tree_pass import BranchedState
+from mlx_redrafter.target.few_shapes import bucket
+from mlx_redrafter.target.hooks import TreePositions, UntraceableError
+from mlx_redrafter.trees.tree import TokenTree
+
+# Uses of one kind of pass before it is compiled, about as many as save the time of compiling.
+USES = 24
+# Depths of trees are rounded up to a multiple of this, so that few passes are compiled. Further
+# rounds of a recurrence change no bit.
+DEPTHS = 4
+# Maximum number of compiled passes of a model, more than the sizes and buckets of a long sequence.
+MAX_COMPILED = 64
+
+# Builds a pass of tokens, shape (1, N), at positions, with caches, and captures inputs of layers.
+# Returns logits, hidden states, and those inputs or None.
+Process = Callable[[mx.array, TreePositions, list[Any], Sequence[int]], Sequence[mx.array | None]]
+
+# Kinds of caches whose arrays a compiled pass can use.
+LENDING = (FullCache, RecurrentCache, SlidingCache)
+
+
+def waits_for_host() -> bool:
+    """Whether the device waits for the host: a GPU does, while the CPU is both."""
+    return mx.default_device() == mx.gpu
+
+
+class EntriesKind(NamedTuple):
+    """A layer with K/V entries, as a pass is compiled for it.
+
+    Attributes:
+        num_entries: S.
+        num_rows: Number of entries in the buffer.
+        start: Position of the buffer's first entry, as an index into those of all buffers.
+        window: Number of tokens in the layer's window; None without one.
+    """
+
+    num_entries: int
+    num_rows: int
+    start: int
+    window: int | None
+
+
+class StateKind(NamedTuple):
+    """A layer with a state, by the number of its arrays."""
+
+    num_arrays: int
+
+
+class PartsKind(NamedTuple):
+    """A layer with several caches."""
+
+    parts: tuple[Any, ...]
+
+
+LayerKind = EntriesKind | StateKind | PartsKind | None
+
+
+class PassKind(NamedTuple):
+    """The sizes and layers that a pass is compiled for.
+
+    Attributes:
+        num_nodes: N.
+        max_depth: Maximum depth of a node.
+        captured: Layers whose inputs to capture.
+        layers: Kind of each layer; None for one that the model never uses.
+    """
+
+    num_nodes: int
+    max_depth: int
+    captured: tuple[int, ...]
+    layers: tuple[LayerKind, ...]
+
+
+class CompiledPasses:
+    """The compiled passes of one model.
+
+    Args:
+        process: Builds a pass.
+
+    Attributes:
+        passes: The compiled passes, by kind.
+        fault: Reason not to compile the model; None without one.
+    """
+
+    def __init__(self, process: Process):
+        self.fault: str | None = None
+        self._process = process
+        self._uses: Counter[tuple[Any, ...]] = Counter()
+        self.passes: dict[PassKind, _CompiledPass] = {}
+
+    def verify(
+        self, tree: TokenTree, cache: TreeCache, captured: Sequence[int]
+    ) -> list[mx.array] | None:
+        """Build a compiled pass over a tree that the cache expects.
+
+        A model's first one blocks until MLX has compared it with its operations.
+
+        Returns:
+            The outputs of ``process``, None left out; None if no compiled pass serves.
+        """
+        max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, tree.size - 1)
+        use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
+        self._uses[use] += 1
+        if self._uses[use] < USES or self.fault is not None or not _can_lend(cache.parts):
+            return None
+        loan = _Loan(cache, tree)
+        kind = PassKind(*use[:3], tuple(map(loan.borrow, cache.layers)))
+        if kind not in self.passes and not self._compile(kind, loan):
+            return None
+        compiled = self.passes[kind]
+        results = iter(compiled(loan.inputs(cache.length)))
+        outputs = list(islice(results, 3 if captured else 2))
+        states = iter(compiled.states)
+        for part, part_kind in zip(cache.parts, flat(kind.layers), strict=True):
+            _give_back(part, part_kind, results, states)
+        return outputs
+
+    def _compile(self, kind: PassKind, loan: _Loan) -> bool:
+        """Prepare a compiled pass; false if the model has a fault."""
+        compiled = _CompiledPass(self._process, kind)
+        if not self.passes:
+            self.fault = compiled.find_fault(loan)
+            if self.fault is not None:
+                return False
+        if len(self.passes) == MAX_COMPILED:
+            del self.passes[next(iter(self.passes))]
+        self.passes[kind] = compiled
+        return True
+
+
+class _Loan:
+    """Arrays of a cache's layers, lent to a pass over a tree.
+
+    Attributes:
+        length: Number of committed tokens.
+        arrays: The arrays of all layers.
+        starts: Positions of the first entries of the buffers.
+    """
+
+    def __init__(self, cache: TreeCache, tree: TokenTree):
+        self.arrays: list[mx.array] = []
+        self.starts: list[int] = []
+        self.length = cache.length
+        self._tree = tree
+        self._kinds: dict[tuple[Any, ...], EntriesKind] = {}
+        write_all_aside(
+            [_entries_of(one) for one in cache.parts if type(one) is not RecurrentCache]
+        )
+
+    def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
+        """Borrow the arrays of a layer, and return its kind."""
+        if isinstance(layer, CompositeCache):
+            return PartsKind(tuple(map(self.borrow, layer.parts)))
+        if isinstance(layer, RecurrentCache):
+            state = cast(list[mx.array], layer.stock.cache)
+            self.arrays += state
+            return StateKind(len(state))
+        entries = _entries_of(layer)
+        buffers = entries.lend(self._tree.size)
+        if buffers is None:
+            return None
+        self.arrays += buffers
+        window = layer.stock.max_size if isinstance(layer, SlidingCache) else None
+        key = buffers[0].shape[2], entries.start, window
+        if key not in self._kinds:  # few, as most layers are alike
+            self._kinds[key] = self._entries_kind(*key)
+        return self._kinds[key]
+
+    def _entries_kind(self, num_rows: int, start: int, window: int | None) -> EntriesKind:
+        if start not in self.starts:
+            self.starts.append(start)
+        num_entries = bucket(self.length + self._tree.size - start)
+        return EntriesKind(num_entries, num_rows, self.starts.index(start), window)
+
+    def inputs(self, length: int) -> list[mx.array]:
+        """Return the inputs of the pass after ``length`` tokens."""
+        tree = self._tree
+        places = mx.array([length, *self.starts], dtype=mx.int32)
+        return [places, tree.tokens, tree.parents, tree.depths, tree.ancestors, *self.arrays]
+
+
+class _CompiledPass:
+    """A compiled pass.
+
+    Attributes:
+        states: For each layer with a state, classes of what gives its arrays after a path.
+    """
+
+    def __init__(self, process: Process, kind: PassKind):
+        self.states: list[list[type[Any]]] = []
+        self._process = process
+        self._kind = kind
+        self._compiled = mx.compile(self._build)
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        outputs: list[mx.array] = self._compiled(inputs)
+        return outputs
+
+    def find_fault(self, loan: _Loan) -> str | None:
+        """Compare bits with those of the operations, at two lengths; None if they are equal."""
+        for length in (loan.length, loan.length - 1):
+            inputs = loan.inputs(length)
+            try:
+                # Without the buffers, which MLX would copy for as long as they are lent.
+                compiled, expected = (f(inputs)[:2] for f in (self._compiled, self._build))
+            except (UntraceableError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+                return first_line(error)
+            for found, wanted in zip(compiled, expected, strict=True):
+                if not mx.array_equal(found, wanted, equal_nan=True).item():
+                    return "a compiled pass rounds in another way than its operations"
+        return None
+
+    def _build(self, inputs: list[mx.array]) -> list[mx.array]:
+        places, tokens, parents, depths, ancestors, *arrays = inputs
+        kind, lent = self._kind, iter(arrays)
+        tree = TokenTree(
+            tokens=tokens,
+            parents=parents,
+            depths=depths,
+            ancestors=ancestors,
+            num_nodes=kind.num_nodes,
+            num_unmerged=kind.num_nodes,
+            max_depth=kind.max_depth,
+        )
+        step = TracedPass(places, tree)
+        layers = [_make_layer(one, step, lent) for one in kind.layers]
+        nodes = (step.length + depths)[None]
+        positions = TreePositions(nodes, None)
+        # Padding nodes are embedded as token 0.
+        found = self._process(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
+        outputs = [one for one in found if one is not None]
+        records, states = iter(step.records), []
+        for part in flat(layers):
+            if isinstance(part, TracedEntries):
+                outputs += part.outputs()
+            elif part is not None:
+                after = next(records).after
+                assert isinstance(after, BranchedState)
+                outputs += [array for one in after.parts for array in one]
+                states.append([type(one) for one in after.parts])
+        self.states = states
+        return outputs
+
+
+class TracedPass(ForwardPass):
+    """A forward pass whose length is an array.
+
+    Args:
+        places: Length and positions of the first entries of buffers, int32, shape (1 + buffers,).
+        tree: The tree.
+    """
+
+    def __init__(self, places: mx.array, tree: TokenTree):
+        super().__init__(cast(Any, places[0]), tree)
+        self._starts = places[1:]
+        self._masks: dict[EntriesKind, mx.array] = {}
+
+    def row(self, kind: EntriesKind) -> mx.array:
+        """Row of the root in a buffer, int32, shape ()."""
+        return self.length - self._starts[kind.start]
+
+    def mask(self, kind: EntriesKind) -> mx.array:
+        """Mask all but the committed tokens and a node's ancestors, in its window; shape (N, S)."""
+        if kind not in self._masks:
+            self._masks[kind] = self._make_mask(kind)
+        return self._masks[kind]
+
+    def _make_mask(self, kind: EntriesKind) -> mx.array:
+        assert self.tree is not None
+        depths, last = self.tree.depths, self.tree.size - 1
+        behind = mx.arange(kind.num_entries, dtype=mx.int32) - self.row(kind)
+        is_seen, ancestors = (behind < 0)[None], self.tree.ancestors
+        if kind.window is not None:
+            is_seen = is_seen & (behind > depths[:, None] - kind.window)
+            ancestors = ancestors & (depths[:, None] - depths < kind.window)
+        is_above = mx.take(ancestors, mx.clip(behind, 0, last), axis=1)
+        return is_seen | (is_above & (behind >= 0) & (behind <= last))
+
+
+class TracedEntries:
+    """A layer with K/V entries in a compiled pass, with the interface that mlx-lm models use."""
+
+    def __init__(self, kind: EntriesKind, step: TracedPass, keys: mx.array, values: mx.array):
+        self._kind, self._step = kind, step
+        self._buffers = [keys, values]
+        self._fresh = [keys, values]
+
+    @property
+    def offset(self) -> int:
+        return self._step.length
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        window = self._kind.window or window_size
+        return self._step.mask(self._kind._replace(window=window))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        row, self._fresh = self._step.row(self._kind), [keys, values]
+        self._buffers = [
+            mx.slice_update(buffer, fresh, row, axes=(2,))
+            for buffer, fresh in zip(self._buffers, self._fresh, strict=True)
+        ]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        keys, values = (buffer[..., : self._kind.num_entries, :] for buffer in self._buffers)
+        return keys, values
+
+    def outputs(self) -> list[mx.array]:
+        return [*self._buffers, *self._fresh]
+
+
+def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> Any:
+    """Make a layer's cache of a compiled pass from its kind and the arrays lent next."""
+    if isinstance(kind, PartsKind):
+        return CompositeCache(None, [_make_layer(part, step, lent) for part in kind.parts])
+    if isinstance(kind, EntriesKind):
+        return TracedEntries(kind, step, next(lent), next(lent))
+    if kind is None:
+        return None
+    stock = ArraysCache(kind.num_arrays)
+    stock.cache = list(islice(lent, kind.num_arrays))  # type: ignore[arg-type]
+    layer = RecurrentCache(stock)
+    layer.expect(step)
+    return layer
+
+
+def _give_back(
+    part: LayerCache, kind: LayerKind, results: Iterator[mx.array], states: Iterator[Any]
+) -> None:
+    """Give a cache the results that a compiled pass has made of its arrays."""
+    if isinstance(part, RecurrentCache):
+        arrays = [one._make(islice(results, len(one._fields))) for one in next(states)]
+        part.branch(BranchedState(arrays))
+    elif kind is not None:
+        _entries_of(part).take_back(*islice(results, 4))
+
+
+def _can_lend(parts: Sequence[LayerCache]) -> bool:
+    """Whether a compiled pass can use the arrays of these caches."""
+    return all(type(one) in LENDING for one in parts)
+
+
+def _entries_of(layer: LayerCache) -> FullCache:
+    """Return the entries of a layer in the order of tokens."""
+    entries = layer.ordered if isinstance(layer, SlidingCache) else layer
+    assert isinstance(entries, FullCache)
+    return entries

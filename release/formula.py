@@ -1,0 +1,137 @@
+"""Print a Homebrew formula for the source archive of a release, with the versions of uv.lock.
+
+    python -m release.formula dist/mlx_redrafter-0.1.0.tar.gz
+
+Packages that Homebrew has as formulas for Python are dependencies. All others are resources, built
+from the archives of the lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.markers import Marker
+
+from release.notes import ROOT
+
+NAME = "mlx-redrafter"
+# Python of the formula. MLX's formula must be built for the same one.
+PYTHON = "python@3.14"
+# Formulas of Homebrew by the package that they provide.
+FORMULAS = {"mlx": "mlx", "numpy": "numpy", "pydantic": "pydantic"}
+# Formulas to build the resources with: tokenizers, safetensors and hf-xet are Rust, sentencepiece
+# is C++.
+BUILDERS = ("cmake", "pkgconf", "rust")
+# Values on a Mac of the variables in the lock's markers.
+MAC = {
+    "sys_platform": "darwin",
+    "platform_machine": "arm64",
+    "python_full_version": f"{PYTHON.partition('@')[2]}.0",
+}
+TEMPLATE = """\
+class MlxRedrafter < Formula
+  include Language::Python::Virtualenv
+
+  desc "Lossless speculative decoding for MLX language models"
+  homepage "https://pypi.org/project/{name}/"
+  url "{url}"
+  sha256 "{sha256}"
+  license "Apache-2.0"
+
+{depends}
+
+{resources}
+
+  def install
+    virtualenv_install_with_resources
+  end
+
+  test do
+    assert_match "texts:        equal", shell_output("#{{bin}}/redrafter-mlx try -m 8 2>&1")
+  end
+end
+"""
+
+
+def write_formula(lock: Mapping[str, Any], archive: str, sha256: str) -> str:
+    """Write the formula.
+
+    Args:
+        lock: Contents of uv.lock.
+        archive: File name of the source archive, as on PyPI.
+        sha256: Its hash.
+
+    Raises:
+        ValueError: A package of the lock has no source archive.
+    """
+    first = f"https://files.pythonhosted.org/packages/source/{NAME[0]}/{NAME}"
+    needed = sorted(_closure(lock))
+    builds = [f'  depends_on "{name}" => :build' for name in BUILDERS]
+    others = sorted({*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", PYTHON})
+    uses = [f'  depends_on "{name}"' for name in others]
+    macs = ["  depends_on arch: :arm64", "  depends_on :macos"]
+    resources = [_resource(lock, name) for name in needed if name not in FORMULAS]
+    return TEMPLATE.format(
+        name=NAME,
+        url=f"{first}/{archive}",
+        sha256=sha256,
+        depends="\n".join([*builds, *macs[:1], *uses, *macs[1:]]),
+        resources="\n\n".join(resources),
+    )
+
+
+def _packages(lock: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the packages of the lock by name; of several versions, the one for the newest Python.
+
+    The lock lists versions in ascending order.
+    """
+    return {package["name"]: package for package in lock["package"]}
+
+
+def _closure(lock: Mapping[str, Any]) -> set[str]:
+    """Return all packages that the program needs on a Mac, without those that formulas bring."""
+    packages, found, left = _packages(lock), set(), [NAME]
+    while left:
+        for name in _needed(packages[left.pop()]):
+            if name not in found:
+                found.add(name)
+                left += [] if name in FORMULAS else [name]
+    return found
+
+
+def _needed(package: Mapping[str, Any]) -> Iterator[str]:
+    for dependency in package.get("dependencies", ()):
+        marker = dependency.get("marker")
+        if marker is None or Marker(marker).evaluate(MAC):
+            yield dependency["name"]
+
+
+def _resource(lock: Mapping[str, Any], name: str) -> str:
+    archive = _packages(lock)[name].get("sdist")
+    if archive is None:
+        raise ValueError(
+            f"expected a source archive of {name} in uv.lock, found none; name its formula in "
+            "FORMULAS"
+        )
+    kind, _, digest = archive["hash"].partition(":")
+    if kind != "sha256":
+        raise ValueError(f"expected a SHA-256 of {name} in uv.lock, found {kind}")
+    return f'  resource "{name}" do\n    url "{archive["url"]}"\n    sha256 "{digest}"\n  end'
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the formula of a source archive."""
+    if len(arguments) != 1:
+        sys.exit("error: expected one argument, the source archive")
+    path = Path(arguments[0])
+    lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    print(write_formula(lock, path.name, hashlib.sha256(path.read_bytes()).hexdigest()), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

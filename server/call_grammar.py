@@ -1,0 +1,189 @@
+"""Grammars of tool calls: each call is written as the model's chat template writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.grammar import Grammar, lark_json, read_vocabulary
+from mlx_redrafter.server.call_formats import NOTES, JsonCalls, KeyedCalls, QuotedCalls, is_bare
+from mlx_redrafter.server.call_rules import CallRules, QuotedValues
+from mlx_redrafter.server.tools import Tools
+
+# Words of a JSON schema whose members have names of the author's choice.
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+# Words of a JSON schema that hold values, not schemas.
+_VALUES = frozenset({"const", "enum", "required"})
+# Maximum number of lines of a grammar: the arguments of many tools, whose rules are not deep.
+MAX_LINES = 4096
+# Names of tools that all formats can spell, as at OpenAI.
+_TOOL_NAME = re.compile(r"[\w-]{1,128}")
+# A reference to something else than a definition.
+_OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)([^"]*)"')
+# Names of arguments that can stand in all formats.
+_KEY = re.compile(r"[^\s<>\"'=&:,(){}\[\]]{1,128}")
+
+
+class CallGrammar:
+    """The grammar of the calls of some tools.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        vocab_size: Number of tokens that the model chooses from.
+        form: Format of the calls.
+        tools: The tools.
+
+    Attributes:
+        tools: Tools of the calls.
+        is_last: Whether nothing can follow a call, as no marker ends it.
+
+    Raises:
+        ConfigError: llguidance is missing, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, form: JsonCalls, tools: Tools):
+        self.tools = tools
+        self.is_last = not tokenizer.tool_call_end
+        self._tokenizer = tokenizer
+        self._vocabulary = read_vocabulary(tokenizer, vocab_size)
+        self._form = form
+        self._begin, self._end = map(str, (tokenizer.tool_call_start, tokenizer.tool_call_end))
+
+    def after_marker(self, is_whole: bool) -> Grammar:
+        """Return the grammar of the text after the marker of a call.
+
+        Args:
+            is_whole: Whether the grammar covers the whole text, with the calls that follow.
+
+        Raises:
+            ConfigError: A schema is malformed.
+        """
+        rest = " (BLANK? block)*" if is_whole and self._has_blocks else ""
+        return self._compile(f"start: body{rest}")
+
+    def whole(self, other: str | None) -> Grammar:
+        """Return the grammar of a text that consists of calls.
+
+        Args:
+            other: Term for another text that may stand there instead, in Lark's format.
+
+        Raises:
+            ConfigError: A schema is malformed.
+        """
+        calls = "block (BLANK? block)*" if self._has_blocks else "block"
+        alternative = "" if other is None else f" | other\nother: {other}"
+        return self._compile(f"start: {calls}{alternative}")
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether several calls are several blocks, each with its own markers."""
+        return self.tools.is_parallel and self._form.again is None
+
+    def _compile(self, start: str) -> Grammar:
+        form, functions = self._form, self.tools.callable
+        try:
+            rules = CallRules(self._tokenizer, self._vocabulary)
+            body, end = "call", rules.spell(self._end)
+            if form.again is not None and self.tools.is_parallel:
+                body += f" ({rules.spell(form.again)} call)*"
+            first, last = map(rules.spell, form.around)
+            # Templates write a line break on either side of a call.
+            after = f'"\\n"? {end}' if end else ""
+            calls = [rules.add("call", self._write(one, rules)) for one in functions]
+            lines = [
+                start,
+                "BLANK: /[ \\n]{1,4}/",
+                f"block: {rules.spell(self._begin)} body",
+                f'body: "\\n"? {first} {body} {last} {after}',
+                f"call: {' | '.join(calls)}",
+            ]
+            return Grammar.lark("\n".join([*lines, *rules.lines]), MAX_LINES)
+        except ConfigError:
+            for function in functions:
+                self._check(function)
+            raise
+
+    def _check(self, function: dict[str, Any]) -> None:
+        """Raise `ConfigError` with the name of a tool if its schema alone cannot be used."""
+        try:
+            rules = CallRules(self._tokenizer, self._vocabulary)
+            Grammar.lark("\n".join([f"start: {self._write(function, rules)}", *rules.lines]))
+        except ConfigError as error:
+            raise ConfigError(f"{function['name']}: {error}") from error
+
+    def _write(self, function: dict[str, Any], rules: CallRules) -> str:
+        """Return a term for the calls of a tool."""
+        name, form, lenient = function["name"], self._form, not function.get("strict")
+        if not _TOOL_NAME.fullmatch(name):
+            raise ConfigError("the name of a tool must consist of letters, digits, _ and -")
+        schema = _without_notes(function.get("parameters") or {"additionalProperties": False})
+        schema = {"type": "object", **schema}
+        term = lark_json(schema, lenient)
+        if isinstance(form, (KeyedCalls, QuotedCalls)):
+            Grammar.lark(f"start: {term}")  # checks the schema as a whole
+        if isinstance(form, QuotedCalls):
+            term = QuotedValues(form.quote, rules, schema, lenient).write(schema)
+        elif isinstance(form, KeyedCalls):
+            term = self._write_keyed(form, rules, schema, lenient)
+        return f"{rules.spell(form.head.replace('$name', name))} {term} {rules.spell(form.tail)}"
+
+    def _write_keyed(
+        self, form: KeyedCalls, rules: CallRules, schema: dict[str, Any], lenient: bool
+    ) -> str:
+        """Return a term for arguments that stand one after the other."""
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        if unknown := set(required) - set(properties):
+            raise ConfigError(f"required names {min(unknown)!r}, which is no property")
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        items = []
+        for key, value in properties.items():
+            if not _KEY.fullmatch(key):
+                raise ConfigError(f"the name of an argument must fit in a tag, got {key!r}")
+            text = form.before.replace("$key", key).replace("$type", _type_of(form, value))
+            if not is_bare(form, value):
+                _check_references(value)
+                inner = {**value, **definitions} if isinstance(value, dict) else {}
+                json_value = rules.add("value", lark_json(inner, lenient))
+                term = f"{json_value} {rules.spell(form.after)}"
+            elif "enum" in value or "const" in value:
+                term = rules.choice(value.get("enum", [value.get("const")]), form.after)
+            else:
+                term = rules.text(value, form.after, form.has_cdata)
+            items.append((f"{rules.spell(text)} {term}", key in required))
+        return rules.sequence(items, rules.spell(form.between))
+
+
+def _check_references(schema: Any) -> None:
+    """Refuse references to the whole schema, of which an argument's own is only a part."""
+    found = _OTHER_REFERENCE.search(json.dumps(schema))
+    if found:
+        raise ConfigError(f"$ref must go into $defs, got {found[1]!r}")
+
+
+def _type_of(form: KeyedCalls, schema: Any) -> str:
+    """Return the JSON type of an argument, for formats that name it."""
+    if is_bare(form, schema):
+        return "string"
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    return kind if isinstance(kind, str) and kind != "string" else "object"
+
+
+def _without_notes(schema: Any) -> Any:
+    """Leave out the words of a schema that say nothing about what fits it."""
+    if isinstance(schema, list):
+        return list(map(_without_notes, schema))
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: {key: _without_notes(one) for key, one in value.items()}
+        if name in _NAMED and isinstance(value, dict)
+        else value
+        if name in _VALUES
+        else _without_notes(value)
+        for name, value in schema.items()
+        if name not in NOTES
+    }

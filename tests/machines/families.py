@@ -1,0 +1,141 @@
+"""A script for ranks: texts of tiny models that are split, with drafts and without, as JSON lines.
+
+python -m tests.machines.families FAMILY ... [tokens=24] [dtype=bfloat16]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.machines.following import Follower
+from mlx_redrafter.machines.frames import Do
+from mlx_redrafter.machines.leading import lead, target_of
+from mlx_redrafter.machines.meeting import Machines, meet
+from mlx_redrafter.machines.splitting import split
+from mlx_redrafter.policy.plans import FixedPolicy
+from mlx_redrafter.target.target import Target
+from tests.models.tiny_models import build, main_rope, tiny_config
+from tests.models.trees import PLAN, PROMPT, ScriptedDrafts
+
+# Families that mlx-lm splits and trees work on; it cannot split prism_hadamard_qwen35.
+FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "exaone_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+    "iquestloopcoder", "kimi_k25", "llama", "longcat_flash", "minimax", "ministral3", "mistral4",
+    "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "solar_open", "step3p5",
+)  # fmt: skip
+# Ends of the names of widths that ranks split.
+WIDTHS = "intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "expert_dim"
+# Prompts of a batch, which differ in length.
+PROMPTS = (PROMPT, PROMPT[:3], PROMPT[::-1] * 2)
+
+
+def model_of(family: str, size: int, dtype: mx.Dtype) -> nn.Module:
+    """A tiny model of a family whose heads divide by ``size``, the same on every rank."""
+    config = tiny_config(family, main_rope(family))
+    for part in (config, config.get("text_config", {})):
+        for name in part:
+            if size > 2 and name.endswith(("heads", "groups")):
+                part[name] = (
+                    size if name.endswith(("key_value_heads", "key_heads", "groups")) else 2 * size
+                )
+            elif size == 3 and name.endswith(WIDTHS):
+                part[name] = 96
+    model = build(config)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def write(target: Target, prompt: list[int], count: int, temp: float, right: Any = None) -> Any:
+    """Tokens of a text, and its steps; with drafts around the text ``right`` if it is given."""
+    sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)
+    drafts = () if right is None else (ScriptedDrafts(right), FixedPolicy(PLAN))
+    request = Request(prompt, max_tokens=count, prefill_step_size=5)
+    sequence = SequenceDecoder(target, target.new_cache(), sampler, request, *drafts)
+    return [token.id for token in decode(sequence)], sequence.stats.steps
+
+
+def write_batch(target: Target, texts: list[list[int]], count: int, temp: float) -> Any:
+    """Tokens of texts that share their passes, the last with drafts; the second is cancelled."""
+    scheduler, sequences = Scheduler(target), []
+    for number, (prompt, right) in enumerate(zip(PROMPTS, texts, strict=True)):
+        sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)
+        drafts = (ScriptedDrafts(right), FixedPolicy(PLAN)) if number else ()
+        request = Request(prompt, max_tokens=count)
+        sequences.append(SequenceDecoder(target, target.new_cache(), sampler, request, *drafts))
+    scheduler.begin(sequences)
+    found: list[list[int]] = [[] for _ in sequences]
+    while not all(one.is_closed for one in sequences):
+        for sequence, tokens, error in scheduler.step_all():
+            assert error is None
+            number = sequences.index(sequence)
+            found[number] += [token.id for token in sequence.deliver(tokens)]
+            if number == 1 and len(found[1]) > count // 2:
+                sequence.cancel()
+            if sequence.is_finished or sequence.is_cancelled:
+                scheduler.leave(sequence)
+                sequence.close()
+    return found
+
+
+def lead_one(machines: Machines, family: str, count: int, dtype: mx.Dtype) -> dict[str, Any]:
+    """Compare the texts of one process and of all ranks, plain and drafted."""
+    size = machines.group.size()
+    whole = Target(model_of(family, size, dtype))
+    model = model_of(family, size, dtype)
+    split(model, machines.group)
+    lead(machines, model)
+    target = target_of(model)
+    is_full = all(type(layer) is KVCache for layer in make_prompt_cache(model))
+    found: dict[str, Any] = {"family": family, "steps": [], "plain": True, "alone": True}
+    found |= {"drafted": True, "batch": True, "tokens": 0}
+    for temp in (0.0, 1.0):
+        texts = [write(target, prompt, count, temp)[0] for prompt in PROMPTS]
+        alone = [write(whole, prompt, count, temp)[0] for prompt in PROMPTS]
+        found["alone"] &= texts == alone
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            drafted, steps = write(target, prompt, count, temp, text)
+            found["drafted"] &= drafted == text
+            found["steps"].append(steps)
+            found["tokens"] += len(drafted)
+        if is_full:
+            together = write_batch(target, texts, count, temp)
+            ends = [texts[0], texts[1][: len(together[1])], texts[2]]
+            found["batch"] &= together == ends and count // 2 < len(together[1]) < count
+            found["tokens"] += sum(map(len, together))
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Run the families, one after the other, on this rank."""
+    options = dict(one.split("=") for one in arguments if "=" in one)
+    dtype = getattr(mx, options.get("dtype", "float32"))
+    machines = meet(mx.distributed.init())
+    for family in [one for one in arguments if "=" not in one] or FAMILIES:
+        if machines.leads:
+            found = lead_one(machines, family, int(options.get("tokens", 24)), dtype)
+            sys.stdout.write(f"{json.dumps(found)}\n")
+            for line in machines.lines:
+                line.say(Do.SPLIT)
+        else:
+            model = model_of(family, machines.group.size(), dtype)
+            split(model, machines.group)
+            follower = Follower(model, machines)
+            while (frame := machines.lines[0].receive()).do not in (Do.SPLIT, Do.END):
+                follower.obey(frame)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

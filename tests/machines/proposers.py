@@ -1,0 +1,116 @@
+"""A script for ranks: texts with every kind of proposer, batches, cancelled texts, prompt caches.
+
+python -m tests.machines.proposers FOLDER [slow]
+
+FOLDER is one that `store` has filled. Prints a JSON line with the result of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter import Engine, SpeculateAhead, load, load_drafter
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.machines.following import Follower
+from tests.e2e.test_every_kind import KINDS, PROMPTS, SHAPES, VOCAB_SIZE
+from tests.helpers import mimo
+from tests.helpers.models import fast_tokenizer
+from tests.models.tiny_models import build
+
+TARGET = "target"
+CONFIG = {
+    "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 3,
+    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "eos_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# The module of another family, and a kind of the tests alone.
+LEFT_OUT = ("MTP", "toy")
+TOKENS = 24
+
+
+def store(folder: Path) -> None:
+    """Write the target and a drafter of every kind."""
+    model = build(dict(CONFIG))
+    mimo.write(folder / TARGET, named_parameters(model), CONFIG)
+    fast_tokenizer()._tokenizer.save_pretrained(folder / TARGET)
+    for name, write in KINDS.items():
+        if name not in LEFT_OUT:
+            (folder / name).mkdir()
+            write(folder / name)
+
+
+def texts_of(engine: Engine, **options: Any) -> list[list[int]]:
+    """Token ids of texts, greedy and sampled."""
+    return [
+        [one.token for one in engine.stream(prompt, max_tokens=TOKENS, temp=t, seed=3, **options)]
+        for prompt in PROMPTS
+        for t in (0.0, 1.0)
+    ]
+
+
+def try_kind(engine: Engine, expected: list[list[int]]) -> dict[str, Any]:
+    """Compare texts with drafts, alone and together, with plain ones."""
+    found = {f"equal {shape or ''}": texts_of(engine, **shape) == expected for shape in SHAPES}
+    greedy = [engine.tokenizer.decode(one) for one in expected[::2]]
+    together = ["" for _ in PROMPTS]
+    options: dict[str, Any] = {"max_tokens": TOKENS, "temp": 0.0, **SHAPES[1]}
+    for number, response in engine.stream_batch(PROMPTS, batch_size=2, **options):
+        together[number] += response.text
+    found["batch"] = [one.strip() for one in together] == [one.strip() for one in greedy]
+    stream = engine.stream(PROMPTS[0], **options)
+    begun = [next(stream).token for _ in range(5)]
+    stream.cancel()
+    begun += [one.token for one in stream]
+    found["cancelled"] = begun == expected[0][: len(begun)] and len(begun) < TOKENS
+    found["after it"] = [one.token for one in engine.stream(PROMPTS[0], **options)] == expected[0]
+    return found
+
+
+def try_caches(engine: Engine, other: Engine) -> dict[str, Any]:
+    """Continue a text in its cache, and refuse a cache that these ranks have not filled."""
+    found = []
+    for one in (engine, other):
+        cache = one.new_prompt_cache()
+        first = [r.token for r in one.stream(PROMPTS[0], max_tokens=9, temp=0, prompt_cache=cache)]
+        second = one.stream([5, 6, 7], max_tokens=9, temp=0, prompt_cache=cache)
+        found.append((first, [r.token for r in second]))
+    try:
+        engine.stream([5], prompt_cache=cache)
+        refused = False
+    except ConfigError as error:
+        refused = "prompt_cache" in str(error)
+    return {"kind": "prompt cache", "equal": found[0] == found[1], "refused": refused}
+
+
+def main(folder: Path, word: str = "") -> None:
+    """Decode on rank 0."""
+    group = mx.distributed.init()
+    if word == "slow" and group.rank():
+        stock = Follower.obey
+        Follower.obey = lambda self, frame: (time.sleep(3e-3), stock(self, frame))[1]  # type: ignore
+    model, tokenizer, _ = load(folder / TARGET, group=group)
+    whole = Engine(*load(folder / TARGET)[:2], None)
+    plain = Engine(model, tokenizer, None)
+    expected = texts_of(plain)
+    results = [{"kind": "plain", "equal": expected == texts_of(whole)}, try_caches(plain, whole)]
+    for name in KINDS:
+        if name not in LEFT_OUT:
+            drafter = name if name == "lookup" else load_drafter(folder / name)
+            results.append({"kind": name, **try_kind(Engine(model, tokenizer, drafter), expected)})
+    ahead = SpeculateAhead(load_drafter(folder / "recurrent"), 4)
+    found = texts_of(Engine(model, tokenizer, ahead), **SHAPES[1])
+    results.append({"kind": "ahead", "equal": found == expected})
+    for one in results:
+        sys.stdout.write(f"{json.dumps(one)}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

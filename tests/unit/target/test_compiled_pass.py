@@ -1,0 +1,111 @@
+"""Compiled passes over trees: bits, one trace for all lengths, buffers in place, and faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.target.compiled_pass import CompiledPasses
+from mlx_redrafter.target.hooks import install_in_attention
+from mlx_redrafter.target.target import Target
+from tests.helpers.few_shapes import compile_passes
+from tests.models.tiny_models import build, main_rope, tiny_config
+from tests.models.trees import PROMPT, branching_tree
+
+# Paths that are kept in turn: in place, with nodes aside, and the root alone.
+PATHS = [[0, 1, 3, 6], [0, 2, 5, 10], [0]]
+
+
+def new_target(model_type: str, changes: dict[str, Any] | None = None) -> Target:
+    return Target(build({**tiny_config(model_type, main_rope(model_type)), **(changes or {})}))
+
+
+def verify_growing(target: Target, steps: int) -> list[mx.array]:
+    """Return the logits of one tree after a sequence that grows by its paths."""
+    cache = target.new_cache()
+    target.prefill(mx.array(PROMPT), cache, 2048, lambda done, total: None)
+    found = []
+    for step in range(steps):
+        logits = target.verify(branching_tree(), cache).logits
+        mx.eval(logits)
+        cache.commit(PATHS[step % len(PATHS)])
+        found.append(logits)
+    return found
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "qwen3_moe", "qwen3_5", "falcon_h1"]
+)
+def test_bits_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    compile_passes(monkeypatch, uses=1)
+    target = new_target(model_type)
+    assert target.compiled is not None
+    compiled = verify_growing(target, 12)
+    assert len(target.compiled.passes) <= 3  # a sliding window fills its first bucket
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    target.compiled = CompiledPasses(target._process_trees)
+    for found, expected in zip(compiled, verify_growing(target, 12), strict=True):
+        assert mx.array_equal(found, expected)
+
+
+def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_passes(monkeypatch, uses=3)
+    target = new_target("llama")
+    calls = 0
+
+    def count(call: Any, *args: Any, **options: Any) -> mx.array:
+        nonlocal calls
+        calls += 1
+        result: mx.array = call(*args, **options)
+        return result
+
+    install_in_attention(target.model, count)
+    verify_growing(target, 70)
+    # The prompt and its last token; two passes before; the trace; operations at two lengths.
+    assert calls == len(target.model.layers) * (2 + 2 + 1 + 2)
+
+
+@pytest.mark.parametrize("paths", [[[0]], PATHS], ids=["in_place", "aside"])
+def test_buffers_are_updated_in_place(
+    monkeypatch: pytest.MonkeyPatch, paths: list[list[int]]
+) -> None:
+    """Without the scores of attention, which the CPU keeps for all entries."""
+    compile_passes(monkeypatch, uses=1)
+    stock = mx.fast.scaled_dot_product_attention
+
+    def attend_to_few(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        if isinstance(options["mask"], mx.array):
+            options["mask"] = options["mask"][..., :256]
+        return stock(q, k[..., :256, :], v[..., :256, :], **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend_to_few)
+    target = new_target("llama", {"head_dim": 512, "num_key_value_heads": 4})
+    cache, tree = target.blank_cache(2**12 - 256), branching_tree()
+    for step in range(6):
+        mx.eval(target.verify(tree, cache).logits)
+        cache.commit(paths[step % len(paths)])
+        if step == 2:
+            mx.clear_cache()
+            held = mx.get_active_memory()
+            mx.reset_peak_memory()
+    parts = [part for layer in cache.stock for part in (layer.keys, layer.values)]
+    assert sum(part.nbytes for part in parts) >= 2**27
+    assert mx.get_peak_memory() - held < 2**27 / 100
+
+
+def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_passes(monkeypatch, uses=2)
+    target = new_target("llama")
+    expected = verify_growing(target, 1)
+
+    def inexact(function: Any) -> Any:
+        return lambda inputs: [one * (1 + 2**-20) for one in function(inputs)]
+
+    monkeypatch.setattr(mx, "compile", inexact)
+    target.compiled = CompiledPasses(target._process_trees)
+    found = verify_growing(target, 4)
+    assert target.compiled.fault == "a compiled pass rounds in another way than its operations"
+    assert not target.compiled.passes
+    assert mx.array_equal(found[0], expected[0])
