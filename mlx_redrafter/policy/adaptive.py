@@ -275,6 +275,7 @@ class AdaptivePolicy:
         w, n = best = _largest((1 + drafts) / cost * costs.offered)
         waiting = Choice(PLANS[w, n], None, 1 + float(drafts[best]), float(cost[best]))
         drafted = max(fixed, waiting, key=lambda choice: choice.rate)
+        assert drafted.plan is not None
         self._probed = PLANS[PLACES[drafted.plan.shape]]
         self._best = max(plain, drafted, key=lambda choice: choice.rate)
 
