@@ -1,8 +1,8 @@
 """The thread that owns the device: it reads requests from a queue and writes their texts.
 
-Running requests share their forward passes: a request joins the batch after the prefill of its
-prompt, and the others go on between the chunks of that prefill. An error of one request does not
-end the others.
+Running requests advance in turns, one step each, and share their forward passes: a request joins
+the batch after the prefill of its prompt, and the others go on between the chunks of that prefill.
+An error of one request does not end the others.
 """
 
 from __future__ import annotations

@@ -20,8 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from mlx_redrafter.errors import ResourceError
+
 # Seconds after which ranks that still run are killed.
 LIMIT = 120.0
+
+
+class NotStarted(ResourceError):
+    """Ranks have not met: MLX's ring tries to connect five times only."""
 
 
 class Ended(NamedTuple):
@@ -74,7 +80,8 @@ class Ranks:
         while text not in self.read(rank):
             is_over = all(process.poll() is not None for process in self.processes)
             if is_over or time.monotonic() > end:
-                raise AssertionError(f"no {text!r} in {[self.read(i) for i in range(self.size)]}")
+                found = [self.read(i)[-200:] for i in range(self.size)]
+                raise NotStarted(f"expected ranks that print {text!r}, found {found}; try again")
             time.sleep(0.05)
 
     @property

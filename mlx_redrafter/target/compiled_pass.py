@@ -112,10 +112,13 @@ class CompiledPasses:
     Attributes:
         passes: The compiled passes, by kind.
         fault: Reason not to compile the model; None without one.
+        is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
+            which a GPU's back end may build kernels.
     """
 
     def __init__(self, process: Process):
         self.fault: str | None = None
+        self.is_first_use = False
         self._process = process
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
@@ -133,6 +136,7 @@ class CompiledPasses:
         max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, tree.size - 1)
         use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
         self._uses[use] += 1
+        self.is_first_use = self._uses[use] == 1
         if self._uses[use] < USES or self.fault is not None or not _can_lend(cache.parts):
             return None
         loan = _Loan(cache, tree)
@@ -149,6 +153,7 @@ class CompiledPasses:
 
     def _compile(self, kind: PassKind, loan: _Loan) -> bool:
         """Prepare a compiled pass; false if the model has a fault."""
+        self.is_first_use = True
         compiled = _CompiledPass(self._process, kind)
         if not self.passes:
             self.fault = compiled.find_fault(loan)
