@@ -216,11 +216,17 @@ class AdaptivePolicy:
         self.observe_time(step)
         self.observe_tokens(self._pending, step.tokens)
 
-    def observe_time(self, step: Step) -> None:
-        """Learn from the cost of a step, at once: `keep` of the next one depends on it."""
+    def observe_time(self, step: Step, mean_tokens: float | None = None) -> None:
+        """Learn from the cost of a step, at once: `keep` of the next one depends on it.
+
+        Args:
+            step: The step.
+            mean_tokens: Mean tokens of all sequences of the step; None for those of this one.
+        """
         # The last step of a sequence is observed without having been chosen.
         choice = self._in_flight.popleft() if self._in_flight else Choice()
-        plan, kind, num_tokens = step.plan, step.num_nodes, len(step.tokens)
+        num_tokens = len(step.tokens) if mean_tokens is None else mean_tokens
+        plan, kind = step.plan, step.num_nodes
         if plan is not None and kind == 1:
             kind = PROBE
         self._is_stale |= plan is not None
@@ -233,7 +239,7 @@ class AdaptivePolicy:
         self._guard.count(num_tokens)
         if step.seconds is not None:
             self._save(step.seconds)
-            self._learn_time(step, kind, step.seconds / timed)
+            self._learn_time(step, kind, step.seconds / timed, num_tokens)
 
     def observe_tokens(self, pending: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
@@ -391,13 +397,13 @@ class AdaptivePolicy:
         self.experience.probes = min(most, self.experience.probes + saved)
         self.experience.trials = min(most, self.experience.trials + saved)
 
-    def _learn_time(self, step: Step, kind: int, ratio: float) -> None:
+    def _learn_time(self, step: Step, kind: int, ratio: float, num_tokens: float) -> None:
         """Learn from the cost of a step, as a multiple of what was timed."""
         assert step.seconds is not None
         was_plain, self._was_plain = self._was_plain, step.plan is None
         if step.plan is not None:
             self.experience.ratios.learn(kind, ratio)
-            self._guard.learn_drafted(step.seconds, len(step.tokens))
+            self._guard.learn_drafted(step.seconds, num_tokens)
         elif was_plain and self._newest.plan is None:
             # A plain step is dispatched before the one before is read: in a row of them the first
             # seems longer and the last shorter than they are.
