@@ -48,7 +48,7 @@ MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
 # Minimum loss to expect of a trial's step, in plain steps: an expected gain may be wrong.
-LEAST_LOSS = 0.04
+LEAST_LOSS = 0.06
 
 
 @dataclass
