@@ -70,11 +70,12 @@ def check(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Decode with and without the drafter, and compare token by token.
+    """Decode with drafts and without, and compare token by token.
 
-    The exit code is 1 if any text differs. A small gap between the two best tokens is a tie:
-    kernels for one token and for several round differently in float16. With --kv-bits the same
-    rounding may change a quantised value, so that gaps may be larger, in any dtype.
+    Without sampling, mlx-lm itself decodes the texts without drafts. The exit code is 1 if any
+    text differs. A small gap between the two best tokens is a tie: kernels for one token and for
+    several round differently in float16. With --kv-bits the same rounding may change a quantised
+    value, so that gaps may be larger, in any dtype.
     """
     if kernels:
         check_available()

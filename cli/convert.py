@@ -163,8 +163,9 @@ def convert(
         typer.Option(metavar="REPO", help="Also upload the result to this hub repository."),
     ] = None,
 ) -> None:
-    """Convert a published drafter, of any kind that `train` makes. No code in its files runs.
+    """Convert a published drafter: recurrent or block, an EAGLE or Medusa head, an MTP module.
 
+    No code in its files runs.
     `redrafter-mlx convert inspect SRC` describes a checkpoint without converting it.
     """
     from mlx_redrafter.convert.conversion import convert_drafter

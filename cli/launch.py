@@ -83,7 +83,7 @@ def launch(
         bool, typer.Option("--print", help="Print the settings and the command; start nothing.")
     ] = False,
 ) -> None:
-    """Start a coding agent with a model of this machine.
+    """Start an installed coding agent with a model of this machine.
 
     Uses the server at --port if one runs there, or starts one for as long as the agent runs. The
     settings hold for this process only: the agent's own configuration stays as it is.

@@ -37,15 +37,20 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Model that writes the text (the target): a folder or a hub repository. By default "
-        "the bundled demonstration model.",
+        help="Model that writes the text (the target): a folder, a hub repository, or the last "
+        "part of the name of one on this machine. By default the bundled demonstration model.",
         show_default=False,
         rich_help_panel=MODEL,
     ),
 ]
 NamedModel = Annotated[
     str | None,
-    typer.Option("--model", help="Target: a folder or a hub repository.", rich_help_panel=MODEL),
+    typer.Option(
+        "--model",
+        help="Target: a folder, a hub repository, or the last part of the name of one on this "
+        "machine.",
+        rich_help_panel=MODEL,
+    ),
 ]
 
 

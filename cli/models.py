@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 DEFAULT_OWNER = "mlx-community"
 
 Name = Annotated[
-    str, typer.Argument(help="Repository, or the last part of its name.", show_default=False)
+    str,
+    typer.Argument(
+        help="Repository, or the last part of its name; without an owner, first on this machine, "
+        "then of mlx-community.",
+        show_default=False,
+    ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Delete without a question.")]
 

@@ -211,7 +211,7 @@ def serve(
     drafting: DraftSizeOptions,
     limits: LimitOptions,
 ) -> None:
-    """Serve models to OpenAI clients, with a chat page for the browser.
+    """Serve models to clients of OpenAI, Anthropic and Ollama, with a chat page for the browser.
 
     The sampling options and --max-tokens are defaults: a request may set its own.
     """
@@ -219,7 +219,10 @@ def serve(
     checked = Limits(**vars(limits))
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"serve needs {name}: pip install 'mlx-redrafter[server]'")
+            raise ConfigError(
+                f"serve needs {name}: pip install '.[server]' in the repository, or "
+                "'mlx-redrafter[server]' from a package index"
+            )
     from mlx_redrafter.server.application import Endpoints
     from mlx_redrafter.server.callers import Callers
     from mlx_redrafter.server.listening import listen, make_server

@@ -105,8 +105,12 @@ class GenerationOptions:
     ] = None
     seed: Annotated[int | None, "Seed of the random numbers, 0 to 2**32 - 1."] = None
     beam_width: Annotated[int | Auto, "Number of beams of the draft search, 1 to 64."] = "auto"
-    beam_length: Annotated[int | Auto, "Tokens per beam, root included, 2 to 16."] = "auto"
-    tree_nodes: Annotated[int | Auto, "Tokens to verify per step, root included."] = "auto"
+    beam_length: Annotated[
+        int | Auto, "Tokens per beam, the newest token of the text included, 2 to 16."
+    ] = "auto"
+    tree_nodes: Annotated[
+        int | Auto, "Tokens per forward pass: the newest one of the text, and the drafts to check."
+    ] = "auto"
     select: Annotated[
         Selection, "top_n: the most probable drafts; beam: the paper's merged beams."
     ] = "top_n"

@@ -21,7 +21,7 @@ from mlx_redrafter.checkpoint_files import named_parameters, weight_files
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
+from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.server.fields import shortened
@@ -69,11 +69,9 @@ class LoadedModel:
         self.num_tokens = self.num_steps = 0
 
     @cached_property
-    def scheduler(self) -> Scheduler | None:
-        """Scheduler of texts in batches, for the worker's thread; None if there are no batches."""
-        with suppress(UnsupportedTargetError):
-            return self.engine.share()
-        return None
+    def scheduler(self) -> Scheduler:
+        """Scheduler of texts in batches, for the worker's thread."""
+        return self.engine.share()
 
     @property
     def nbytes(self) -> int:

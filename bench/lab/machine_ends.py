@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_redrafter.bench.lab.ranks import Ranks, started
+from mlx_redrafter.bench.lab.ranks import NotStarted, Ranks, started
 from mlx_redrafter.machines.line import PATIENCE
 
 SCRIPT = "mlx_redrafter.bench.lab.machine_text"
 # Seconds that ranks may need beyond the limit on signs of life, on a busy machine.
 SLACK = 15.0
+# Starts of ranks that do not meet, such as on a busy machine.
+ATTEMPTS = 3
 # Events by name: the script's work, the rank that gets a signal, and the signal.
 EVENTS: dict[str, tuple[str, int, signal.Signals | None]] = {
     "a follower is killed": ("write", -1, signal.SIGKILL),
@@ -38,7 +39,7 @@ class End:
             without a signal.
         codes: Exit codes; None for a rank that was left behind, or whose process was stopped.
         lines: Last line of each rank.
-        left: Number of ranks that had to be killed in the end, but for the stopped one.
+        left: Number of ranks that had to be killed in the end, the stopped one left out.
     """
 
     event: str
@@ -51,8 +52,7 @@ class End:
 def end_by(event: str, model: str, size: int = 2) -> End:
     """Start ranks that write, let the event happen, and wait for their ends."""
     work, victim, act = EVENTS[event]
-    with started(["-m", SCRIPT, work, model], size) as ranks:
-        return _await_end(event, ranks, victim % size, act, lambda: ranks.wait_for("writing"))
+    return _end(event, work, model, size, victim % size, act, 0.0)
 
 
 def kill_at_random(number: int, model: str, size: int) -> End:
@@ -61,25 +61,35 @@ def kill_at_random(number: int, model: str, size: int) -> End:
     victim, act = draw.randrange(size), draw.choice([signal.SIGKILL, signal.SIGTERM])
     seconds = draw.uniform(0, 4)
 
-    def wait() -> None:
-        ranks.wait_for("writing")
-        time.sleep(seconds)
-
-    with started(["-m", SCRIPT, "write", model], size) as ranks:
-        name = f"{number}: {act.name} to rank {victim} after {seconds:.2f} s"
-        return _await_end(name, ranks, victim, act, wait)
+    name = f"{number}: {act.name} to rank {victim} after {seconds:.2f} s"
+    return _end(name, "write", model, size, victim, act, seconds)
 
 
-def _await_end(
+def _end(
     event: str,
-    ranks: Ranks,
+    work: str,
+    model: str,
+    size: int,
     victim: int,
     act: signal.Signals | None,
-    wait: Callable[[], None],
+    seconds: float,
 ) -> End:
-    if act is not None:
-        wait()
-        ranks.processes[victim].send_signal(act)
+    """Start ranks, again if they do not meet; send a signal some seconds after the first tokens."""
+    for attempt in range(ATTEMPTS):
+        with started(["-m", SCRIPT, work, model], size) as ranks:
+            try:
+                if act is not None:
+                    ranks.wait_for("writing")
+                    time.sleep(seconds)
+                    ranks.processes[victim].send_signal(act)
+                return _await_end(event, ranks, victim, act)
+            except NotStarted:
+                if attempt == ATTEMPTS - 1:
+                    raise
+    raise AssertionError
+
+
+def _await_end(event: str, ranks: Ranks, victim: int, act: signal.Signals | None) -> End:
     sent = time.monotonic()
     others = [rank for rank in range(ranks.size) if rank != victim or act is not signal.SIGSTOP]
     limit = PATIENCE + SLACK if act is not None else 60.0

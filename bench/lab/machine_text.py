@@ -29,12 +29,15 @@ from mlx_redrafter.machines.meeting import Rank
 
 # Passes of a rank before its fault.
 PASSES = 30
-# Limit of a pass in these texts, in seconds, so that a rank that hangs need not be awaited.
+# Limit of a pass in seconds where a rank hangs, instead of minutes.
 PASS_SECONDS = 3.0
-# Texts of each kind that are timed, and tokens of each.
-TEXTS, TOKENS = 4, 40
+# Number of timed texts of each kind.
+TEXTS = 4
+# Tokens of a timed text.
+TOKENS = 40
 # Drafts of the timed texts: a chain.
 CHAIN = {"beam_width": 1, "beam_length": 5, "tree_nodes": 5}
+# Token ids of a prompt, which any vocabulary has.
 PROMPT = [1, 403, 407, 261]
 
 
@@ -158,7 +161,8 @@ def _break_rank(fault: str) -> None:
 def main(work: str, folder: str, drafter: str = "") -> None:
     """Do the work on this rank."""
     group = mx.distributed.init()
-    leading.PASS_SECONDS = PASS_SECONDS
+    if work == "hang":
+        leading.PASS_SECONDS = PASS_SECONDS
     if group.rank() == group.size() - 1:
         _break_rank(work)
     if work == "time":

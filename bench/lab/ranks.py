@@ -20,12 +20,18 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from mlx_redrafter.errors import ResourceError
+
 # Seconds after which ranks that still run are killed.
 LIMIT = 120.0
 
 
+class NotStarted(ResourceError):
+    """Ranks have not met: MLX's ring tries to connect five times only."""
+
+
 class Ended(NamedTuple):
-    """How a rank has ended: its exit code, its output and the seconds until then."""
+    """End of a rank: its exit code, its output and the seconds until then."""
 
     code: int | None
     out: str
@@ -65,7 +71,7 @@ class Ranks:
                 )
 
     def read(self, rank: int) -> str:
-        """The output of a rank so far."""
+        """Return the output of a rank so far."""
         return self.outputs[rank].read_text(errors="replace")
 
     def wait_for(self, text: str, rank: int = 0, limit: float = LIMIT) -> None:
@@ -74,7 +80,8 @@ class Ranks:
         while text not in self.read(rank):
             is_over = all(process.poll() is not None for process in self.processes)
             if is_over or time.monotonic() > end:
-                raise AssertionError(f"no {text!r} in {[self.read(i) for i in range(self.size)]}")
+                found = [self.read(i)[-200:] for i in range(self.size)]
+                raise NotStarted(f"expected ranks that print {text!r}, found {found}; try again")
             time.sleep(0.05)
 
     @property

@@ -27,7 +27,9 @@ class Absence:
 
 
 class StepClock:
-    """Times steps, leaving out those in which the caller kept the decoder waiting.
+    """Times steps, leaving out those that tell nothing of their kind.
+
+    The caller kept the decoder waiting, or the step prepared what later ones use again.
 
     Attributes:
         absence: Context to enter while the caller has a token.
@@ -37,8 +39,15 @@ class StepClock:
         self._last: float | None = None
         self.absence = Absence()
 
+    def skip(self) -> None:
+        """Leave out the step that goes on."""
+        self._last = None
+
     def lap(self) -> float | None:
-        """Return the seconds since the last call; None the first time, or after a long absence."""
+        """Return the seconds since the last call.
+
+        None the first time, after `skip` or after a long absence.
+        """
         now = time.perf_counter()
         last, self._last = self._last, now
         away, self.absence.seconds = self.absence.seconds, 0.0

@@ -414,7 +414,10 @@ class SequenceDecoder:
         """Run the target on a root or a tree of this sequence alone."""
         with mx.stream(generation_stream):
             if isinstance(drafts, TokenTree):
-                return self.target.verify(drafts, self.own_cache, self.layers)
+                outputs = self.target.verify(drafts, self.own_cache, self.layers)
+                if self.target.is_first_use:
+                    self._clock.skip()
+                return outputs
             return self.target.advance(drafts, self.own_cache, self.layers)
 
     def _show(self, pending: PendingPass) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -26,6 +27,9 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
+# Seconds that the last pass may take after rank 0 has ended, of which it may have computed no part.
+LAST_SECONDS = 5.0
+
 
 def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
     """Load this rank's part of the model and obey rank 0 until it ends; then end this process.
@@ -43,9 +47,7 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
             obey(machines, model)
     except Exception as error:
         line.fail(f"{type(error).__name__}: {first_line(error)}")
-    # An orderly exit would wait until other threads have read what will never come.
-    sys.stdout.flush()
-    os._exit(0)
+    _end()
 
 
 def obey(machines: Machines, model: nn.Module) -> None:
@@ -54,6 +56,17 @@ def obey(machines: Machines, model: nn.Module) -> None:
     with mx.stream(generation_stream):
         while (frame := line.receive()).do is not Do.END:
             follower.obey(frame)
+
+
+def _end() -> NoReturn:
+    """End this process once its part of the last pass is done, for which rank 0 may wait."""
+    timer = threading.Timer(LAST_SECONDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    mx.synchronize(generation_stream)
+    mx.synchronize(mx.default_stream(mx.cpu))
+    # An orderly exit would wait for threads that read what will never come.
+    os._exit(0)
 
 
 def _load_when_asked(machines: Machines, own_name: str | None) -> nn.Module | None:

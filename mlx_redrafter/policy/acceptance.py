@@ -19,7 +19,7 @@ from mlx_redrafter.trees.tree import Drafts, TokenTree
 Floats = npt.NDArray[np.float64]
 
 # Number of newest observations that the regression is fitted to.
-WINDOW = 512
+WINDOW = 256
 # Mean and standard deviation of the weights before any observation, see `Acceptance`: the
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
@@ -32,7 +32,7 @@ MAX_DRAFTS = SIZES[-1] - 1
 
 _MEAN, _DEVIATION = np.array(PRIOR * 2).T
 _PRECISION = np.diag(_DEVIATION**-2)
-_SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
+_SMALLEST = 1e-3  # bound of a probability, which bounds log-odds by 7
 
 
 # Regressors of one draft: whether a sibling has a higher probability, the log-odds of its

@@ -300,16 +300,16 @@ class AdaptivePolicy:
     def _survey(self, best: Choice) -> Choice:
         """Draft longer and wider in turns, if the budget pays for it."""
         assert best.plan is not None
-        w, n = PLACES[best.plan.shape]
-        further = [place for place in ((w, n + 1), (w + 1, n)) if place in PLANS]
-        further = [place for place in further if self._costs.offered[place]]
+        (w, n), costs = PLACES[best.plan.shape], self._costs
+        wider = (w, n + 1), (w + 1, n)
+        further = [place for place in wider if place in PLANS and costs.offered[place]]
         if not further:
             return best
         place = further[self.experience.num_surveys % len(further)]
-        cost = float(self._costs.drafting[place] - self._costs.drafting[w, n])
+        cost = float(costs.step[place][0] - costs.step[w, n, 0])
         if best.num_nodes is not None:  # what its first nodes are expected to yield less
             size = *place, COUNTS.index(best.num_nodes - 1)
-            cost = max(cost, float(self._costs.step[size] - self._tokens[size] / best.rate))
+            cost = max(cost, float(costs.step[size] - self._tokens[size] / best.rate))
         chosen = self._pay(cost, replace(best, plan=PLANS[place]), best)
         self.experience.num_surveys += chosen is not best
         return chosen

@@ -84,7 +84,6 @@ class CurrentCosts:
     Attributes:
         offered: Whether the proposer can draft a plan, bool, shape (W, L).
         plain: A plain step.
-        drafting: Drafting alone, shape (W, L).
         verify: Verifying, by entry of COUNTS; at least a plain step.
         step: Drafting and verifying, shape (W, L, 1 + S); without end if the plan has fewer drafts.
         waiting: The same if the host waits for the drafts.
@@ -108,7 +107,6 @@ class CurrentCosts:
         """Take over the newest ratios."""
         slowed = np.array([ratios.of(kind) for kind in (PROBE, *SIZES)])
         self.plain: float = self._costs.plain * ratios.of(1)
-        self.drafting: Floats = self._drafting * ratios.of(1)
         self.verify: Floats = np.maximum(self._verify * slowed, self.plain)
         self.step: Floats = self._drafting[..., None] * slowed + self._unfit + self.verify
         self.waiting: Floats = self.step + self._costs.wait

@@ -24,8 +24,10 @@ BUCKET = 256
 # A bucket holds at most one of this number of parts more than half of its entries.
 PARTS = 8
 
-# Boolean masks of a pass, by id, with the additive ones that replace them in attention.
-_additive: ContextVar[dict[int, tuple[mx.array, mx.array]] | None]
+# Boolean masks of a pass with the additive ones that replace them, by id and dtype.
+Masks = dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]]
+
+_additive: ContextVar[Masks | None]
 _additive = ContextVar("additive", default=None)
 
 
@@ -44,7 +46,7 @@ def bucket(num_entries: int) -> int:
     return -(-num_entries // step) * step
 
 
-def additive_masks() -> Scoped[dict[int, tuple[mx.array, mx.array]]]:
+def additive_masks() -> Scoped[Masks]:
     """Let attention in the forward passes built inside use additive masks, made once for all."""
     return Scoped(_additive, {})
 
@@ -65,8 +67,9 @@ def attend_with_additive_mask(
     """
     masks = _additive.get()
     if masks is not None and isinstance(mask, mx.array) and mask.dtype == mx.bool_:
-        if id(mask) not in masks:  # the entry keeps the mask, so that no other one gets its id
-            masks[id(mask)] = mask, mx.where(mask, 0, -mx.inf).astype(queries.dtype)
-        mask = masks[id(mask)][1]
+        key = id(mask), queries.dtype
+        if key not in masks:  # the entry keeps the mask, so that no other one gets its id
+            masks[key] = mask, mx.where(mask, 0, -mx.inf).astype(queries.dtype)
+        mask = masks[key][1]
     attended: mx.array = call(queries, keys, values, cache, scale, mask, **options)
     return attended

@@ -133,6 +133,11 @@ class Target:
         self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
 
     @property
+    def is_first_use(self) -> bool:
+        """Whether the newest pass over a tree took time to prepare later ones of its kind."""
+        return self.compiled is not None and self.compiled.is_first_use
+
+    @property
     def stock_model(self) -> Any:
         """The model, for code that calls it and computes every call, as mlx-lm's loops do."""
         return self.model

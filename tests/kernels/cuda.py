@@ -63,6 +63,9 @@ namespace fast {
 __device__ inline float exp(float x) { return __expf(x); }
 }  // namespace fast
 """
+# A sum of two products. The compiler may fuse either one with the addition, and takes one for one
+# row and the other for several, so the source says which.
+PRODUCTS = re.compile(r"= ([\w\[\]]+) \* ([\w\[\]]+) \+ ([\w\[\]]+) \* ([\w\[\]]+)")
 # What Metal says of a thread's place.
 PLACE = """
 const int place = threadIdx.y * blockDim.x + threadIdx.x;
@@ -106,6 +109,7 @@ class Usage(NamedTuple):
 def cuda_source(body: str) -> str:
     """A kernel's body as `mx.fast.cuda_kernel` takes it, with `HEADER`."""
     body = re.sub(r"\b(device|thread)\b", "", body)
+    body = PRODUCTS.sub(r"= __fmaf_rn(\1, \2, __fmul_rn(\3, \4))", body)
     return PLACE + re.sub(r"\bthreadgroup\b", "__shared__", body)
 
 
@@ -132,14 +136,35 @@ def usage(
     Raises:
         RuntimeError: One does not compile; what nvcc says.
     """
+    said = _compile(variants, folder, "-cubin", "-Xptxas", "-v")
+    return [_reported(said, f"kernel_{i}") for i in range(len(variants))]
+
+
+def fused_by_choice(variants: Sequence[Compiled], folder: Path) -> list[str]:
+    """Sums of two products in which the compiler has chosen the one that it fuses.
+
+    The arguments are those of `usage`.
+    """
+    _compile(variants, folder, "-ptx")
+    text = (folder / "out").read_text(encoding="utf-8")
+    return [
+        line
+        for kernel in text.split(".entry")[1:]
+        for product in re.findall(r"mul\.f32\s+(%f\d+),", kernel)
+        for line in re.findall(rf"fma\.rn\.f32[^;]*, {product};", kernel)
+    ]
+
+
+def _compile(variants: Sequence[Compiled], folder: Path, *options: str) -> str:
+    """Compile kernels together into the file "out", and return what nvcc says."""
     file = folder / "kernels.cu"
     texts = [_function(f"kernel_{i}", one) for i, one in enumerate(variants)]
     file.write_text(BEFORE + HEADER + "".join(texts), encoding="utf-8")
-    command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(folder / "cubin")]
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    command = ["nvcc", "-arch=sm_90", *options, "-o", str(folder / "out"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return [_reported(done.stderr, f"kernel_{i}") for i in range(len(variants))]
+    return done.stderr
 
 
 def _function(name: str, variant: Compiled) -> str:

@@ -16,7 +16,7 @@ from mlx_redrafter.kernels.dense import ORDERS, AnyVariant, DenseVariant
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.variant import BITS, DTYPES, Variant
-from tests.kernels.cuda import cuda_kernel, needs_nvcc, needs_nvidia, usage
+from tests.kernels.cuda import cuda_kernel, fused_by_choice, needs_nvcc, needs_nvidia, usage
 from tests.kernels.emulator import random_matrix
 from tests.kernels.registers import MOST_REGISTERS
 
@@ -37,6 +37,16 @@ def test_sums_stay_in_registers(tmp_path: Path) -> None:
     found = dict(zip(map(str, variants), usage(variants, tmp_path), strict=True))
     assert {name: one for name, one in found.items() if one.spilled} == {}
     assert {name: one for name, one in found.items() if one.registers > MOST_REGISTERS} == {}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_all_rows_are_fused_alike(tmp_path: Path, dtype: str) -> None:
+    """Of a sum of two products the compiler may fuse either, for one row another than for two."""
+    variants = [type(one)(**{**vars(one), "dtype": dtype}) for one in SOME]
+    heads = [AttentionVariant(size, dtype) for size in HEAD_SIZES]
+    products = [(variant, rows) for variant in variants for rows in (1, *FULL)]
+    assert fused_by_choice([*products, *heads], tmp_path) == []
 
 
 @needs_nvcc

@@ -41,17 +41,22 @@ WIDTHS = "intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "exper
 PROMPTS = (PROMPT, PROMPT[:3], PROMPT[::-1] * 2)
 
 
+def _divide(config: dict[str, Any], size: int) -> None:
+    """Change heads and widths to such as divide by 3 or 4; those of the tests divide by 2."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _divide(value, size)
+        elif size > 2 and name.endswith(("heads", "groups")):
+            is_key = name.endswith(("key_value_heads", "key_heads", "groups"))
+            config[name] = size if is_key else 2 * size
+        elif size == 3 and name.endswith(WIDTHS):
+            config[name] = 96
+
+
 def model_of(family: str, size: int, dtype: mx.Dtype) -> nn.Module:
-    """A tiny model of a family whose heads divide by ``size``, the same on every rank."""
+    """Make a tiny model of a family whose heads divide by ``size``, the same on every rank."""
     config = tiny_config(family, main_rope(family))
-    for part in (config, config.get("text_config", {})):
-        for name in part:
-            if size > 2 and name.endswith(("heads", "groups")):
-                part[name] = (
-                    size if name.endswith(("key_value_heads", "key_heads", "groups")) else 2 * size
-                )
-            elif size == 3 and name.endswith(WIDTHS):
-                part[name] = 96
+    _divide(config, size)
     model = build(config)
     model.set_dtype(dtype)
     mx.eval(model.parameters())

@@ -21,8 +21,8 @@ from mlx_redrafter.target.caches.sliding import SlidingCache
 GROWTH = 256
 # Further entries of a buffer, for writes that pad slots with fewer entries to move than others.
 SCRATCH = 1
-# Number of tokens by which a sequence may have to be shortened: the paths of the passes whose
-# tokens its caller has not taken, at most two in the scheduler, one in flight and one to come.
+# Maximum number of tokens by which a sequence may have to be shortened: four accepted paths. Its
+# caller may be taking the tokens of two passes while those of two others wait in the scheduler.
 SPARE = 4 * MAX_BEAM_LENGTH
 
 Own = FullCache | SlidingCache

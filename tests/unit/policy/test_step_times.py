@@ -78,7 +78,7 @@ def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one() -> None
 def test_current_costs_are_timed_ones_times_ratios() -> None:
     costs, ratios = CurrentCosts(COSTS), TimeRatios()
     w, n = PLACES[PLANS[0, 2].shape]
-    assert costs.step[w, n, 3] == pytest.approx(costs.drafting[w, n] + COSTS.verify[4])
+    assert costs.step[w, n, 3] == pytest.approx(COSTS.drafting(PLANS[0, 2].shape) + COSTS.verify[4])
     assert costs.waiting[w, n, 3] == pytest.approx(costs.step[w, n, 3] + 0.1)
     assert costs.timed(PLANS[0, 2], 4, waits=True) == pytest.approx(costs.waiting[w, n, 3])
     assert costs.step[0, 0, 2] > 1e6, "a chain of two tokens has one draft"

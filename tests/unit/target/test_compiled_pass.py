@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.protocols import Step
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.hooks import install_in_attention
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import compile_passes
 from tests.models.tiny_models import build, main_rope, tiny_config
-from tests.models.trees import PROMPT, branching_tree
+from tests.models.trees import PLAN, PROMPT, ScriptedDrafts, branching_tree, stock_tokens
 
 # Paths that are kept in turn: in place, with nodes aside, and the root alone.
 PATHS = [[0, 1, 3, 6], [0, 2, 5, 10], [0]]
@@ -95,6 +105,21 @@ def test_buffers_are_updated_in_place(
     assert mx.get_peak_memory() - held < 2**27 / 100
 
 
+def test_a_target_is_freed_with_its_last_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_passes(monkeypatch, uses=1)
+    target = new_target("qwen3_5")
+    verify_growing(target, 2)
+    assert target.compiled is not None
+    assert target.compiled.passes
+    model = ref(target.model)
+    gc.disable()
+    try:
+        del target
+        assert model() is None
+    finally:
+        gc.enable()
+
+
 def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_passes(monkeypatch, uses=2)
     target = new_target("llama")
@@ -109,3 +134,32 @@ def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.compiled.fault == "a compiled pass rounds in another way than its operations"
     assert not target.compiled.passes
     assert mx.array_equal(found[0], expected[0])
+
+
+class Watched(FixedPolicy):
+    """A fixed policy that keeps what it observes."""
+
+    def observe(self, step: Step) -> None:
+        seconds.append(step.seconds)
+
+
+seconds: list[float | None] = []
+
+
+def test_first_uses_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_passes(monkeypatch, uses=3)
+    target = new_target("llama")
+    stock = stock_tokens(target.model, 20, make_prompt_cache(target.model))
+    seconds.clear()
+    text = SequenceDecoder(
+        target,
+        target.new_cache(),
+        KeyedSampler(SamplingParams(), target.vocab_size),
+        Request(PROMPT, max_tokens=20),
+        ScriptedDrafts(stock),
+        Watched(PLAN),
+    )
+    assert [token.id for token in decode(text)] == stock
+    # The first use, and the third one, which compiles.
+    assert [number for number, one in enumerate(seconds) if one is None] == [0, 2]
+    assert len(seconds) > 4

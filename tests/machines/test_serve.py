@@ -1,0 +1,67 @@
+"""The server on two ranks: one listens, and its answers are those of one process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_redrafter import Engine, load
+from mlx_redrafter.bench.lab.ranks import started
+from tests.machines.test_ends import store_tiny
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+PROMPTS = ["Once upon a time", "The king", "She ran and ran and ran", "In the old house"]
+
+
+def _ask(port: int, path: str, **body: Any) -> Any:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+        client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return json.loads(client.getresponse().read())
+
+
+def _leave_early(port: int) -> None:
+    """Begin a long text and hang up."""
+    body = json.dumps({"prompt": PROMPTS[1], "max_tokens": 400, "stream": True})
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+        client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        client.getresponse().read(20)
+
+
+def test_answers_of_two_ranks(tmp_path: Path) -> None:
+    folder = store_tiny(tmp_path / "tiny")
+    engine = Engine(*load(folder)[:2], None)
+    options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5}
+    expected = [engine.generate(prompt, **options) for prompt in PROMPTS]
+    with closing(socket.create_server(("127.0.0.1", 0))) as one:
+        port = one.getsockname()[1]
+    command = ["-m", "mlx_redrafter", "serve", "--model", str(folder), "--port", str(port)]
+    with started(command, 2) as ranks:
+        ranks.wait_for("serving")
+
+        def complete(prompt: str) -> str:
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.7, "seed": 5}
+            answer = _ask(port, "/v1/completions", **body)
+            return str(answer["choices"][0]["text"])
+
+        with ThreadPoolExecutor(4) as pool:
+            pool.submit(_leave_early, port)
+            found = list(pool.map(complete, PROMPTS))
+        assert found == expected
+        scored = {"prompt": PROMPTS[0], "max_tokens": 1, "echo": True, "logprobs": 1}
+        answer = _ask(port, "/v1/completions", **scored)
+        assert answer["choices"][0]["text"].startswith(PROMPTS[0])
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        ended = ranks.wait()
+    assert [one.code for one in ended] == [0, 0], ended
+    assert "prompts are not kept" in ended[0].out
+    assert ended[1].out == ""
