@@ -61,10 +61,16 @@ class Recording:
         self._sitting["load_of_others"] = self._watch.others()
         self.write()
 
-    def finish(self, **found: Any) -> None:
-        """Add the results and the signs of disturbed times, and write the file."""
+    def finish(self, has_servers: bool = False, **found: Any) -> None:
+        """Add the results and the signs of disturbed times, and write the file.
+
+        Args:
+            has_servers: Whether other programs worked for the benchmark; their load is no sign.
+            **found: Results.
+        """
         loads = (sitting.get("load_of_others") for sitting in self.result["sittings"])
         load = max((load for load in loads if load is not None), default=None)
+        load = None if has_servers else load
         self.result |= {**found, "disturbances": find_disturbances(load, self.runs)}
         self.write()
 

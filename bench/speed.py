@@ -136,7 +136,7 @@ def measure_speed(
         recording.add(_take_turn(methods, batch, mine, cool_down))
     on_progress(len(work), len(work))
     rows = summarise_speed(recording.runs)
-    recording.finish(rows=rows)
+    recording.finish(has_servers=bool(servers), rows=rows)
     return rows
 
 

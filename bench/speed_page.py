@@ -103,7 +103,7 @@ def page(result: Mapping[str, Any]) -> str:
             "measured": result["measured_at"][:10],
             "prompts": f"{len(settings['prompts'])} of {_public(settings['prompt_file'])}",
             "texts": f"{settings['repeats']} x {settings['max_tokens']} tokens of every prompt",
-            "idle machine": "; ".join(result["disturbances"]) or "yes",
+            "idle machine": _idleness(result["disturbances"], settings["servers"]),
         }
     except (KeyError, TypeError) as error:
         raise DataError(f"expected a result of bench speed, found no {error}") from error
@@ -112,6 +112,10 @@ def page(result: Mapping[str, Any]) -> str:
     if str(Path.home()) in found:
         raise DataError("the page would have your home folder in it; rename the model's folder")
     return found
+
+
+def _idleness(disturbances: Sequence[str], servers: Sequence[str]) -> str:
+    return "; ".join(disturbances) or ("unknown, as servers worked beside" if servers else "yes")
 
 
 def _estimate(values: Mapping[str, Any] | None) -> MedianEstimate | None:

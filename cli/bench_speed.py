@@ -21,6 +21,7 @@ from mlx_redrafter.cli.bench_output import (
     warn,
 )
 from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.errors import ConfigError
 
 
 def speed(
@@ -72,6 +73,8 @@ def speed(
     from mlx_redrafter.checkpoint_files import write_atomically
 
     servers = [find_server(one, api_key) for one in server or ()]
+    if len({one.name for one in servers}) < len(servers):
+        raise ConfigError("expected a different name for every --server; rename one")
     target, tokenizer, drafter = pair.load()
     encoded = {length: prompts.encode(tokenizer, length) for length in lengths}
     configuration = {

@@ -94,8 +94,8 @@ class LiveText:
     def _render(self) -> Group:
         # rich can only redraw what fits on the screen.
         room = self._console.width * max(1, self._console.height - 3)
-        return Group(self._line[-room:] if len(self._line) > room else self._line,
-                     Text(self._speed, "dim"))  # fmt: skip
+        line = self._line if len(self._line) <= room else self._line[-room:]
+        return Group(line, Text(self._speed, "dim"))
 
     def _counts(self, response: GenerationResponse) -> Iterator[str]:
         yield f"{response.generation_tps:.1f} tokens/s"

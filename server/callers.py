@@ -161,8 +161,9 @@ class _Body:
 
 
 def _keys(headers: Headers) -> list[bytes]:
-    bearer = headers.get("authorization", "").removeprefix("Bearer ")
-    return [key.encode("latin-1") for key in (bearer, headers.get("x-api-key", ""))]
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    keys = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+    return [key.encode("latin-1") for key in keys]
 
 
 def _name_of(host: str) -> str:

@@ -67,9 +67,9 @@ class Tools:
                 raise Refusal(f"{param} names {name!r}, but the tools are {listed}", param)
         if choice == "none":
             return Tools([])
-        if choice == "required" and not known:
-            raise Refusal(f"{param} needs tools; give at least one", param)
         chosen = None if names is None else tuple(names)
+        if choice == "required" and not (known if chosen is None else chosen):
+            raise Refusal(f"{param} needs tools; give at least one", param)
         return replace(self, names=chosen, is_required=choice == "required")
 
 

@@ -1,8 +1,8 @@
 """The thread that owns the device: it reads requests from a queue and writes their texts.
 
-Running requests advance in turns, one step each, and share their forward passes: a request joins the
-batch after the prefill of its prompt, and the others go on between the chunks of that prefill. An
-error of one request does not end the others.
+Running requests advance in turns, one step each, and share their forward passes: a request joins
+the batch after the prefill of its prompt, and the others go on between the chunks of that prefill.
+An error of one request does not end the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 import mlx.core as mx
 
+from mlx_redrafter.decoding.scheduler import SHARED_CHUNK
 from mlx_redrafter.engine.memory_guard import wire_memory
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.server.counters import Counters
@@ -25,9 +26,6 @@ from mlx_redrafter.server.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of prompt tokens between two tokens of others: about 0.3 s of a model of 8 billion
-# weights on a laptop.
-SHARED_CHUNK = 256
 # Maximum number of prompt tokens of a chunk without others; the option is smaller.
 MAX_CHUNK = 1 << 30
 

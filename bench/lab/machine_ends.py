@@ -39,7 +39,7 @@ class End:
             without a signal.
         codes: Exit codes; None for a rank that was left behind, or whose process was stopped.
         lines: Last line of each rank.
-        left: Number of ranks that had to be killed in the end, but for the stopped one.
+        left: Number of ranks that had to be killed in the end, the stopped one left out.
     """
 
     event: str

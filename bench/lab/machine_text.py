@@ -31,10 +31,13 @@ from mlx_redrafter.machines.meeting import Rank
 PASSES = 30
 # Limit of a pass in seconds where a rank hangs, instead of minutes.
 PASS_SECONDS = 3.0
-# Texts of each kind that are timed, and tokens of each.
-TEXTS, TOKENS = 4, 40
+# Number of timed texts of each kind.
+TEXTS = 4
+# Tokens of a timed text.
+TOKENS = 40
 # Drafts of the timed texts: a chain.
 CHAIN = {"beam_width": 1, "beam_length": 5, "tree_nodes": 5}
+# Token ids of a prompt, which any vocabulary has.
 PROMPT = [1, 403, 407, 261]
 
 

@@ -31,7 +31,7 @@ class NotStarted(ResourceError):
 
 
 class Ended(NamedTuple):
-    """How a rank has ended: its exit code, its output and the seconds until then."""
+    """End of a rank: its exit code, its output and the seconds until then."""
 
     code: int | None
     out: str
@@ -71,7 +71,7 @@ class Ranks:
                 )
 
     def read(self, rank: int) -> str:
-        """The output of a rank so far."""
+        """Return the output of a rank so far."""
         return self.outputs[rank].read_text(errors="replace")
 
     def wait_for(self, text: str, rank: int = 0, limit: float = LIMIT) -> None:

@@ -62,6 +62,7 @@ class JointStep:
     cache: BatchCache
     slots: dict[SequenceDecoder, SlotCache]
     policy: JointPolicy
+    _has_drafts: bool = False
     _errors: dict[SequenceDecoder, Exception] = field(default_factory=dict)
 
     def run(self, active: Sequence[SequenceDecoder]) -> list[Progress]:
@@ -98,6 +99,7 @@ class JointStep:
                 sampler = None if wish.noise is None else sequence.common_sampler
                 key = type(wish.drafting), wish.plan, sampler and sampler.unseeded
                 groups[key].append((sequence, wish))
+        self._has_drafts = bool(groups)
         arrays: list[mx.array] = []
         with mx.stream(generation_stream):
             for group in groups.values():
@@ -115,9 +117,10 @@ class JointStep:
 
     def _ask(self, live: Sequence[SequenceDecoder]) -> Asked:
         """Return what the target is to process next, by sequence; none for those at their end."""
-        self._each(SequenceDecoder.read, live)
-        offers = self._each(lambda one: one.offer, live).values()
-        self.policy.weigh([one for one in offers if one is not None])
+        if self._has_drafts:
+            self._each(SequenceDecoder.read, live)
+            offers = self._each(lambda one: one.offer, live).values()
+            self.policy.weigh([one for one in offers if one is not None])
         asked = self._each(SequenceDecoder.ask, live)
         return {one: drafts for one, drafts in asked.items() if drafts is not None}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import mlx.core as mx
 
@@ -120,6 +119,7 @@ class PendingPass:
     is_accepted: bool = False
     num_kept: int = 0
     finish_reason: str | None = None
+    _known_values: list[int] | None = None
 
     @property
     def num_accepted(self) -> mx.array:
@@ -163,14 +163,17 @@ class PendingPass:
         _, num_accepted, *path = self._values
         return path[: num_accepted + 1]
 
-    @cached_property
+    @property
     def tokens(self) -> list[int]:
         """Accepted drafts and the bonus token, if there is one; waits for the device.
 
         Raises:
             NonFiniteError: There is no token, as the logits are NaN.
         """
-        bonus, _, *path = [*self._values, 0]
+        if self.path is None:
+            self.check_finite()
+            return self._values
+        bonus, _, *path = self._values
         length = len(path) // 2
         accepted = path[length + 1 : length + len(self.rows)]
         if not accepted:
@@ -211,6 +214,9 @@ class PendingPass:
                 "a grammar did, which is too complex or which a sampler has broken"
             )
 
-    @cached_property
+    @property
     def _values(self) -> list[int]:
-        return to_ints(self.outcome) if self.read is None else self.read()
+        # Not a `cached_property`, whose lock costs more than all else that is done with a token.
+        if self._known_values is None:
+            self._known_values = to_ints(self.outcome) if self.read is None else self.read()
+        return self._known_values

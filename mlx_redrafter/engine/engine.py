@@ -47,6 +47,7 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.thread_streams import end_streams_with_thread
@@ -346,6 +347,7 @@ class Engine:
                 memory.batches,
                 lambda: memory.experience,
                 proposer.max_length,
+                isinstance(proposer, DraftNetwork),
             )
         return scheduler
 

@@ -8,7 +8,7 @@ by the probabilities of all drafts once they are known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import numpy as np
 
@@ -22,17 +22,19 @@ from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
 
 
-def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
+def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> StepCosts:
     """Estimate the costs of a batch's steps from those of one sequence.
 
     A pass over B trees of N nodes has as many rows as one over a tree of B N nodes. Beyond the
     largest timed size, extrapolate with the steepest slope from any smaller size to it: a device at
     its arithmetic's limit stays there, and the slope of the last two sizes alone is noise.
-    Sequences draft one after the other, and the host waits for the drafts of each.
+    The same holds for drafts, whose network has B W rows for W beams of each sequence.
 
     Args:
         costs: Costs of one sequence's steps.
         num_slots: Number of sequences, B.
+        is_joint: Whether the network drafts for all sequences in the same passes; otherwise they
+            draft one after the other.
     """
     sizes, seconds = [1, *costs.verify], [costs.plain, *costs.verify.values()]
     last = sizes[-1], seconds[-1]
@@ -43,12 +45,23 @@ def batch_costs(costs: StepCosts, num_slots: int) -> StepCosts:
         beyond = max(0, num_rows - sizes[-1])
         return float(np.interp(num_rows, sizes, seconds)) + slope * beyond
 
+    def drafting(seconds: Mapping[int, float]) -> dict[int, float]:
+        """Extrapolate from the widths that were timed to as many rows, or add up all sequences."""
+        if not is_joint or not seconds:
+            return {width: num_slots * cost for width, cost in seconds.items()}
+        (low, least), (high, most) = min(seconds.items()), max(seconds.items())
+        per_row = max(0.0, most - least) / max(1, high - low)
+        further = {width: (num_slots - 1) * width * per_row for width in seconds}
+        return {
+            width: min(cost + further[width], num_slots * cost) for width, cost in seconds.items()
+        }
+
     return StepCosts(
         plain=verify(num_slots),
         verify={size: verify(num_slots * size) for size in costs.verify},
-        first={width: num_slots * cost for width, cost in costs.first.items()},
-        level={width: num_slots * cost for width, cost in costs.level.items()},
-        wait=num_slots * costs.wait,
+        first=drafting(costs.first),
+        level=drafting(costs.level),
+        wait=costs.wait,  # the drafts of all sequences are dispatched before the first is read
     )
 
 
@@ -61,6 +74,7 @@ class BatchPolicy:
         batches: Experience by number of slots, which this policy keeps up to date.
         before: Function that returns the experience of a sequence before, for new numbers of slots.
         max_length: As in `AdaptivePolicy`.
+        is_joint: As in `batch_costs`.
     """
 
     def __init__(
@@ -70,8 +84,10 @@ class BatchPolicy:
         batches: MutableMapping[int, Experience],
         before: Callable[[], Experience | None] = lambda: None,
         max_length: int | None = None,
+        is_joint: bool = False,
     ):
         self._costs = costs
+        self._is_joint = is_joint
         self._num_slots = num_slots
         self._batches = batches
         self._before = before
@@ -141,7 +157,7 @@ class BatchPolicy:
             begin = self._batches.get(size)
             if begin is None and before is not None:
                 begin = before.without_times()
-            costs = batch_costs(self._costs(), size)
+            costs = batch_costs(self._costs(), size, self._is_joint)
             self._size = size
             self._timed.clear()
             self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
@@ -179,8 +180,8 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pending
     spans = [
         range(one.length, one.length + size) for one, size in zip(draftings, sizes, strict=True)
     ]
-    positions = [TreePositions(mx.array(list(span))[None], [span]) for span in spans]
-    with tree_positions(joint_positions(positions)):
+    nodes = mx.array([list(chain(*spans))], dtype=mx.int32)
+    with tree_positions(TreePositions(nodes, spans)):
         layers = joint_layers([one.cache for one in draftings], sizes)
         outputs = first.process(states, tokens, layers)
     places, start = [], 0

@@ -56,15 +56,28 @@ class BranchStates(NamedTuple):
 
     def array_after(self, paths: Paths) -> mx.array:
         """Compute the states after paths, shape (B, H, V, K)."""
-        nodes = paths.nodes[:, None]
-        logs = mx.take_along_axis(self.log_decays, nodes, axis=2)
-        weights = mx.exp(logs[..., -1:] - logs)
-        if paths.is_node is not None:
-            weights = mx.where(paths.is_node[:, None], weights, 0.0)
-        nodes = nodes[..., None]
-        updates = mx.take_along_axis(self.updates, nodes, axis=2) * weights[..., None]
-        decayed = mx.exp(logs[..., -1])[..., None, None] * self.state
-        return decayed + updates.swapaxes(2, 3) @ mx.take_along_axis(self.keys, nodes, axis=2)
+        return _array_after(*self, paths.nodes, paths.is_node)
+
+
+@mx.compile
+def _array_after(
+    state: mx.array,
+    keys: mx.array,
+    updates: mx.array,
+    log_decays: mx.array,
+    nodes: mx.array,
+    is_node: mx.array | None,
+) -> mx.array:
+    """Compute `BranchStates.array_after`; nodes and their mask are those of `Paths`."""
+    nodes = nodes[:, None]
+    logs = mx.take_along_axis(log_decays, nodes, axis=2)
+    weights = mx.exp(logs[..., -1:] - logs)
+    if is_node is not None:
+        weights = mx.where(is_node[:, None], weights, 0.0)
+    nodes = nodes[..., None]
+    scaled = mx.take_along_axis(updates, nodes, axis=2) * weights[..., None]
+    decayed = mx.exp(logs[..., -1])[..., None, None] * state
+    return decayed + scaled.swapaxes(2, 3) @ mx.take_along_axis(keys, nodes, axis=2)
 
 
 @mx.compile

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
+from weakref import WeakMethod
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -37,8 +39,8 @@ from mlx_redrafter.trees.tree import TokenTree
 
 # Uses of one kind of pass before it is compiled, about as many as save the time of compiling.
 USES = 24
-# Depths of trees are rounded up to a multiple of this, so that few passes are compiled. Further
-# rounds of a recurrence change no bit.
+# Depths of a hybrid's trees are rounded up to a multiple of this, so that few passes are compiled.
+# Further rounds of a recurrence change no bit.
 DEPTHS = 4
 # Maximum number of compiled passes of a model, more than the sizes and buckets of a long sequence.
 MAX_COMPILED = 64
@@ -107,7 +109,7 @@ class CompiledPasses:
     """The compiled passes of one model.
 
     Args:
-        process: Builds a pass.
+        process: Method that builds a pass.
 
     Attributes:
         passes: The compiled passes, by kind.
@@ -119,7 +121,7 @@ class CompiledPasses:
     def __init__(self, process: Process):
         self.fault: str | None = None
         self.is_first_use = False
-        self._process = process
+        self._process = WeakMethod(process)  # its owner holds this object, too
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
 
@@ -133,7 +135,9 @@ class CompiledPasses:
         Returns:
             The outputs of ``process``, None left out; None if no compiled pass serves.
         """
-        max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, tree.size - 1)
+        max_depth = tree.size - 1
+        if any(type(one) is RecurrentCache for one in cache.parts):  # else the depth plays no part
+            max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, max_depth)
         use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
         self._uses[use] += 1
         self.is_first_use = self._uses[use] == 1
@@ -223,10 +227,9 @@ class _CompiledPass:
         states: For each layer with a state, classes of what gives its arrays after a path.
     """
 
-    def __init__(self, process: Process, kind: PassKind):
+    def __init__(self, process: WeakMethod[Process], kind: PassKind):
         self.states: list[list[type[Any]]] = []
-        self._process = process
-        self._kind = kind
+        self._build = partial(_build_pass, process, kind, self.states)
         self._compiled = mx.compile(self._build)
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
@@ -247,36 +250,43 @@ class _CompiledPass:
                     return "a compiled pass rounds in another way than its operations"
         return None
 
-    def _build(self, inputs: list[mx.array]) -> list[mx.array]:
-        places, tokens, parents, depths, ancestors, *arrays = inputs
-        kind, lent = self._kind, iter(arrays)
-        tree = TokenTree(
-            tokens=tokens,
-            parents=parents,
-            depths=depths,
-            ancestors=ancestors,
-            num_nodes=kind.num_nodes,
-            num_unmerged=kind.num_nodes,
-            max_depth=kind.max_depth,
-        )
-        step = TracedPass(places, tree)
-        layers = [_make_layer(one, step, lent) for one in kind.layers]
-        nodes = (step.length + depths)[None]
-        positions = TreePositions(nodes, None)
-        # Padding nodes are embedded as token 0.
-        found = self._process(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
-        outputs = [one for one in found if one is not None]
-        records, states = iter(step.records), []
-        for part in flat(layers):
-            if isinstance(part, TracedEntries):
-                outputs += part.outputs()
-            elif part is not None:
-                after = next(records).after
-                assert isinstance(after, BranchedState)
-                outputs += [array for one in after.parts for array in one]
-                states.append([type(one) for one in after.parts])
-        self.states = states
-        return outputs
+
+def _build_pass(
+    process: WeakMethod[Process],
+    kind: PassKind,
+    states: list[list[type[Any]]],
+    inputs: list[mx.array],
+) -> list[mx.array]:
+    """Build a pass of a kind from `_Loan.inputs`, and list the classes of its states' parts."""
+    places, tokens, parents, depths, ancestors, *arrays = inputs
+    build, lent = process(), iter(arrays)
+    assert build is not None
+    tree = TokenTree(
+        tokens=tokens,
+        parents=parents,
+        depths=depths,
+        ancestors=ancestors,
+        num_nodes=kind.num_nodes,
+        num_unmerged=kind.num_nodes,
+        max_depth=kind.max_depth,
+    )
+    step = TracedPass(places, tree)
+    layers = [_make_layer(one, step, lent) for one in kind.layers]
+    positions = TreePositions((step.length + depths)[None], None)
+    # Padding nodes are embedded as token 0.
+    found = build(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
+    outputs = [one for one in found if one is not None]
+    records, classes = iter(step.records), []
+    for part in flat(layers):
+        if isinstance(part, TracedEntries):
+            outputs += part.outputs()
+        elif part is not None:
+            after = next(records).after
+            assert isinstance(after, BranchedState)
+            outputs += [array for one in after.parts for array in one]
+            classes.append([type(one) for one in after.parts])
+    states[:] = classes
+    return outputs
 
 
 class TracedPass(ForwardPass):

@@ -17,11 +17,12 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, unexpected
 from mlx_redrafter.server.parts import Part
+from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_options, read_stops
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, make_tool
@@ -54,6 +55,14 @@ _KINDS = {
     503: "overloaded_error",
 }
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# Types and fields of the deltas of a block, by its kind.
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+# Fields of a block at its beginning, by its kind.
+_EMPTY = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
 # Signature of thinking. Anthropic's is a proof, and some clients drop thinking without one.
 SIGNATURE = "unsigned"
 
@@ -102,6 +111,11 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
     conversation = Conversation()
     _read_system(fields.take("system"), conversation)
     _read_messages(fields, conversation)
+    if not counts and conversation.messages[-1]["role"] == "assistant":
+        raise Refusal(
+            "messages must end with a message of the user; the model cannot go on with an answer",
+            "messages",
+        )
     effort, asked = _read_output(fields)
     request = ChatRequest(
         model=fields.typed("model", str),
@@ -121,7 +135,7 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
     return request
 
 
-class MessageWriter(Writer):
+class MessageWriter(BlockWriter):
     """Writes messages of content blocks.
 
     Args:
@@ -132,26 +146,36 @@ class MessageWriter(Writer):
         super().__init__(model)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._has_begun = False
-        # Type of the open block, and the number of blocks before it.
-        self._open, self._index = "", 0
-        self._call_id = ""
-        self._last: Part | None = None
+        # Number of blocks before the newest one.
+        self._index = -1
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        yield from self._begin(usage)
-        if part.reasoning:
-            yield from self._say("thinking", part.reasoning)
-        if part.content:
-            yield from self._say("text", part.content)
-        for call in part.tool_calls:
-            yield from self._call(call)
-        self._last = part
+    def begin(self, usage: Usage) -> Iterator[str]:
+        if not self._has_begun:
+            self._has_begun = True
+            start = {"type": "message_start", "message": self._message(usage)}
+            yield event(start, "message_start")
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        yield from self._begin(usage)
-        yield from self._close()
-        last = _end_of(self._last)
-        delta = {"type": "message_delta", "delta": last, "usage": _format_usage(usage)}
+    def open_block(self, call: ToolCall | None) -> Iterator[str]:
+        self._index += 1
+        block = {"type": self.kind, **_EMPTY[self.kind]} if call is None else _begin_call(call, {})
+        yield self._event("content_block_start", content_block=block)
+
+    def extend(self, text: str) -> Iterator[str]:
+        name, field = _DELTAS[self.kind]
+        yield self._event("content_block_delta", delta={"type": name, field: text})
+
+    def close_block(self) -> Iterator[str]:
+        if self.kind == "thinking":
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            yield self._event("content_block_delta", delta=delta)
+        yield self._event("content_block_stop")
+
+    def finish(self, usage: Usage) -> Iterator[str]:
+        delta = {
+            "type": "message_delta",
+            "delta": _end_of(self.last),
+            "usage": _format_usage(usage),
+        }
         yield event(delta, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
 
@@ -159,11 +183,11 @@ class MessageWriter(Writer):
         yield event(to_error(refusal), "error")
 
     def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield from self._begin(usage)
-        if self._open == "tool_use":
-            yield self._delta({"type": "input_json_delta", "partial_json": ""})
-        else:
-            yield from self._say(self._open or "text", "")
+        yield from self.begin(usage)
+        if not self.kind:
+            self.kind = "text"
+            yield from self.open_block(None)
+        yield from self.extend("")
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
         text = texts[0]
@@ -175,7 +199,7 @@ class MessageWriter(Writer):
             content.append({"type": "text", "text": text.content})
         for call in text.tool_calls:
             if call.parsed is not None:
-                content.append({**_begin_call(call), "input": call.parsed})
+                content.append(_begin_call(call, call.parsed))
         return {**self._message(usage), "content": content, **_end_of(text)}
 
     def _message(self, usage: Usage) -> dict[str, Any]:
@@ -190,49 +214,12 @@ class MessageWriter(Writer):
             "usage": _format_usage(usage),
         }
 
-    def _begin(self, usage: Usage) -> Iterator[str]:
-        if not self._has_begun:
-            self._has_begun = True
-            start = {"type": "message_start", "message": self._message(usage)}
-            yield event(start, "message_start")
-
-    def _say(self, kind: str, text: str) -> Iterator[str]:
-        """Add to the open block, or begin one if that is of another kind."""
-        if self._open != kind:
-            yield from self._close()
-            more = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
-            yield self._block_start({"type": kind, **more})
-            self._open = kind
-        yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _call(self, call: ToolCall) -> Iterator[str]:
-        """Add to the open block, or begin one if that is of another call."""
-        if self._open != "tool_use" or self._call_id != call.id:
-            yield from self._close()
-            yield self._block_start({**_begin_call(call), "input": {}})
-            self._open, self._call_id = "tool_use", call.id
-        if call.arguments:
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-
-    def _close(self) -> Iterator[str]:
-        if self._open == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
-        if self._open:
-            stop = {"type": "content_block_stop", "index": self._index}
-            yield event(stop, "content_block_stop")
-            self._open, self._index = "", self._index + 1
-
-    def _block_start(self, block: dict[str, Any]) -> str:
-        start = {"type": "content_block_start", "index": self._index, "content_block": block}
-        return event(start, "content_block_start")
-
-    def _delta(self, delta: dict[str, Any]) -> str:
-        value = {"type": "content_block_delta", "index": self._index, "delta": delta}
-        return event(value, "content_block_delta")
+    def _event(self, kind: str, **values: Any) -> str:
+        return event({"type": kind, "index": self._index, **values}, kind)
 
 
-def _begin_call(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
+def _begin_call(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _end_of(part: Part | None) -> dict[str, Any]:
@@ -280,6 +267,8 @@ def _read_messages(fields: Fields, conversation: Conversation) -> None:
         role = message.one_of("role", ["user", "assistant", "system"])
         content = message.take("content")
         blocks = content if isinstance(content, list) else [content]
+        if not blocks:
+            raise message.refusal("content", "a text or at least one block", content)
         for j, block in enumerate(blocks):
             within = f"messages[{i}].content[{j}]"
             if role == "system":

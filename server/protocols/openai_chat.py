@@ -15,7 +15,11 @@ from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
-from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
+from mlx_redrafter.server.protocols.openai_fields import (
+    StreamOptions,
+    read_common,
+    read_tool_choice,
+)
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
@@ -178,32 +182,9 @@ def _read_tools(fields: Fields) -> Tools:
         make_tool(name, text, schema, within)
     tools = Tools(given)
     is_parallel = fields.typed("parallel_tool_calls", bool)
-    choice, names = _read_choice(fields)
+    choice, names = read_tool_choice(fields)
     tools = tools.choose(choice, names, "tool_choice")
     return tools if is_parallel in (None, True) else replace(tools, is_parallel=False)
-
-
-def _read_choice(fields: Fields) -> tuple[str, list[str] | None]:
-    """Read ``tool_choice``: a word, one function, or some allowed tools."""
-    choice = fields.take("tool_choice")
-    if choice is None or isinstance(choice, str):
-        if choice not in (None, "auto", "none", "required"):
-            raise fields.refusal("tool_choice", '"auto", "none", "required" or a tool', choice)
-        return choice or "auto", None
-    asked = Fields(choice, "tool_choice")
-    if asked.one_of("type", ["function", "allowed_tools"]) == "allowed_tools":
-        allowed = Fields(asked.take("allowed_tools"), "tool_choice.allowed_tools")
-        mode = allowed.one_of("mode", ["auto", "required"]) or "auto"
-        return mode, [_name_of(one) for one in allowed.typed("tools", list) or []]
-    return "required", [_name_of(choice)]
-
-
-def _name_of(choice: object) -> str:
-    function = Fields(Fields(choice, "tool_choice").take("function"), "tool_choice.function")
-    name = function.typed("name", str)
-    if name is None:
-        raise function.refusal("name", "the name of a tool", None)
-    return name
 
 
 def _read_messages(fields: Fields) -> list[dict[str, Any]]:

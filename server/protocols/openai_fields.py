@@ -163,6 +163,41 @@ def read_json_schema(fields: Fields, param: str) -> AnswerFormat:
     return AnswerFormat(schema, param)
 
 
+def read_tool_choice(fields: Fields) -> tuple[str, list[str] | None]:
+    """Read ``tool_choice``: a word, one function, or some allowed tools.
+
+    Chats have the name of a function, and the allowed tools, in an object of their own.
+
+    Returns:
+        "auto", "none" or "required", and the names of the tools that may be called; None for all.
+
+    Raises:
+        Refusal: A value is unknown, or a name is missing.
+    """
+    choice = fields.take("tool_choice")
+    if choice is None or isinstance(choice, str):
+        if choice not in (None, "auto", "none", "required"):
+            raise fields.refusal("tool_choice", '"auto", "none", "required" or a tool', choice)
+        return choice or "auto", None
+    asked = Fields(choice, "tool_choice")
+    if asked.one_of("type", ["function", "allowed_tools"]) != "allowed_tools":
+        return "required", [_name_of(choice)]
+    inner = asked.typed("allowed_tools", dict)
+    allowed = asked if inner is None else Fields(inner, "tool_choice.allowed_tools")
+    mode = allowed.one_of("mode", ["auto", "required"]) or "auto"
+    return mode, [_name_of(one) for one in allowed.typed("tools", list) or []]
+
+
+def _name_of(choice: object) -> str:
+    asked = Fields(choice, "tool_choice")
+    inner = asked.typed("function", dict)
+    function = asked if inner is None else Fields(inner, "tool_choice.function")
+    name = function.typed("name", str)
+    if name is None:
+        raise function.refusal("name", "the name of a tool", None)
+    return name
+
+
 def format_usage(usage: Usage) -> dict[str, Any]:
     """Format the usage of a reply."""
     return {

@@ -19,11 +19,17 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, unexpected
 from mlx_redrafter.server.parts import Part
+from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
-from mlx_redrafter.server.protocols.openai_fields import IGNORED, read_json_schema, read_options
+from mlx_redrafter.server.protocols.openai_fields import (
+    IGNORED,
+    read_json_schema,
+    read_options,
+    read_tool_choice,
+)
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
@@ -70,13 +76,14 @@ _REPEATED: dict[str, Any] = {
 # Places of the only part of an item.
 _SUMMARY: dict[str, Any] = {"summary_index": 0}
 _CONTENT: dict[str, Any] = {"content_index": 0}
-# Names of the texts and parts of items in events, by the type of the item, and fields of the texts.
+# Names of texts in events, with further fields, by the kind of the block.
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "reasoning": ("reasoning_summary_text", _SUMMARY),
-    "message": ("output_text", {**_CONTENT, "logprobs": []}),
-    "function_call": ("function_call_arguments", {}),
+    "thinking": ("reasoning_summary_text", _SUMMARY),
+    "text": ("output_text", {**_CONTENT, "logprobs": []}),
+    "call": ("function_call_arguments", {}),
 }
-_PARTS = {"reasoning": "reasoning_summary_part", "message": "content_part"}
+# Names of parts in events, by the kind of the block.
+_PARTS = {"thinking": "reasoning_summary_part", "text": "content_part"}
 
 to_error = Refusal.to_json
 
@@ -166,7 +173,7 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
     return Asked(request, items, repeated)
 
 
-class ResponseWriter(Writer):
+class ResponseWriter(BlockWriter):
     """Writes responses of items.
 
     Args:
@@ -183,41 +190,68 @@ class ResponseWriter(Writer):
         self._created = int(time.time())
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
-        # Type of the last item and id of its call, if it is not finished, and its text so far.
-        self._open: tuple[str, str | None] | None = None
+        # Text of the last item.
         self._text = ""
-        self._finish_reason: str | None = None
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        yield from self._begin()
-        if part.reasoning:
-            yield from self._say("reasoning", part.reasoning)
-        if part.content:
-            yield from self._say("message", part.content)
-        for call in part.tool_calls:
-            yield from self._say("function_call", call.arguments, call)
-        self._finish_reason = part.finish_reason
+    @property
+    def _is_cut(self) -> bool:
+        return self.last is not None and self.last.finish_reason == "length"
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        yield from self._begin()
-        yield from self._close()
-        is_cut = self._finish_reason == "length"
+    def begin(self, usage: Usage) -> Iterator[str]:
+        if not self._sequence:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event(kind, response=self._response("in_progress"))
+
+    def open_block(self, call: ToolCall | None) -> Iterator[str]:
+        self._text = ""
+        if call is not None:
+            item = {"call_id": call.id, "name": call.name, "arguments": ""}
+            self._add_item("function_call", "fc", item)
+        elif self.kind == "thinking":
+            self._add_item("reasoning", "rs", {"summary": [], "encrypted_content": None})
+        else:
+            self._add_item("message", "msg", {"role": "assistant", "content": []})
+        yield self._event("response.output_item.added", **self._added())
+        if call is None:
+            yield self._part("added")
+
+    def extend(self, text: str) -> Iterator[str]:
+        self._text += text
+        name, place = _TEXTS[self.kind]
+        yield self._event(f"response.{name}.delta", **self._place, **place, delta=text)
+
+    def close_block(self) -> Iterator[str]:
+        item, text = self._output[-1], self._text
+        name, place = _TEXTS[self.kind]
+        item["status"] = "completed"
+        if self.kind == "call":
+            item["arguments"] = text
+            if ToolCall("", "", text).parsed is None:
+                item["status"] = "incomplete"
+            done = {"name": item["name"], "arguments": text}
+            yield self._event(f"response.{name}.done", **self._place, **done)
+        else:
+            yield self._event(f"response.{name}.done", **self._place, **place, text=text)
+            item["summary" if self.kind == "thinking" else "content"] = [_part(self.kind, text)]
+            yield self._part("done")
+        yield self._event("response.output_item.done", **self._added())
+
+    def finish(self, usage: Usage) -> Iterator[str]:
         response = self._finished(usage)
-        name = "response.incomplete" if is_cut else "response.completed"
-        yield self._event(name, response=response)
+        yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
-        yield from self._begin()
+        yield from self.begin(Usage(0, 0))
         error = {"code": refusal.code or "server_error", "message": str(refusal)}
         response = {**self._response("failed"), "error": error}
         yield self._event("response.failed", response=response)
 
     def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield from self._begin()
+        yield from self.begin(usage)
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        for _ in (*self.add(texts[0], usage), *self._close()):
+        for _ in (*self.add(texts[0], usage), *self.close()):
             pass  # the events of a stream make the same items
         return self._finished(usage)
 
@@ -237,10 +271,9 @@ class ResponseWriter(Writer):
 
     def _finished(self, usage: Usage) -> dict[str, Any]:
         """Return the finished response, and store it unless the client has declined that."""
-        is_cut = self._finish_reason == "length"
-        response = self._response("incomplete" if is_cut else "completed")
+        response = self._response("incomplete" if self._is_cut else "completed")
         response["usage"] = _format_usage(usage)
-        if is_cut:
+        if self._is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._asked.repeated["store"]:
             whole = [item for item in self._output if item["status"] == "completed"]
@@ -252,64 +285,17 @@ class ResponseWriter(Writer):
         self._sequence += 1
         return text
 
-    def _begin(self) -> Iterator[str]:
-        if not self._sequence:
-            for kind in ("response.created", "response.in_progress"):
-                yield self._event(kind, response=self._response("in_progress"))
+    def _part(self, end: str) -> str:
+        """Format the event of the only part of the open item."""
+        index = _SUMMARY if self.kind == "thinking" else _CONTENT
+        part = _part(self.kind, self._text)
+        name = f"response.{_PARTS[self.kind]}.{end}"
+        return self._event(name, **self._place, **index, part=part)
 
     @property
     def _place(self) -> dict[str, Any]:
         """Place of the last item in the output."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-
-    def _say(self, kind: str, text: str, call: ToolCall | None = None) -> Iterator[str]:
-        """Add to the open item, or begin one if that is another one."""
-        if self._open != (kind, call and call.id):
-            yield from self._close()
-            yield from self._open_item(kind, call)
-        self._text += text
-        if text:
-            name, place = _TEXTS[kind]
-            yield self._event(f"response.{name}.delta", **self._place, **place, delta=text)
-
-    def _open_item(self, kind: str, call: ToolCall | None) -> Iterator[str]:
-        self._open, self._text = (kind, call and call.id), ""
-        if call is not None:
-            item = {"call_id": call.id, "name": call.name, "arguments": ""}
-            self._add_item(kind, "fc", item)
-        elif kind == "reasoning":
-            self._add_item(kind, "rs", {"summary": [], "encrypted_content": None})
-        else:
-            self._add_item(kind, "msg", {"role": "assistant", "content": []})
-        yield self._event("response.output_item.added", **self._added())
-        if call is None:
-            yield self._part("added", kind, "")
-
-    def _close(self) -> Iterator[str]:
-        """Finish the open item."""
-        if self._open is None:
-            return
-        (kind, _), self._open = self._open, None
-        item, text = self._output[-1], self._text
-        name, place = _TEXTS[kind]
-        item["status"] = "completed"
-        if kind == "function_call":
-            item["arguments"] = text
-            if ToolCall("", "", text).parsed is None:
-                item["status"] = "incomplete"
-            done = {"name": item["name"], "arguments": text}
-            yield self._event(f"response.{name}.done", **self._place, **done)
-        else:
-            yield self._event(f"response.{name}.done", **self._place, **place, text=text)
-            item["summary" if kind == "reasoning" else "content"] = [_part(kind, text)]
-            yield self._part("done", kind, text)
-        yield self._event("response.output_item.done", **self._added())
-
-    def _part(self, end: str, kind: str, text: str) -> str:
-        """Format the event of the only part of an item."""
-        index = _SUMMARY if kind == "reasoning" else _CONTENT
-        part = _part(kind, text)
-        return self._event(f"response.{_PARTS[kind]}.{end}", **self._place, **index, part=part)
 
     def _add_item(self, kind: str, prefix: str, item: dict[str, Any]) -> None:
         head = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
@@ -320,7 +306,7 @@ class ResponseWriter(Writer):
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
+    if kind == "thinking":
         return {"type": "summary_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
@@ -454,18 +440,7 @@ def _read_tools(fields: Fields) -> Tools:
         name, text, schema = map(one.take, ("name", "description", "parameters"))
         strict = one.typed("strict", bool) or False
         definitions.append(make_tool(name, text, schema, within, strict))
-    choice, names = _read_choice(fields.take("tool_choice"))
+    choice, names = read_tool_choice(fields)
     tools = Tools(definitions).choose(choice, names, "tool_choice")
     is_parallel = fields.typed("parallel_tool_calls", bool)
     return replace(tools, is_parallel=is_parallel is not False)
-
-
-def _read_choice(choice: object) -> tuple[str, list[str] | None]:
-    if choice in (None, "auto", "none", "required"):
-        return str(choice or "auto"), None
-    asked = Fields(choice, "tool_choice")
-    if asked.one_of("type", ["function", "allowed_tools"]) == "allowed_tools":
-        mode = asked.one_of("mode", ["auto", "required"]) or "auto"
-        tools = asked.typed("tools", list) or []
-        return mode, [Fields(one, "tool_choice.tools").typed("name", str) or "" for one in tools]
-    return "required", [asked.typed("name", str) or ""]

@@ -105,6 +105,9 @@ def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
     name = Path("nvidia/SPEED-Bench:qualitative")
     assert read_prompts(name) == [Prompt("a", "coding", "One")]
     assert asked == [("nvidia/SPEED-Bench", "dataset", ["*qualitative/*.parquet"])]
+    (folder / "damaged.parquet").write_bytes(b"PAR1 and more")
+    with pytest.raises(ConfigError, match="cannot read the prompts"):
+        read_prompts(folder / "damaged.parquet")
     with pytest.raises(CheckpointError, match="no configuration 'other'"):
         read_prompts(Path("nvidia/SPEED-Bench:other"))
 

@@ -88,8 +88,13 @@ def test_a_result_that_cannot_be_shared(prompts: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "page.md").exists()
 
 
-def test_a_batch_larger_than_the_prompts(folders: tuple[Path, Path], prompts: Path) -> None:
+def test_settings_that_cannot_be(folders: tuple[Path, Path], prompts: Path) -> None:
     options = ("--model", folders[0], "--prompts", prompts, "--batch-sizes", 5)
+    with (
+        _answering(b'{"data": [{"id": "m"}]}') as url,
+        pytest.raises(ConfigError, match="a different name for every --server"),
+    ):
+        run("speed", *options, "--server", f"a={url}", "--server", f"a={url}")
     with pytest.raises(ConfigError, match="expected at least 5 prompts for a batch of 5, got 4"):
         run("speed", *options)
     with pytest.raises(ConfigError, match="give a file with more or longer prompts"):

@@ -54,7 +54,7 @@ def _divide(config: dict[str, Any], size: int) -> None:
 
 
 def model_of(family: str, size: int, dtype: mx.Dtype) -> nn.Module:
-    """A tiny model of a family whose heads divide by ``size``, the same on every rank."""
+    """Make a tiny model of a family whose heads divide by ``size``, the same on every rank."""
     config = tiny_config(family, main_rope(family))
     _divide(config, size)
     model = build(config)

@@ -1,8 +1,9 @@
 """A script for ranks: texts with every kind of proposer, batches, cancelled texts, prompt caches.
 
-python -m tests.machines.proposers FOLDER [slow]
+python -m tests.machines.proposers FOLDER [slow] [KIND ...]
 
-FOLDER is one that `store` has filled. Prints a JSON line with the result of each kind.
+FOLDER is one that `store` has filled. Prints a JSON line with the result of each kind, all of them
+by default. With "slow" the other ranks wait 3 ms before each pass.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CONFIG = {
 }  # fmt: skip
 # The module of another family, and a kind of the tests alone.
 LEFT_OUT = ("MTP", "toy")
+# Tokens of a text.
 TOKENS = 24
 
 
@@ -90,10 +92,10 @@ def try_caches(engine: Engine, other: Engine) -> dict[str, Any]:
     return {"kind": "prompt cache", "equal": found[0] == found[1], "refused": refused}
 
 
-def main(folder: Path, word: str = "") -> None:
+def main(folder: Path, *words: str) -> None:
     """Decode on rank 0."""
     group = mx.distributed.init()
-    if word == "slow" and group.rank():
+    if "slow" in words and group.rank():
         stock = Follower.obey
         Follower.obey = lambda self, frame: (time.sleep(3e-3), stock(self, frame))[1]  # type: ignore
     model, tokenizer, _ = load(folder / TARGET, group=group)
@@ -101,7 +103,7 @@ def main(folder: Path, word: str = "") -> None:
     plain = Engine(model, tokenizer, None)
     expected = texts_of(plain)
     results = [{"kind": "plain", "equal": expected == texts_of(whole)}, try_caches(plain, whole)]
-    for name in KINDS:
+    for name in [one for one in words if one in KINDS] or KINDS:
         if name not in LEFT_OUT:
             drafter = name if name == "lookup" else load_drafter(folder / name)
             results.append({"kind": name, **try_kind(Engine(model, tokenizer, drafter), expected)})

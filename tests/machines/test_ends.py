@@ -10,14 +10,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.bench.lab.machine_ends import EVENTS, end_by
-from mlx_redrafter.bench.lab.ranks import started
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.machines.line import LOST
 from tests.models.tiny_models import build, flat_parameters, tiny_config
 
 
 def store_tiny(folder: Path, family: str = "llama", **changes: object) -> Path:
-    """A tiny model with the bundled tokenizer, as mlx-lm stores one."""
+    """Write a tiny model with the bundled tokenizer, as mlx-lm stores one."""
     config = {**tiny_config(family), "vocab_size": 4096, "eos_token_id": 2, **changes}
     config["max_position_embeddings"] = 4096
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,13 +46,3 @@ def test_a_lost_rank_ends_the_other(folder: Path, event: str, codes: list[int], 
     assert end.codes == codes
     assert end.lines[0].startswith("redrafter-mlx: rank 1 (")
     assert line in end.lines[0]
-
-
-def test_what_cannot_be_split_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    odd = store_tiny(tmp_path / "odd", num_attention_heads=5, num_key_value_heads=5, hidden_size=80)
-    command = ["-m", "mlx_redrafter", "generate", "--model", str(odd), "-p", "Once", "-m", "4"]
-    with started(command, 2) as ranks:
-        ended = ranks.wait()
-    assert [one.code for one in ended] == [1, 0]
-    assert "error: expected a model that divides by 2 machines, found 5 n_heads" in ended[0].out
-    assert ended[1].out == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -23,12 +24,13 @@ def test_frames_are_read_as_they_were_written(frames: list[Frame]) -> None:
 
 @given(st.binary(max_size=200))
 def test_foreign_bytes_are_a_frame_the_end_or_an_error(data: bytes) -> None:
-    try:
+    is_known = bool(data) and data[0] in list(Do)
+    if len(data) < 5 or is_known:
         frame = read(io.BytesIO(data))
-    except ValueError as error:
-        assert "is not a valid Do" in str(error)
-    else:
-        assert frame is None or pack(frame)[0] == data[0]
+        assert frame is None or frame.do == data[0]
+        return
+    with suppress(ValueError):
+        assert read(io.BytesIO(data)) is None  # cut before its end
 
 
 def test_a_long_text_is_cut() -> None:

@@ -33,6 +33,8 @@ from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
 from tests.models.trees import DRAFT_LENGTH, PLAN, ScriptedDrafts, read_by_stock, rows_of
 
 NUM_TEXTS = 5
+# Passes of a text that are kept: two whose tokens it takes, two that wait for it, and the newest.
+MAX_VISITS = 5
 # Models whose layers are of each kind, for tests of paths that all kinds share.
 KINDS = [
     "llama", "gemma3", "gemma3n", "llama4", "longcat_flash", "qwen3_5", "granitemoehybrid",
@@ -130,6 +132,8 @@ def decode_together(
             texts.append(SequenceDecoder(target, cache, sampler, request, *drafts))
             found.append([])
             readers[number] = decode(texts[number], scheduler)
+        # Passes are dropped to which no text may have to go back.
+        assert max(map(len, scheduler._cache._history.visits), default=0) <= MAX_VISITS
         number = rng.choice(list(readers))
         token = next(readers[number], None)
         if token is not None:

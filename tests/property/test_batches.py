@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,12 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch, load
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -130,6 +136,32 @@ def test_bad_options(options: dict[str, Any], reason: str) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     with pytest.raises(ConfigError, match=reason):
         generate_batch(model, tokenizer, [[1, 2]], **options)
+
+
+def test_quantised_texts_share_their_passes_and_others_have_their_own() -> None:
+    model = tiny_llama(seed=5, vocab_size=VOCAB_SIZE, head_size=32)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
+    quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
+    options: list[dict[str, Any]] = [
+        quantised,
+        quantised,
+        {},
+        {**quantised, "temp": 1.0, "seed": 3},
+    ]
+    pairs = list(zip(_prompts(len(options)), options, strict=True))
+    expected = [engine.generate(prompt, max_tokens=25, **one) for prompt, one in pairs]
+    shared = engine.share()
+    streams = [engine.stream(prompt, max_tokens=25, shared=shared, **one) for prompt, one in pairs]
+    texts = ["".join(parts) for parts in zip(*_in_turns(streams), strict=True)]
+    assert texts == expected
+
+
+def _in_turns(streams: list[Any]) -> Iterator[list[str]]:
+    """One piece of each text after the other, "" after its end."""
+    responses = [next(one, None) for one in streams]
+    while any(responses):
+        yield ["" if one is None else one.text for one in responses]
+        responses = [next(one, None) for one in streams]
 
 
 @pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
@@ -274,6 +306,40 @@ def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(type(model), "__call__", counted)
     assert list(stream) == []
     assert calls == 3
+
+
+def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_redrafter.decoding.scheduler.SHARED_CHUNK", 8)
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine, prompts = Engine(model, tokenizer, None), [[5], [9, 7, 5], [8, 3] * 30]
+    ends = [4, 40, 40]
+    expected = [
+        engine.generate(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)
+    ]
+    shapes = _watch_passes(monkeypatch, model)
+    shared = Scheduler(engine.target)
+    requests = [Request(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)]
+    sampler = KeyedSampler(SamplingParams(), engine.target.vocab_size)
+    texts = [
+        SequenceDecoder(engine.target, engine.target.new_cache(), sampler, request)
+        for request in requests
+    ]
+    found: dict[SequenceDecoder, list[int]] = {text: [] for text in texts}
+    shared.begin(texts[:2])
+    while not all(text.is_closed for text in texts):
+        for text, tokens, _ in shared.step_all():
+            found[text] += [token.id for token in text.deliver(tokens)]
+            if text.is_finished:
+                shared.leave(text)
+                text.close()
+                if text is texts[0]:
+                    shared.begin(texts[2:])
+                    shapes.clear()
+    decoded = [tokenizer.decode(found[text]) for text in texts]
+    assert [text.rstrip() for text in decoded] == [text.rstrip() for text in expected]
+    chunks = [i for i, shape in enumerate(shapes) if shape == (1, 8)]
+    assert len(chunks) == 7, "59 tokens, the last three in a smaller chunk"
+    assert all(later - earlier > 1 for earlier, later in pairwise(chunks)), "with steps in between"
 
 
 def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

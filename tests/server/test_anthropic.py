@@ -109,7 +109,9 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
         "tool_choice names 'fly'",
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}},
     ),
-    "long": ("prompt is too long: ", {"messages": TURNS * 8_000}),
+    "long": ("prompt is too long: ", {"messages": [*TURNS * 8_000, TURNS[0]]}),
+    "answer": ("must end with a message of the user", {"messages": TURNS}),
+    "empty": ("messages[0].content must be", {"messages": [{"role": "user", "content": []}]}),
 }
 
 

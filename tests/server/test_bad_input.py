@@ -57,6 +57,16 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias.5", {"logit_bias": {"5": "much"}}),
     ("logprobs", {"logprobs": 2}),
     ("top_logprobs", {"top_logprobs": 2}),
+    (
+        "tool_choice",
+        {
+            "tools": [{"type": "function", "function": {"name": "look"}}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": []},
+            },
+        },
+    ),
     ("tools[0].type", {"tools": [{"function": {"name": "look"}}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
     ("tool_choice", {"tool_choice": "required"}),

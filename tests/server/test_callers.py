@@ -74,6 +74,9 @@ def test_a_server_for_all_addresses() -> None:
 def test_keys_of_both_protocols(quick: Served) -> None:
     assert quick.send("/v1/models", key=None, **{"x-api-key": KEY})[0] == 200
     assert quick.send("/v1/models", key=None, **{"x-api-key": "other"})[0] == 401
+    for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
+        headers = {"Authorization": f"{scheme} {KEY}"}
+        assert quick.send("/v1/models", key=None, **headers)[0] == status
 
 
 def test_names_and_paths(

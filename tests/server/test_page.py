@@ -264,14 +264,18 @@ def test_the_list_of_chats_fits(page: Any, size: tuple[int, int]) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
+def _stream(route: Any, *events: Any) -> None:
+    lines = [*map(json.dumps, events), "[DONE]"]
+    body = "".join(f"data: {line}\n\n" for line in lines)
+    route.fulfill(body=body, content_type="text/event-stream")
+
+
 def _fake(page: Any, model: dict[str, Any], *events: Any) -> None:
     """Let the page see another server's model and answer."""
-    lines = [*(json.dumps(event) for event in events), "[DONE]"]
-    body = "".join(f"data: {line}\n\n" for line in lines)
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
     page.route(
         re.compile("/v1/(chat/)?completions$"),
-        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        lambda route: _stream(route, *events),
     )
     page.reload()
 
@@ -309,6 +313,23 @@ def test_a_model_without_a_chat_template(page: Any) -> None:
     with page.expect_request("**/v1/completions") as asked:
         assert _send(page, "TWO", 2) == "MORE"
     assert asked.value.post_data_json["prompt"] == "TWO"
+
+
+def test_a_sign_of_waiting(page: Any) -> None:
+    """It stands until the first token, and screen readers hear the answer."""
+    held: list[Any] = []
+    _fake(page, {"id": "slow"})
+    page.route(re.compile("/v1/chat/completions$"), lambda route: held.append(route))
+    page.fill("#text", "HOW")
+    page.click("#send")
+    waiting = page.locator(".answer .waiting")
+    waiting.wait_for()
+    assert "…" in waiting.evaluate("one => getComputedStyle(one, '::after').content")
+    page.wait_for_function("document.getElementById('send').textContent === 'Stop'")
+    _stream(held[0], {"choices": [{"delta": {"content": "WELL"}, "finish_reason": "stop"}]})
+    page.locator("#send", has_text="Send").wait_for()
+    assert waiting.count() == 0
+    assert page.locator("#chat").get_attribute("aria-live") == "polite"
 
 
 def test_a_server_that_is_gone(page: Any) -> None:

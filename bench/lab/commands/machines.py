@@ -32,7 +32,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Run the experiments that are asked for, and print a line for each result."""
+    """Run the chosen experiments, and print a line for each result."""
     ends: list[End] = []
     for event in EVENTS if options.ends else ():
         ends.append(end_by(event, options.model, options.ranks))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -101,6 +103,21 @@ def test_buffers_are_updated_in_place(
     parts = [part for layer in cache.stock for part in (layer.keys, layer.values)]
     assert sum(part.nbytes for part in parts) >= 2**27
     assert mx.get_peak_memory() - held < 2**27 / 100
+
+
+def test_a_target_is_freed_with_its_last_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_passes(monkeypatch, uses=1)
+    target = new_target("qwen3_5")
+    verify_growing(target, 2)
+    assert target.compiled is not None
+    assert target.compiled.passes
+    model = ref(target.model)
+    gc.disable()
+    try:
+        del target
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
