@@ -29,7 +29,7 @@ MAX_DRAFTS = SIZES[-1] - 1
 
 _MEAN, _DEVIATION = np.array(PRIOR * 2).T
 _PRECISION = np.diag(_DEVIATION**-2)
-_SMALLEST = 1e-3  # bound of a probability, which bounds log-odds by 7
+_SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 
 
 # Regressors of one draft: whether a sibling has a higher probability, the log-odds of its
