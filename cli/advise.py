@@ -33,7 +33,7 @@ def advise(
         str | None,
         typer.Option(
             help="Chip to predict for, such as 'M2 Pro'; by default this machine, which measures "
-            "the model if its folder is given.",
+            "the model if its weights are here.",
             show_default=False,
         ),
     ] = None,
