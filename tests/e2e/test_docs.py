@@ -29,8 +29,9 @@ PAGES = [
 ]
 # The changelog also names what is gone.
 CHANGELOG = ROOT / "CHANGELOG.md"
-# Options of uv, and of scripts of the bundled pair.
-FOREIGN = {"--work", "--extra", "--from"}
+# Options of mlx.launch, of uv, and of scripts of the bundled pair.
+FOREIGN = {"--work", "--extra", "--from", "--hostfile", "--backend"}
+FOREIGN |= {"--hosts", "--over", "--auto-setup", "--output"}
 # Commands of these pages run in seconds; others train or measure.
 RUN = ("generate", "check", "chat")
 
