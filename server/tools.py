@@ -73,29 +73,24 @@ class Tools:
         return replace(self, names=chosen, is_required=choice == "required")
 
 
-def make_tool(
-    name: object, description: object, schema: object, within: str, strict: bool = False
-) -> dict[str, Any]:
-    """Make OpenAI's definition of a tool.
+def read_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:
+    """Read a tool; return OpenAI's definition of it.
 
     Args:
-        name: Name of the tool.
-        description: Text about it; None for none.
-        schema: JSON schema of the arguments; None for a tool without arguments.
-        within: Field of the request that describes the tool.
-        strict: Whether a schema that cannot be enforced as a whole is refused.
+        fields: The tool. With ``strict``, a schema that cannot be enforced as a whole is refused.
+        schema: Field with the JSON schema of the arguments.
 
     Raises:
         Refusal: A value has another type.
     """
-    fields = Fields({"name": name, "description": description, "parameters": schema}, within)
-    if not fields.typed("name", str):
+    name = fields.typed("name", str)
+    if not name:
         raise fields.refusal("name", "a text that is not empty", name)
     function: dict[str, Any] = {"name": name}
     if (text := fields.typed("description", str)) is not None:
         function["description"] = text
-    if (parameters := fields.typed("parameters", dict)) is not None:
+    if (parameters := fields.typed(schema, dict)) is not None:
         function["parameters"] = parameters
-    if strict:
+    if fields.typed("strict", bool):
         function["strict"] = True
     return {"type": "function", "function": function}

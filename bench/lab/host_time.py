@@ -76,12 +76,14 @@ class HostTime(NamedTuple):
     Attributes:
         least: Minimum of building the graph.
         median: Median of building it.
-        dispatch: Median of dispatching it.
+        commit: Minimum of committing a path.
+        dispatch: Median of dispatching the graph.
         first: Time of the pass that compiles; None without compiling.
     """
 
     least: float
     median: float
+    commit: float
     dispatch: float
     first: float | None
 
@@ -99,14 +101,17 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
         outputs = target.verify(tree, cache)
         built = time.thread_time()
         mx.async_eval(outputs.logits, outputs.hidden_states)
-        seconds.append((built - start, time.thread_time() - built))
+        dispatched = time.thread_time()
         mx.eval(outputs.logits)
+        waited = time.thread_time()
         cache.commit([0, 2])
+        seconds.append((built - start, time.thread_time() - waited, dispatched - built))
         if cache.length > LENGTH + 100:
             cache.settle(LENGTH)
     first = seconds[USES - 1][0] if compiled else None
-    build, dispatch = np.array(seconds[-repeats:]).T
-    return HostTime(build.min(), float(np.median(build)), float(np.median(dispatch)), first)
+    build, commit, dispatch = np.array(seconds[-repeats:]).T
+    medians = (float(np.median(one)) for one in (build, dispatch))
+    return HostTime(build.min(), next(medians), commit.min(), next(medians), first)
 
 
 @contextmanager

@@ -40,14 +40,31 @@ from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
-# Beam widths of ReDrafter's table, its beam length, and the batch sizes.
-WIDTHS, LENGTH, BATCHES = (1, 2, 4, 8, 16), 5, (1, 2, 4, 8)
-# Beam widths and lengths of the table of saved nodes.
-SAVED_WIDTHS, SAVED_LENGTHS = (2, 4, 8, 16, 32), (3, 5, 7, 9)
-# Batch sizes and budgets, in drafts of each text, of SpecFormer's table.
-LARGE_BATCHES, BUDGETS = (1, 2, 4, 8, 16, 32, 64), (3, 4, 5)
+# Beam widths of ReDrafter's table.
+WIDTHS = (1, 2, 4, 8, 16)
+
+# Beam length of that table, root included.
+LENGTH = 5
+
+# Batch sizes of that table.
+BATCHES = (1, 2, 4, 8)
+
+# Beam widths of the table of saved nodes.
+SAVED_WIDTHS = (2, 4, 8, 16, 32)
+
+# Beam lengths of the table of saved nodes, root included.
+SAVED_LENGTHS = (3, 5, 7, 9)
+
+# Batch sizes of SpecFormer's table.
+LARGE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+# Drafts of each text in SpecFormer's table.
+BUDGETS = (3, 4, 5)
+
 # Steps before the timed ones.
 WARM_UP = 4
+
+# Name of the batches without drafts.
 PLAIN = "plain"
 
 

@@ -96,6 +96,8 @@ class Follower:
         self._group = machines.group
         self._caches: dict[int, TreeCache] = {}
         self._batches: dict[int, BatchCache] = {}
+        # Number of tokens that the sequences of batches keep whatever happens, by cache.
+        self._kept: dict[int, int] = {}
         self._verbs: dict[Do, Callable[..., None]] = {
             Do.ADVANCE: self._advance,
             Do.CHUNK: self._process_chunk,
@@ -110,9 +112,7 @@ class Follower:
             Do.DROP: self._drop,
             Do.NEW_BATCH: self._add_batch,
             Do.KEEP: lambda batch, slot, *path: self._batches[batch].commit(slot, path),
-            Do.INSERT: lambda batch, slot, cache: self._batches[batch].insert(
-                slot, self._cache(cache), lambda: sys.maxsize
-            ),
+            Do.INSERT: self._insert,
             Do.LEAVE: self._leave,
             Do.RESIZE: lambda batch, count, rows, *slots: self._batches[batch].resize(
                 slots, count, rows
@@ -139,7 +139,9 @@ class Follower:
         mx.async_eval(self._target.verify(tree, self._cache(cache)).logits)
 
     def _verify_batch(self, batch: int, size: int, *numbers: int) -> None:
-        drafts = [numbers[i : i + NUM_FACTS] for i in range(0, len(numbers), NUM_FACTS)]
+        slots = [numbers[i : i + NUM_FACTS + 2] for i in range(0, len(numbers), NUM_FACTS + 2)]
+        drafts = [slot[:NUM_FACTS] for slot in slots]
+        self._kept |= {slot[-2]: slot[-1] for slot in slots}
         values, trees, start = self._shared(sum(map(num_values, drafts))), [], 0
         for facts in drafts:
             end = start + num_values(facts)
@@ -167,10 +169,14 @@ class Follower:
 
     def _drop(self, number: int) -> None:
         self._caches.pop(number, None)
+        self._kept.pop(number, None)
         self._batches.pop(number, None)
 
     def _add_batch(self, number: int) -> None:
         self._batches[number] = self._target.new_batch_cache()
+
+    def _insert(self, batch: int, slot: int, cache: int) -> None:
+        self._batches[batch].insert(slot, self._cache(cache), lambda: self._kept[cache])
 
     def _leave(self, batch: int, slot: int, cache: int) -> None:
         self._batches[batch].leave(slot, self._cache(cache) if cache else None)

@@ -28,7 +28,7 @@ class Do(IntEnum):
     ADVANCE = 10  # cache
     CHUNK = 11  # cache, number of tokens, whether the last layer's output is computed
     VERIFY = 12  # cache, draft
-    BATCH = 13  # batch, nodes of a tree, draft of every slot
+    BATCH = 13  # batch, nodes of a tree; of every slot draft, cache or 0, tokens kept
     BARE = 14  # number of tokens
     STOCK = 15  # cache, number of tokens
     # Operations on caches.
@@ -55,12 +55,14 @@ class Frame(NamedTuple):
 # Verb, number of integers, bytes of text.
 _HEAD = struct.Struct("<BHH")
 # Maximum of both counts, that of their fields.
-_MOST = 2**16 - 1
+_MOST_ITEMS = 2**16 - 1
+# Largest integer of a frame, which also stands for larger ones.
+MOST = 2**31 - 1
 
 
 def pack(frame: Frame) -> bytes:
     """Write a frame as bytes; cuts a text that is too long."""
-    text = frame.text.encode(errors="replace")[:_MOST]
+    text = frame.text.encode(errors="replace")[:_MOST_ITEMS]
     head = _HEAD.pack(frame.do, len(frame.numbers), len(text))
     return head + struct.pack(f"<{len(frame.numbers)}i", *frame.numbers) + text
 

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlx_redrafter.device_read import longest_wait, waiting
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.machines.drafts import arrays, describe
-from mlx_redrafter.machines.frames import Do, Frame, pack
+from mlx_redrafter.machines.frames import MOST, Do, Frame, pack
 from mlx_redrafter.machines.line import end_process
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
@@ -153,6 +153,11 @@ class LedCache(TreeCache):
         self._leader = leader
         self.number = number
 
+    @property
+    def may_pad(self) -> bool:
+        """Whether its prompt may be processed with others: no, as the other ranks do not."""
+        return False
+
     def commit(self, path: Sequence[int]) -> None:
         with self._leader.together(Do.COMMIT, self.number, *path):
             super().commit(path)
@@ -169,31 +174,38 @@ class LedBatchCache(BatchCache):
         super().__init__(has_buckets)
         self._leader = leader
         self._is_within = False
+        # Number of the cache of each slot's sequence, and the function that `insert` got with it.
+        self._occupants: list[tuple[int, Floor] | None] = []
         self.number = leader.add(self)
         with leader.together(Do.NEW_BATCH, self.number):
             pass
+
+    def occupants(self) -> list[tuple[int, int]]:
+        """Return the cache number of each slot, 0 for an idle one, and the tokens that it keeps."""
+        return [(one[0], min(one[1](), MOST)) if one else (0, 0) for one in self._occupants]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         with self._leader.together(Do.KEEP, self.number, slot, *path):
             super().commit(slot, path)
 
-    def takes(self, own: TreeCache) -> bool:
-        # The other ranks do not know how far a sequence may have to go back to a state.
-        return own.may_pad and super().takes(own)
-
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
-        with self._leader.together(Do.INSERT, self.number, slot, _number(own)), self.within():
+        number = _number(own)
+        with self._leader.together(Do.INSERT, self.number, slot, number), self.within():
             super().insert(slot, own, floor)
+            self._occupants[slot] = number, floor
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
         number = 0 if own is None else _number(own)
         with self._leader.together(Do.LEAVE, self.number, slot, number):
             super().leave(slot, own)
+            self._occupants[slot] = None
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
         numbers = self.number, num_slots, num_rows, *slots
         with self._leader.together(None if self._is_within else Do.RESIZE, *numbers):
             super().resize(slots, num_slots, num_rows)
+            num_idle = num_slots - len(slots)
+            self._occupants = [self._occupants[slot] for slot in slots] + [None] * num_idle
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -269,15 +281,6 @@ class LeadingTarget(Target):
             )
         return super().logits(hidden_states)
 
-    def prefill_together(
-        self,
-        beginnings: Sequence[Sequence[int]],
-        caches: Sequence[TreeCache],
-        step_size: Callable[[], int],
-    ) -> Iterator[None]:
-        """Leave all caches empty: every sequence processes its own beginning."""
-        return iter(())
-
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
@@ -295,7 +298,8 @@ class LeadingTarget(Target):
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
-        facts = [number for one in trees.drafts for number in describe(one)]
+        slots = zip(trees.drafts, cache.occupants(), strict=True)
+        facts = [number for one, kept in slots for number in (*describe(one), *kept)]
         values = [array for one in trees.drafts for array in arrays(one)]
         numbers = [cache.number, trees.size, *facts]
         with self.leader.passing(Do.BATCH, numbers, values), cache.within():

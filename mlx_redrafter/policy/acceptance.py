@@ -24,9 +24,6 @@ WINDOW = 256
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
 
-# Number of Newton steps per fit: with one, weights follow a changing text too slowly.
-STEPS = 2
-
 # Maximum number of drafts per tree that the host scores: as many as a step verifies.
 MAX_DRAFTS = SIZES[-1] - 1
 
@@ -98,7 +95,7 @@ class Acceptance:
         self._fitted = self._count
         inputs, right = self._rows[:known, :-1], self._rows[:known, -1]
         inverse = np.linalg.inv(inputs.T @ inputs / 4 + _PRECISION)
-        for _ in range(STEPS):
+        for _ in range(2):  # one step follows a changing text too slowly
             p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
             slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
             self.weights = self.weights + inverse @ slope

@@ -6,7 +6,7 @@ what the plans in use do not show:
 
 - a probe: drafts that are drawn next to a plain step, scored and not verified;
 - a survey: drafts one length longer or one width wider, of which as many are verified;
-- a trial: plain steps while drafting.
+- a trial: plain steps while drafting, or drafted steps while decoding plainly.
 
 A guard compares measured costs with plain decoding, and stops drafting whatever is estimated.
 """
@@ -47,6 +47,8 @@ LEARNING = 0.02
 MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
+# Minimum loss to expect of a trial's step, in plain steps: an expected gain may be wrong.
+LEAST_LOSS = 0.06
 
 
 @dataclass
@@ -130,8 +132,8 @@ class AdaptivePolicy:
         self._costs = CurrentCosts(costs, max_length)
         self._costs.update(self.experience.ratios)
         self._guard = self.experience.guard = self.experience.guard or Guard(self._costs.plain)
-        # Remaining steps of a trial.
-        self._trial_steps = 0
+        # The choice under trial and its remaining steps.
+        self._trial, self._trial_steps = Choice(), 0
         # Choices whose steps have not been observed, at most two, and the newest one. A batch
         # observes no step of a sequence that has ended.
         self._in_flight: deque[Choice] = deque(maxlen=2)
@@ -202,7 +204,7 @@ class AdaptivePolicy:
                 pending.append(ScoredDrafts(plan.searched, tree))
             if wanted != 1 and not self._guard.allows_drafts:
                 # The step in flight when this one was chosen has cost too much.
-                wanted, choice.tokens = 1, 1.0
+                wanted, choice.tokens, self._trial_steps = 1, 1.0, 0
             if wanted is not None:
                 most = min(wanted, *(tree.size for tree in trees))
                 size = max(size for size in (1, *self._timed.verify) if size <= most)
@@ -216,11 +218,17 @@ class AdaptivePolicy:
         self.observe_time(step)
         self.observe_tokens(self._pending, step.tokens)
 
-    def observe_time(self, step: Step) -> None:
-        """Learn from the cost of a step, at once: `keep` of the next one depends on it."""
+    def observe_time(self, step: Step, mean_tokens: float | None = None) -> None:
+        """Learn from the cost of a step, at once: `keep` of the next one depends on it.
+
+        Args:
+            step: The step.
+            mean_tokens: Mean tokens of all sequences of the step; None for those of this one.
+        """
         # The last step of a sequence is observed without having been chosen.
         choice = self._in_flight.popleft() if self._in_flight else Choice()
-        plan, kind, num_tokens = step.plan, step.num_nodes, len(step.tokens)
+        num_tokens = len(step.tokens) if mean_tokens is None else mean_tokens
+        plan, kind = step.plan, step.num_nodes
         if plan is not None and kind == 1:
             kind = PROBE
         self._is_stale |= plan is not None
@@ -233,7 +241,7 @@ class AdaptivePolicy:
         self._guard.count(num_tokens)
         if step.seconds is not None:
             self._save(step.seconds)
-            self._learn_time(step, kind, step.seconds / timed)
+            self._learn_time(step, kind, step.seconds / timed, num_tokens)
 
     def observe_tokens(self, pending: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
@@ -268,34 +276,37 @@ class AdaptivePolicy:
         self._tokens = 1 + expected.mean
         w, n, size = place = _largest(self._tokens[..., 1:] / costs.step[..., 1:])
         tokens, seconds = self._tokens[..., 1:][place], costs.step[..., 1:][place]
-        fixed = Choice(PLANS[w, n], SIZES[size], float(tokens), float(seconds))
+        self._fixed = Choice(PLANS[w, n], SIZES[size], float(tokens), float(seconds))
         # As many nodes as pay, once the host knows the drafts.
         drafts, relative = expected.chosen
         cost = relative * costs.waiting[..., 1]
         w, n = best = _largest((1 + drafts) / cost * costs.offered)
         waiting = Choice(PLANS[w, n], None, 1 + float(drafts[best]), float(cost[best]))
-        drafted = max(fixed, waiting, key=lambda choice: choice.rate)
+        drafted = max(self._fixed, waiting, key=lambda choice: choice.rate)
         assert drafted.plan is not None
-        self._probed = PLANS[PLACES[drafted.plan.shape]]
+        self._probed = drafted.plan
         self._best = max(plain, drafted, key=lambda choice: choice.rate)
 
     def _explore(self) -> Choice:
         """Return the best choice, or now and then one that shows more."""
-        best, costs = self._best, self._costs
-        if self._trial_steps:
+        best, plain, allowed = self._best, self._costs.plain, self._guard.allows_drafts
+        if self._trial_steps and (self._trial.plan is None or allowed):
             self._trial_steps -= 1
-            return Choice()
+            return self._trial
+        if best.plan is None:
+            trial, loss = self._fixed, self._fixed.seconds - self._fixed.tokens * plain
+        else:
+            trial, loss = Choice(), plain - 1 / best.rate
+        if allowed and self.experience.trials >= TRIAL * max(loss, LEAST_LOSS * plain):
+            # Keep nothing: a trial that gains would pay for the next one.
+            self.experience.trials = 0.0
+            self._trial, self._trial_steps = trial, TRIAL - 1
+            return trial
         if best.plan is None:
             w, n = PLACES[self._probed.shape]
-            cost = float(costs.step[w, n, 0]) - costs.plain
+            cost = float(self._costs.step[w, n, 0]) - plain
             return self._pay(cost, Choice(replace(self._probed, num_nodes=1), 1), best)
-        if not self._guard.allows_drafts:
-            return Choice()
-        if self.experience.trials >= TRIAL * (costs.plain - 1 / best.rate):
-            # Keep nothing: a trial that gains would pay for the next one.
-            self.experience.trials, self._trial_steps = 0.0, TRIAL - 1
-            return Choice()
-        return self._survey(best)
+        return self._survey(best) if allowed else Choice()
 
     def _survey(self, best: Choice) -> Choice:
         """Draft longer and wider in turns, if the budget pays for it."""
@@ -391,13 +402,13 @@ class AdaptivePolicy:
         self.experience.probes = min(most, self.experience.probes + saved)
         self.experience.trials = min(most, self.experience.trials + saved)
 
-    def _learn_time(self, step: Step, kind: int, ratio: float) -> None:
+    def _learn_time(self, step: Step, kind: int, ratio: float, num_tokens: float) -> None:
         """Learn from the cost of a step, as a multiple of what was timed."""
         assert step.seconds is not None
         was_plain, self._was_plain = self._was_plain, step.plan is None
         if step.plan is not None:
             self.experience.ratios.learn(kind, ratio)
-            self._guard.learn_drafted(step.seconds, len(step.tokens))
+            self._guard.learn_drafted(step.seconds, num_tokens)
         elif was_plain and self._newest.plan is None:
             # A plain step is dispatched before the one before is read: in a row of them the first
             # seems longer and the last shorter than they are.

@@ -102,6 +102,9 @@ class BatchPolicy:
         # been observed, at most two.
         self._number = 0
         self._timed: deque[tuple[int, MemberPolicy]] = deque(maxlen=2)
+        # The oldest of those steps, and the tokens of its sequences that the host has read.
+        self._step: Step | None = None
+        self._tokens: list[int] = []
         # Selected drafts of the step's members.
         self._kept: dict[MemberPolicy, TokenTree] = {}
 
@@ -115,6 +118,7 @@ class BatchPolicy:
         """Decide the plan of the next step for all members."""
         members = [(one, found) for one, found in outlooks if isinstance(one, MemberPolicy)]
         self._kept = {}
+        self._learn_time()
         if members:
             policy, self._count = self._current(), count
             self._plan = policy.choose_for([found for _, found in members if found], count)
@@ -124,6 +128,7 @@ class BatchPolicy:
     def weigh(self, offers: Sequence[Offer]) -> None:
         """Select the drafts of all members to verify."""
         found = [(one, tree) for one, _, tree in offers if isinstance(one, MemberPolicy)]
+        self._learn_time()
         if found:
             found.sort(key=lambda offer: -offer[1].size)
             drafts = [(member.pending, tree) for member, tree in found]
@@ -144,10 +149,21 @@ class BatchPolicy:
 
     def observe(self, member: MemberPolicy, step: Step, number: int) -> None:
         """Learn from a sequence's tokens, and from the cost of one sequence's steps."""
-        if self._timed and self._timed[0] == (number, member):
-            self._timed.popleft()
-            self._current().observe_time(step)
+        if self._timed and self._timed[0][0] == number:
+            self._tokens.append(len(step.tokens))
+            if self._timed[0][1] is member:
+                self._step = step
         self._current().observe_tokens(member.pending, step.tokens)
+
+    def _learn_time(self) -> None:
+        """Learn from the cost of a step, once the host has read the tokens of its sequences.
+
+        A sequence whose drafts are good or bad must not stand for all of them.
+        """
+        if self._step is not None and self._policy is not None:
+            self._timed.popleft()
+            self._policy.observe_time(self._step, sum(self._tokens) / len(self._tokens))
+        self._step, self._tokens = None, []
 
     def _current(self) -> AdaptivePolicy:
         """Return the policy for the present number of slots."""
@@ -160,6 +176,7 @@ class BatchPolicy:
             costs = batch_costs(self._costs(), size, self._is_joint)
             self._size = size
             self._timed.clear()
+            self._step, self._tokens = None, []
             self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
             experience = self._batches[size] = self._policy.experience
             experience.drafts.window = MEMORY * size

@@ -136,7 +136,7 @@ class Guard:
         self._plain = [plain / 2]
         # Seconds and tokens of drafted steps, and tokens of all steps.
         self._seconds = self._tokens = 0.0
-        self._emitted = 0
+        self._emitted = 0.0
 
     def fade(self) -> None:
         """Begin the next sequence, for which half of the losses count.
@@ -162,7 +162,7 @@ class Guard:
         if self._lost < 0:
             self._seconds = self._tokens = 0.0
 
-    def count(self, num_tokens: int) -> None:
+    def count(self, num_tokens: float) -> None:
         """Count tokens of any step, of which drafting may lose a share."""
         self._emitted += num_tokens
 

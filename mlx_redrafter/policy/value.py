@@ -25,6 +25,8 @@ PRIOR_CHAIN = 0.75
 PRIOR_TREE = 1.15
 # Drafts added on both sides of a ratio that extrapolates: the ratio of two small means is noise.
 SMALL = 0.05
+# Weight of a further level's likeness to the last one seen, beside its own mean.
+DOUBT = 0.2
 
 _NW, _NL, _NC = FITS.shape
 _ROWS = np.ogrid[:_NW, :_NL]
@@ -73,12 +75,16 @@ class ExpectedDrafts:
         """Fill in the plans that are longer or wider than the one at ``place``."""
         (w, n), mean = place, self.mean
         if n + 1 < _NL:
-            # Each further level adds one draft, as likely next to the last level's draft as that
-            # one next to the draft before.
+            # Drafts that a chain's last level adds in this tree, the level before, and the mean.
             chain = [0.0, *found[0, 0, : n + 1, -1]]
             last, before = chain[-1] - chain[-2], chain[-2] - chain[-3] if n else 1.0
+            usual = mean[0, n, -1] - (mean[0, n - 1, -1] if n else 0.0)
+            # Further levels add their mean, scaled by the last level, and a part of what they would
+            # add if they were as likely as it was: a mean that no tree has shown lately is doubted.
+            further = mean[:, n + 1 :] - mean[:, n : n + 1]
+            scale = (1 - DOUBT) * (SMALL + last) / (SMALL + max(0.0, usual))
             added = last * min(1.0, last / (SMALL + before)) * (np.array(COUNTS) >= LENGTHS[n])
-            found[:, :, n + 1 :] = found[:, :, n : n + 1] + added
+            found[:, :, n + 1 :] = found[:, :, n : n + 1] + scale * further + DOUBT * added
         for wider in range(w + 1, _NW):
             found[:, wider] = found[:, w] * (SMALL + mean[wider]) / (SMALL + mean[w])
         return found

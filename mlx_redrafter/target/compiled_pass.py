@@ -141,7 +141,7 @@ class CompiledPasses:
         use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
         self._uses[use] += 1
         self.is_first_use = self._uses[use] == 1
-        if self._uses[use] < USES or self.fault is not None or not _can_lend(cache.parts):
+        if self._uses[use] < USES or not self._serves(tree, cache):
             return None
         loan = _Loan(cache, tree)
         kind = PassKind(*use[:3], tuple(map(loan.borrow, cache.layers)))
@@ -154,6 +154,11 @@ class CompiledPasses:
         for part, part_kind in zip(cache.parts, flat(kind.layers), strict=True):
             _give_back(part, part_kind, results, states)
         return outputs
+
+    def _serves(self, tree: TokenTree, cache: TreeCache) -> bool:
+        """Whether a pass may be compiled. A root alone has the state that the model writes."""
+        can_lend = all(type(one) in LENDING for one in cache.parts)
+        return self.fault is None and tree.size > 1 and can_lend
 
     def _compile(self, kind: PassKind, loan: _Loan) -> bool:
         """Prepare a compiled pass; false if the model has a fault."""
@@ -382,11 +387,6 @@ def _give_back(
         part.branch(BranchedState(arrays))
     elif kind is not None:
         _entries_of(part).take_back(*islice(results, 4))
-
-
-def _can_lend(parts: Sequence[LayerCache]) -> bool:
-    """Whether a compiled pass can use the arrays of these caches."""
-    return all(type(one) in LENDING for one in parts)
 
 
 def _entries_of(layer: LayerCache) -> FullCache:

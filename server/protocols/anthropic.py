@@ -25,7 +25,7 @@ from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, make_tool
+from mlx_redrafter.server.tools import Tools, read_tool
 from mlx_redrafter.server.wire import event, respond
 
 logger = logging.getLogger(__name__)
@@ -339,17 +339,14 @@ def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
     definitions = []
     for i, tool in enumerate(given):
-        within = f"tools[{i}]"
-        one = Fields(tool, within)
+        one = Fields(tool, f"tools[{i}]")
         kind = one.typed("type", str) or "custom"
         if kind.startswith(_SERVER_TOOLS):
             logger.info("left out the tool %s, which runs at Anthropic", kind[:100])
             continue
         if kind != "custom":
             raise one.refusal("type", '"custom", with an input_schema', kind)
-        name, text, schema = map(one.take, ("name", "description", "input_schema"))
-        strict = one.typed("strict", bool) or False
-        definitions.append(make_tool(name, text, schema, within, strict))
+        definitions.append(read_tool(one, "input_schema"))
     choice = Fields(fields.typed("tool_choice", dict) or {"type": "auto"}, "tool_choice")
     kind = choice.one_of("type", ["auto", "any", "tool", "none"])
     names = [choice.typed("name", str) or ""] if kind == "tool" else None

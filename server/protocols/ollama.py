@@ -26,7 +26,7 @@ from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
-from mlx_redrafter.server.tools import Tools, make_tool
+from mlx_redrafter.server.tools import Tools, read_tool
 from mlx_redrafter.server.wire import respond, to_text
 
 # Version of Ollama whose API this follows, since clients look for one that is new enough.
@@ -363,10 +363,7 @@ def _read_tools(fields: Fields) -> Tools:
     for i, tool in enumerate(given):
         one = Fields(tool, f"tools[{i}]")
         one.one_of("type", ["function"])
-        within = f"tools[{i}].function"
-        function = Fields(one.take("function"), within)
-        name, text, schema = map(function.take, ("name", "description", "parameters"))
-        definitions.append(make_tool(name, text, schema, within))
+        definitions.append(read_tool(Fields(one.take("function"), f"tools[{i}].function")))
     return Tools(definitions)
 
 

@@ -23,7 +23,7 @@ from mlx_redrafter.server.protocols.openai_fields import (
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, make_tool
+from mlx_redrafter.server.tools import Tools, read_tool
 
 # Maximum of ``top_logprobs``, as at OpenAI.
 MAX_TOP_LOGPROBS = 20
@@ -175,11 +175,7 @@ def _read_tools(fields: Fields) -> Tools:
         one = Fields(tool, f"tools[{i}]")
         if one.one_of("type", ["function"]) is None:
             raise one.refusal("type", '"function"', None)
-        within = f"tools[{i}].function"
-        function = Fields(one.take("function"), within)
-        function.typed("strict", bool)
-        name, text, schema = map(function.take, ("name", "description", "parameters"))
-        make_tool(name, text, schema, within)
+        read_tool(Fields(one.take("function"), f"tools[{i}].function"))
     tools = Tools(given)
     is_parallel = fields.typed("parallel_tool_calls", bool)
     choice, names = read_tool_choice(fields)

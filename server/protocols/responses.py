@@ -33,7 +33,7 @@ from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
-from mlx_redrafter.server.tools import Tools, make_tool
+from mlx_redrafter.server.tools import Tools, read_tool
 from mlx_redrafter.server.wire import event, respond
 
 logger = logging.getLogger(__name__)
@@ -429,17 +429,14 @@ def _read_tools(fields: Fields) -> Tools:
     given = fields.typed("tools", list) or []
     definitions = []
     for i, tool in enumerate(given):
-        within = f"tools[{i}]"
-        one = Fields(tool, within)
+        one = Fields(tool, f"tools[{i}]")
         kind = one.typed("type", str)
         if kind in _LEFT_OUT:
             logger.info("left out a tool of the type %s, which has no JSON schema", kind)
             continue
         if kind != "function":
             raise one.refusal("type", '"function"', kind)
-        name, text, schema = map(one.take, ("name", "description", "parameters"))
-        strict = one.typed("strict", bool) or False
-        definitions.append(make_tool(name, text, schema, within, strict))
+        definitions.append(read_tool(one))
     choice, names = read_tool_choice(fields)
     tools = Tools(definitions).choose(choice, names, "tool_choice")
     is_parallel = fields.typed("parallel_tool_calls", bool)

@@ -43,7 +43,7 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
         DraftPlan.of(width, length, size)
         for width, length, size in ((1, 3, 3), (1, 4, 4), (1, 6, 6), (2, 6, 16), (3, 6, 16))
     ]
-    policy = None
+    policy, total, total_best = None, 0.0, 0.0
     for number in range(8):
         policy = begin_policy(costs, policy)
         start, stop = 96 * number, 96 * (number + 1)
@@ -54,4 +54,6 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
         expected = sum(one.expected_tokens for one in drafted)
         assert sum(one.tokens for one in drafted) == pytest.approx(expected, rel=0.35)
         best = min(run_fixed(text, plan, start, stop) for plan in fixed)
-        assert seconds <= 1.14 * best
+        assert seconds <= 1.20 * best
+        total, total_best = total + seconds, total_best + best
+    assert total <= 1.10 * total_best

@@ -21,7 +21,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
-    table = Table("model", "compiled", "build, ms: least", "median", "dispatch", "first")
+    table = Table("model", "compiled", "build, ms: least", "median", "commit", "dispatch", "first")
     with nullcontext() if arguments.as_on_cpu else gpu_like():
         for name, config in MODELS.items():
             for compiled in (False, True):

@@ -62,7 +62,8 @@ class FullCache:
     @property
     def start(self) -> int:
         """Position of the first entry of the buffer."""
-        return int(getattr(self.stock, "start_position", 0))
+        start: int = getattr(self.stock, "start_position", 0)
+        return start
 
     @property
     def offset(self) -> int:

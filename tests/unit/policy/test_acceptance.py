@@ -108,7 +108,7 @@ def test_later_siblings_have_weights_of_their_own() -> None:
         acceptance.learn(features, found)
         acceptance.fit()
     first, *later = acceptance.probabilities(features, drafts.parents)
-    assert first == pytest.approx(0.6, abs=0.07)
+    assert first == pytest.approx(0.6, abs=0.1), "some 115 steps count"
     assert max(later) < 0.03
 
 

@@ -185,7 +185,7 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         both = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
         taken, known = (sum(step.seconds or 0.0 for step in one.steps) for one in both)
         seconds.append(taken / known)
-    assert np.mean(firsts) < 1.2
+    assert np.mean(firsts) < 1.25
     assert np.mean(seconds) < 1.2
 
 

@@ -82,9 +82,9 @@ def test_more_sequences_draft_fewer_tokens_each() -> None:
 
 def test_the_next_batch_knows_what_steps_of_this_one_cost() -> None:
     batches: dict[int, Experience] = {}
-    first = _drafted(_decode(batches, costs=_slower(4.0)))
+    first = _drafted(_decode(batches, costs=_slower(2.5)))
     assert first > 0, "expected to pay"
-    assert sum(_drafted(_decode(batches, costs=_slower(4.0))) for _ in range(3)) < 3 * first
+    assert sum(_drafted(_decode(batches, costs=_slower(2.5))) for _ in range(3)) < 3 * first
     assert batches[SLOTS].ratios.of(1) < 1.5, "what slows trees down is not the machine"
 
 
