@@ -56,9 +56,10 @@ class ServedModels:
         list[str] | None,
         typer.Option(
             "--model",
-            help="Model to serve: a folder, a hub repository, or a folder of such folders; may be "
-            "repeated. A single model is loaded at the start, several ones at their first "
-            "requests. By default the bundled demonstration model.",
+            help="Model to serve: a folder, a hub repository, the last part of the name of one on "
+            "this machine, or a folder of models; may be repeated. A single model is loaded at the "
+            "start, several ones at their first requests. By default the bundled demonstration "
+            "model.",
             show_default=False,
             rich_help_panel=MODEL,
         ),

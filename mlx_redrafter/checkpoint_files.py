@@ -74,7 +74,8 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         return stored
     if not is_name or name.count("/") != 1:
         raise CheckpointError(
-            f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name"
+            f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name, "
+            "or a name that redrafter-mlx list shows"
         )
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
