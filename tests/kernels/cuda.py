@@ -55,10 +55,6 @@ __device__ inline float simd_max(float v) {
   for (int by = 16; by > 0; by /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, by));
   return v;
 }
-template <typename A>
-struct Limits {
-  static constexpr float finite_min = -3.402823466e+38f;
-};
 namespace fast {
 __device__ inline float exp(float x) { return __expf(x); }
 }  // namespace fast
@@ -109,6 +105,8 @@ class Usage(NamedTuple):
 def cuda_source(body: str) -> str:
     """A kernel's body as `mx.fast.cuda_kernel` takes it, with `HEADER`."""
     body = re.sub(r"\b(device|thread)\b", "", body)
+    # MLX's own `Limits` for CUDA has functions instead of constants.
+    body = body.replace("Limits<float>::finite_min", "-3.402823466e+38f")
     body = PRODUCTS.sub(r"= __fmaf_rn(\1, \2, __fmul_rn(\3, \4))", body)
     return PLACE + re.sub(r"\bthreadgroup\b", "__shared__", body)
 
