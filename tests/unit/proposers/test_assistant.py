@@ -54,7 +54,7 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
     first, following = autoregressive._Levels.first, autoregressive._Levels.following
 
     def tipped_first(levels: Any) -> mx.array:
-        return first(levels) + table[levels.flight.root]
+        return first(levels) + table[mx.concatenate([one.root for one in levels.flights])]
 
     def tipped_following(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
         return following(levels, beams, tokens, depth) + table[tokens]

@@ -65,7 +65,7 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
         if isinstance(drafting, ParallelDrafting):
             found = drafting.scores(flight, 1 + NUM_DRAFTS)
         else:
-            levels = _Levels(drafting, flight)
+            levels = _Levels([drafting], [flight])
             rows = [levels.first()]
             for depth in range(1, 1 + NUM_DRAFTS):
                 draft = mx.array(text[end + depth : end + depth + 1])
