@@ -25,7 +25,7 @@ from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.machines.drafts import arrays, describe
 from mlx_redrafter.machines.frames import MOST, Do, Frame, pack
-from mlx_redrafter.machines.line import end_process
+from mlx_redrafter.machines.line import BEAT, end_process
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
@@ -109,6 +109,8 @@ class Leader:
                 mx.async_eval(share(mx.concatenate(list(values)), self.machines.group))
                 yield
             except BaseException as error:
+                # If the reason is a lost rank, its connection ends this process with its name.
+                time.sleep(BEAT)
                 # The others wait in the middle of this pass for sums that will never come.
                 self._fail(f"{type(error).__name__}: {first_line(error)}")
 

@@ -326,6 +326,8 @@ def test_a_sign_of_waiting(page: Any) -> None:
     waiting.wait_for()
     assert "…" in waiting.evaluate("one => getComputedStyle(one, '::after').content")
     page.wait_for_function("document.getElementById('send').textContent === 'Stop'")
+    while not held:  # the request may come after the page has changed
+        page.wait_for_timeout(10)
     _stream(held[0], {"choices": [{"delta": {"content": "WELL"}, "finish_reason": "stop"}]})
     page.locator("#send", has_text="Send").wait_for()
     assert waiting.count() == 0
