@@ -15,6 +15,8 @@ SCRIPT = "mlx_redrafter.bench.lab.machine_text"
 SLACK = 15.0
 # Starts of ranks that do not meet, such as on a busy machine.
 ATTEMPTS = 3
+# Beginning of this package's lines.
+OWN = "redrafter-mlx: "
 # Events by name: the script's work, the rank that gets a signal, and the signal.
 EVENTS: dict[str, tuple[str, int, signal.Signals | None]] = {
     "a follower is killed": ("write", -1, signal.SIGKILL),
@@ -38,7 +40,7 @@ class End:
         seconds: Seconds from a signal until all ranks but the one that got it had ended; None
             without a signal.
         codes: Exit codes; None for a rank that was left behind, or whose process was stopped.
-        lines: Last line of each rank.
+        lines: This package's last line on each rank, or the last of all.
         left: Number of ranks that had to be killed in the end, the stopped one left out.
     """
 
@@ -89,6 +91,12 @@ def _end(
     raise AssertionError
 
 
+def _own_line(output: str) -> str:
+    """Return the line that says why a rank ends; MLX's ring may write beside it."""
+    own = [line[line.index(OWN) :] for line in output.splitlines() if OWN in line]
+    return (own or output.splitlines() or [""])[-1]
+
+
 def _await_end(event: str, ranks: Ranks, victim: int, act: signal.Signals | None) -> End:
     sent = time.monotonic()
     others = [rank for rank in range(ranks.size) if rank != victim or act is not signal.SIGSTOP]
@@ -99,6 +107,6 @@ def _await_end(event: str, ranks: Ranks, victim: int, act: signal.Signals | None
         event,
         None if act is None else seconds,
         [one.code for one in ended],
-        [one.out.splitlines()[-1] if one.out else "" for one in ended],
+        [_own_line(one.out) for one in ended],
         sum(ended[rank].code is None for rank in others),
     )

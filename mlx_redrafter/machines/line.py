@@ -107,6 +107,8 @@ class Line:
             self._end(f"{self.other} has gone")
         except TimeoutError:
             self._end(f"{self.other} has not answered for {PATIENCE:g} s")
+        except ConnectionError:
+            self._end(f"{self.other} has gone")
         except (OSError, ValueError) as error:
             self._end(f"{self.other} is lost: {error}")
 
