@@ -80,4 +80,4 @@ def joint_layers(caches: Sequence[DraftCache], sizes: Sequence[int]) -> list[Joi
 def joint_positions(places: Sequence[TreePositions]) -> TreePositions:
     """Join the positions of the rows of several sequences, each of shape (1, n)."""
     nodes = mx.concatenate([one.nodes for one in places], axis=1)
-    return TreePositions(nodes, [span for one in places for span in one.spans or ()])
+    return TreePositions(nodes, [span for one in places for span in one.known])

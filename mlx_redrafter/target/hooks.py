@@ -52,15 +52,20 @@ class TreePositions:
         return self.nodes.reshape(-1)
 
     @property
-    def all(self) -> list[int]:
-        """All positions that nodes may have, in order.
+    def known(self) -> Sequence[range]:
+        """The spans, for code that needs them on the host.
 
         Raises:
             UntraceableError: MLX compiles the pass.
         """
         if self.spans is None:
             raise UntraceableError("expected positions on the host, found a pass for any length")
-        return sorted(set().union(*self.spans))
+        return self.spans
+
+    @property
+    def all(self) -> list[int]:
+        """All positions that nodes may have, in order; raises what `known` does."""
+        return sorted(set().union(*self.known))
 
 
 class HookPoint(NamedTuple):
