@@ -24,6 +24,7 @@ from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree_batch import TreeBatch
+from tests.helpers.memory import peak_of
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -114,10 +115,8 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
 
     def peak(count: int) -> int:
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        generate_batch(model, tokenizer, _prompts(count), drafter=None, batch_size=4, max_tokens=20)
-        return mx.get_peak_memory() - before
+        options: dict[str, Any] = {"drafter": None, "batch_size": 4, "max_tokens": 20}
+        return peak_of(lambda: generate_batch(model, tokenizer, _prompts(count), **options))
 
     peak(8)
     assert peak(40) < 1.2 * peak(12)
