@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.preparation import Preparation
@@ -20,7 +20,7 @@ from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
-from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_stretch
+from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_batches
 from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingOptions, TrainingRequest
 
@@ -95,14 +95,7 @@ def train_drafter(
 def _make_task(
     request: TrainingRequest, student: Student, cache: TeacherCache, options: TrainingOptions
 ) -> TrainingTask:
-    batch_options = BatchOptions(
-        request.loss.recipe,
-        request.network.beam_length,
-        options.batch_tokens,
-        options.seed,
-        choose_stretch(student, request),
-        student.layers,
-    )
+    batch_options = choose_batches(student, request)
     extras = extras_of(student.layers)
     return TrainingTask(
         BatchOrder(cache, "train", batch_options, student.rows),

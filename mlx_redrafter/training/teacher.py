@@ -7,6 +7,7 @@ C layers, k kept tokens, L beam length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,11 +15,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.target.hooks import captured_output
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences
@@ -47,6 +46,7 @@ class TokenOutputs(NamedTuple):
     top_ids: NDArray[np.int32]
     top_log_probs: NDArray[np.float16]
     tail: NDArray[np.float32]
+    states: NDArray[np.float16]
 
 
 def fill_cache(
@@ -55,17 +55,23 @@ def fill_cache(
     target: Target,
     sequences: Sequence[TokenSequence],
     k: int,
+    layers: Sequence[int],
     on_tokens: OnTokens,
 ) -> None:
-    """Run the target over the sequences; existing shards are kept.
+    """Run the target over the sequences; existing files are kept.
 
-    The cache keeps the log-probabilities of k next tokens. ``on_tokens`` receives the number of
-    tokens done so far.
+    The cache keeps the log-probabilities of k next tokens, and the inputs of some layers.
+    ``on_tokens`` receives the number of tokens done so far.
     """
     done = 0
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
-        if not cache.has(split, number):
-            cache.save(split, number, read_sequences(target, group, k))
+        missing = [name for name in extras_of(layers) if not cache.has(split, number, name)]
+        if missing or not cache.has(split, number):
+            shard = read_sequences(target, group, k, layers)
+            if missing and shard.states is not None:
+                cache.save_extra(split, number, missing[0], shard.states)
+            if not cache.has(split, number):
+                cache.save(split, number, shard)
         done += sum(map(len, group))
         on_tokens(done)
 
@@ -84,8 +90,10 @@ def group_by_tokens(
         yield group
 
 
-def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -> Shard:
-    """Compute hidden states and most probable next tokens at every token."""
+def read_sequences(
+    target: Target, sequences: Sequence[TokenSequence], k: int, layers: Sequence[int] = ()
+) -> Shard:
+    """Compute hidden states, inputs of layers and most probable next tokens at every token."""
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
     outputs = TokenOutputs(
@@ -93,28 +101,28 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
         np.zeros((total, k), np.int32),
         np.zeros((total, k), np.float16),
         np.zeros((total,), np.float32),
+        np.zeros((total, len(layers) * target.hidden_size), np.float16),
     )
     starts = np.cumsum([0, *map(len, sequences)])
     # Batches of similar length: shorter sequences are padded on the right, and no token before the
     # padding attends to it.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     for first in range(0, len(order), BATCH_SEQUENCES):
-        _read_batch(target, sequences, starts, order[first : first + BATCH_SEQUENCES], outputs)
+        rows = order[first : first + BATCH_SEQUENCES]
+        _read_batch(target, sequences, starts, rows, layers, outputs)
     if not np.isfinite(outputs.hidden).all() or not np.isfinite(outputs.tail).all():
         raise NonFiniteError(
             "expected finite hidden states and logits within float16 from the target, found NaN, "
             "infinity or larger values; this model cannot be used as a teacher"
         )
+    if not np.isfinite(outputs.states).all():
+        raise NonFiniteError(
+            f"expected finite inputs of layers {list(layers)} within float16 from the target, "
+            "found NaN, infinity or larger values; train a head that reads its last hidden state"
+        )
     arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
-    return Shard(**pack_sequences(sequences), **arrays)
-
-
-def fill_states(
-    cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
-) -> None:
-    """Add the inputs of watched layers at every token of all shards; existing ones are kept."""
-    (extra,) = extras_of(layers)
-    _fill_extra(cache, split, extra, lambda shard: read_states(target, shard, layers), on_tokens)
+    shard = Shard(**pack_sequences(sequences), **arrays)
+    return shard if layers else replace(shard, states=None)
 
 
 def fill_rollouts(
@@ -122,41 +130,14 @@ def fill_rollouts(
 ) -> None:
     """Add greedy continuations of L tokens of every position; existing ones are kept."""
     (extra,) = extras_of((), length)
-    _fill_extra(
-        cache, split, extra, lambda shard: mx.array(roll_out(target, shard, length)), on_tokens
-    )
-
-
-def _fill_extra(
-    cache: TeacherCache,
-    split: Split,
-    extra: str,
-    compute: Callable[[Shard], mx.array],
-    on_tokens: OnTokens,
-) -> None:
     done = 0
     for number in range(cache.num_shards(split)):
         shard = cache.load(split, number)
         if not cache.has(split, number, extra):
-            cache.save_extra(split, number, extra, compute(shard))
+            rollouts = mx.array(roll_out(target, shard, length))
+            cache.save_extra(split, number, extra, rollouts)
         done += shard.tokens.shape[0]
         on_tokens(done)
-
-
-def read_states(target: Target, shard: Shard, layers: Sequence[int]) -> mx.array:
-    """Compute the inputs of some layers at every token, float16, shape (n, C * H)."""
-    texts = []
-    for start, end in pairwise(to_ints(shard.starts)):
-        found = target.layer_inputs(shard.tokens[start:end], layers).astype(mx.float16)
-        mx.eval(found)
-        texts.append(found)
-    states = mx.concatenate(texts)
-    if not mx.all(mx.isfinite(states)).item():
-        raise NonFiniteError(
-            f"expected finite inputs of layers {list(layers)} within float16 from the target, "
-            "found NaN, infinity or larger values; train a head that reads its last hidden state"
-        )
-    return states
 
 
 def _read_batch(
@@ -164,6 +145,7 @@ def _read_batch(
     sequences: Sequence[TokenSequence],
     starts: NDArray[np.int64],
     rows: Sequence[int],
+    layers: Sequence[int],
     outputs: TokenOutputs,
 ) -> None:
     longest = max(len(sequences[row]) for row in rows)
@@ -174,9 +156,8 @@ def _read_batch(
     cache = target.new_cache().stock
     k = outputs.top_ids.shape[1]
     for begin in range(0, longest, chunk):
-        with captured_output() as captured:
-            logits = target.model(mx.array(padded[:, begin : begin + chunk]), cache=cache)
-        found = summarise(logits, captured[-1], k)
+        tokens = mx.array(padded[:, begin : begin + chunk])
+        found = summarise(target.compute(tokens, cache, layers), k)
         size = found.hidden.shape[1]
         for index, row in enumerate(rows):
             count = min(size, len(sequences[row]) - begin)
@@ -186,16 +167,13 @@ def _read_batch(
                     getattr(outputs, name)[where] = values[index, :count]
 
 
-def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
-    """Keep the k most probable next tokens and the probability of the rest.
+def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
+    """Keep the k most probable next tokens, 1 to V, and the probability of the rest.
 
     Blocks until MLX has evaluated them.
-
-    Args:
-        logits: The target's logits, shape (B, c, V).
-        hidden: The target's hidden states, shape (B, c, H).
-        k: Number of kept tokens, 1 to V.
     """
+    logits, hidden = outputs.logits, outputs.hidden_states
+    states = hidden[..., :0] if outputs.states is None else outputs.states
     batch, size, vocab = logits.shape
     flat = logits.reshape(-1, vocab).astype(mx.float32)
     best = top_k(flat, k)
@@ -210,6 +188,7 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
         best.indices.astype(mx.int32).reshape(batch, size, k),
         mx.maximum(log_probs, IMPOSSIBLE).astype(mx.float16).reshape(batch, size, k),
         tail.reshape(batch, size),
+        states.astype(mx.float16),
     )
     mx.eval(arrays)
     return TokenOutputs(*(np.array(array) for array in arrays))

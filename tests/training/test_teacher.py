@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -46,7 +47,8 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
     target = Target(MODELS[name]())
     sequences = _sequences([17, 3, 40, 9, 21])
-    shard = read_sequences(target, sequences, K)
+    target.watch((1, 2))
+    shard = read_sequences(target, sequences, K, (1, 2))
     starts = np.array(shard.starts)
     assert starts.tolist() == [0, 17, 20, 60, 69, 90]
     for sequence, start in zip(sequences, starts, strict=False):
@@ -60,6 +62,8 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
         np.testing.assert_allclose(
             np.array(shard.hidden[where]), np.array(outputs[-1][0]), rtol=2e-3, atol=1e-4
         )
+        states = np.array(target.layer_inputs(mx.array(sequence.tokens), (1, 2)))
+        np.testing.assert_allclose(np.array(shard.states[where]), states, rtol=2e-3, atol=1e-3)
         kept = np.take_along_axis(log_probs, best, -1)
         np.testing.assert_allclose(np.array(shard.top_log_probs[where]), kept, rtol=2e-3, atol=1e-4)
         np.testing.assert_allclose(np.array(shard.tail[where]), 1 - np.exp(kept).sum(-1), atol=2e-5)
@@ -99,7 +103,9 @@ def test_complete_shards_are_not_read_again(
     sequences = _sequences([12, 12, 12, 12, 5])
     cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
-    fill_cache(cache, "train", target, sequences, K, done.append)
+    target.watch((1,))
+    fill_cache(cache, "train", target, sequences, K, (), done.append)
+    fill_cache(cache, "train", target, sequences, K, (1,), lambda n: None)
     fill_rollouts(cache, "train", target, 3, lambda n: None)
     assert done == [24, 48, 53]
     assert cache.num_shards("train") == 3
@@ -107,15 +113,17 @@ def test_complete_shards_are_not_read_again(
     cache.path("train", 1).unlink()
     calls: list[int] = []
 
-    def counted(target: Target, sequences: list[TokenSequence], k: int) -> Shard:
+    def counted(target: Target, sequences: list[TokenSequence], *options: Any) -> Shard:
         calls.append(len(sequences))
-        return read_sequences(target, sequences, k)
+        return read_sequences(target, sequences, *options)
 
     monkeypatch.setattr(teacher, "read_sequences", counted)
-    fill_cache(cache, "train", target, sequences, K, lambda n: None)
+    fill_cache(cache, "train", target, sequences, K, (1,), lambda n: None)
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first
-    assert cache.load("train", 1, extras_of((), 3)).rollouts is not None
+    shard = cache.load("train", 1, extras_of((1,), 3))
+    assert shard.rollouts is not None
+    assert shard.states is not None
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
