@@ -210,13 +210,17 @@ class _Schedule:
         return plan and plan.within(self._max_length)
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        kind = self._kind(len(self._seconds))
+        kind = self._kind(self._num_chosen - 1)
         if kind.waits:
             tree.read()
         if not kind.verifies:
             return tree.first(1)
         assert kind.plan is not None
         return tree.padded(kind.plan.num_nodes)
+
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        kind = self._kind(self._num_chosen - 1)
+        return self.keep(plan, tree) if kind.verifies and not kind.waits else None
 
     def observe(self, step: Step) -> None:
         # The clock leaves out single steps, such as those at which MLX's cache is cleared.

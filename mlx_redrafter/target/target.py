@@ -406,6 +406,23 @@ class Target:
             tokens[None], TreePositions(nodes, [span]), cache.layers, layers
         ).alone
 
+    def may_follow(
+        self, tree: TokenTree, cache: object, layers: Sequence[int], max_length: int
+    ) -> bool:
+        """Whether `verify` can process a tree after a path that the host has not read.
+
+        A cache that quantises its entries must know its length, and so must one of a batch.
+
+        Args:
+            tree: The tree.
+            cache: Its cache, which holds the pass with that path.
+            layers: As in `verify`.
+            max_length: Maximum number of nodes of the path.
+        """
+        if self.compiled is None or type(cache) is not TreeCache:
+            return False
+        return self.compiled.may_follow(tree, cache, layers, max_length)
+
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
