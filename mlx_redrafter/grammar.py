@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.escaping import describe_error
 
@@ -41,6 +42,7 @@ class Grammar:
     source: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        _check_text(self.source)
         validate = _guidance().LLMatcher.validate_grammar_with_warnings
         is_error, messages = validate(self.source, limits=_limits())
         _check(messages[0] if is_error else "")
@@ -80,6 +82,7 @@ class Grammar:
             max_lines: Maximum number of lines; more than the default need rules of little depth.
         """
         _check_text(rules)
+        check_int("max_lines", max_lines, 1)
         _check_size(rules, len(rules.splitlines()), max_lines, "lines")
         return cls(_convert("grammar_from_lark", rules))
 
