@@ -21,6 +21,9 @@ MAX_CHARACTERS = 1 << 17
 # Maximum number of rules, lines or references: llguidance recurses from one to the next, and its
 # stack ends after some thousands.
 MAX_RULES = 500
+# Maximum number of states that llguidance follows at once. A property that may be missing adds
+# four; its own limit of 2000 would end a text of 500 such properties.
+MAX_STATES = 1 << 14
 # Pattern of blanks in JSON. A bound keeps a model from writing blanks for ever.
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 
@@ -177,8 +180,8 @@ def _guidance() -> Any:
 
 
 def _limits() -> LLParserLimits:
-    """Return llguidance's own limits of time and memory, with messages that omit the grammar."""
-    return _guidance().LLParserLimits(verbose_errors=False)
+    """Return limits of time and memory, with messages that omit the grammar."""
+    return _guidance().LLParserLimits(verbose_errors=False, max_items_in_row=MAX_STATES)
 
 
 def _convert(name: str, text: str, **options: Any) -> str:
