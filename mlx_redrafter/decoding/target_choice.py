@@ -134,7 +134,7 @@ def sample_and_accept_all(
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
     outcomes = mx.concatenate([bonus, num_accepted, paths, tokens], axis=1)
     mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
-    # Of the array itself: MLX would compute a part of it after all that is dispatched meanwhile.
+    # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
     states = [None] * count if outputs.states is None else outputs.states
     parts = zip(
