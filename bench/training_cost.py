@@ -98,7 +98,6 @@ class TrainingCost:
             generating=_pass_seconds(shape, chip, BATCH_SIZE) / BATCH_SIZE,
             reading=_pass_seconds(shape, chip, at_once * BATCH_SEQUENCES)
             / (at_once * BATCH_SEQUENCES),
-            rollout=0.0,
             step=positions * drafting(STEP) + optimiser,
             chain=chain,
             tree=TREE_CHAINS * chain,

@@ -125,8 +125,7 @@ class RunOptions:
         str,
         training_option(
             help="Objective: soft (the model's distributions), coupled (the same, for sampled "
-            "text), overlap (DSpark's), apple (the tokens of the texts) or rollouts (greedy "
-            "continuations)."
+            "text), overlap (DSpark's) or apple (the tokens of the texts)."
         ),
     ] = "soft"
     epochs: Annotated[int, training_option(help="Number of passes over the texts.")] = 3

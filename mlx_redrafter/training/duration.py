@@ -70,8 +70,6 @@ class Pace:
     Attributes:
         generating: Seconds per token that the target generates, many texts at once.
         reading: Seconds per token that the target reads.
-        rollout: Seconds per token whose greedy continuation the target generates; 0 for the
-            recipes without rollouts.
         step: Seconds per optimiser step.
         chain: Seconds per held-out token of a measurement with a chain.
         tree: Seconds per held-out token of the other measurements of a finished drafter.
@@ -80,7 +78,6 @@ class Pace:
 
     generating: float
     reading: float
-    rollout: float
     step: float
     chain: float
     tree: float
@@ -109,7 +106,6 @@ class Timetable:
         made less often. Without ``minutes``, only the numbers of tokens decide how often, so that
         equal runs are equal.
         """
-        given_and_generated = work.tokens - work.held_out
         chain = pace.chain * work.held_out
         # Calibration reads two predictions per token.
         calibration = pace.calibration * min(work.held_out, ENOUGH // 2)
@@ -121,7 +117,7 @@ class Timetable:
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
         stages = {
             "generating": pace.generating * (work.generated + work.held_out),
-            "reading": pace.reading * work.tokens + pace.rollout * given_and_generated,
+            "reading": pace.reading * work.tokens,
             "training": work.steps * pace.step,
             "evaluation": (num_evaluations + 1) * chain + finishing,
         }

@@ -27,13 +27,7 @@ from mlx_redrafter.training.self_generated import (
 )
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import (
-    BATCH_SEQUENCES,
-    ROLLOUT_POSITIONS,
-    read_sequences,
-    read_states,
-    roll_out,
-)
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, read_sequences, read_states
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_stretch
 from mlx_redrafter.training.training_request import TrainingRequest
@@ -84,11 +78,6 @@ def rehearse(
         states, extra = _timed(lambda: read_states(target, shard, student.layers), is_warm=True)
         shard, seconds = replace(shard, states=states), seconds + extra
     reading = seconds / shard.tokens.shape[0]
-    rollout = 0.0
-    if request.loss.recipe == "rollouts":
-        few, length = _first_tokens(shard, ROLLOUT_POSITIONS), request.network.beam_length
-        _, seconds = _timed(lambda: roll_out(target, few, length))
-        rollout = seconds / few.tokens.shape[0]
     on_stage(2, NUM_STAGES)
     ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
     student.initialise(None, 0, ids)
@@ -96,7 +85,7 @@ def rehearse(
     on_stage(3, NUM_STAGES)
     evaluation = _time_evaluation(request, student, shard)
     on_stage(4, NUM_STAGES)
-    return Pace(generating, reading, rollout, step, *evaluation)
+    return Pace(generating, reading, step, *evaluation)
 
 
 def _generate(

@@ -19,7 +19,7 @@ from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_stretch
 from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingOptions, TrainingRequest
@@ -96,17 +96,15 @@ def _make_task(
     request: TrainingRequest, student: Student, cache: TeacherCache, options: TrainingOptions
 ) -> TrainingTask:
     batch_options = BatchOptions(
-        request.loss.recipe,
         request.network.beam_length,
         options.batch_tokens,
         options.seed,
         choose_stretch(student, request),
         student.layers,
     )
-    extras = extras_of(student.layers)
     return TrainingTask(
         BatchOrder(cache, "train", batch_options, student.rows),
-        [cache.load("held-out", n, extras) for n in range(cache.num_shards("held-out"))],
+        [cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))],
         request.data_options.temp,
         request.loss,
         options,

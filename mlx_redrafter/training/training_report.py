@@ -24,8 +24,6 @@ OBJECTIVES = {
     "overlap": "total variation from the target's distributions, and cross-entropy on the text "
     "(DSpark)",
     "apple": "cross-entropy on the text, as in Apple's released code",
-    "rollouts": "cross-entropy on greedy continuations by the target at every position "
-    "(arXiv 2403.09919, Eq. 2)",
 }
 # Length of the n-grams whose repetition the card reports, in tokens.
 NGRAM = 4

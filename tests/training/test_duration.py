@@ -20,7 +20,7 @@ REQUEST = TrainingRequest(
     training=TrainingOptions(epochs=2, batch_tokens=300, num_evaluations=8),
 )
 WORK = Workload.of(REQUEST, given=1000, generated=500, prompt=10, num_held_out=2)
-PACE = Pace(0.1, reading=0.01, rollout=0.0, step=3.0, chain=0.02, tree=0.04, calibration=0.05)
+PACE = Pace(0.1, reading=0.01, step=3.0, chain=0.02, tree=0.04, calibration=0.05)
 
 
 def test_the_work_of_a_request() -> None:
@@ -41,8 +41,6 @@ def test_every_stage_counts() -> None:
     assert str(timetable) == (
         "about 3 min: generating 70 s, reading 18 s, training 30 s, evaluation 38 s"
     )
-    rolled = Timetable.of(WORK, replace(PACE, rollout=0.1), None)
-    assert rolled.stages["reading"] == pytest.approx(17.8 + 158)
 
 
 def test_calibration_looks_at_so_many_tokens_only() -> None:

@@ -252,14 +252,6 @@ def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
         NetworkOptions("specformer", num_layers=1)
     with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
         NetworkOptions("hydra")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rollouts cannot train the head eagle"):
-        TrainingRequest(
-            "m",
-            tmp_path,
-            data=[tmp_path],
-            network=NetworkOptions("eagle"),
-            loss=LossOptions("rollouts"),
-        )
     with pytest.raises(ConfigError, match="recurrent or block drafter only, got the head medusa"):
         TrainingRequest(
             "m", tmp_path, data=[tmp_path], network=NetworkOptions("medusa"), start_from="x"
