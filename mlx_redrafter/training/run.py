@@ -31,12 +31,11 @@ class TrainingResult:
 
     Attributes:
         student: The drafter in ``out``, but in float32.
-        measured: Statistics of simulated decoding on held-out texts, by the name of the draft
-            shape.
+        measured: Statistics of simulated decoding of held-out texts with chains.
     """
 
     student: Student
-    measured: dict[str, DecodingStats]
+    measured: DecodingStats
 
 
 def train_drafter(
@@ -80,10 +79,7 @@ def train_drafter(
         on_best=lambda student: _save(student, request, fingerprint),
     )
     best.calibrate(task.held_out)
-    measured = {
-        name: simulate(best, task.held_out, plan, task.temp)
-        for name, plan in best.plans(request.network.beam_length).items()
-    }
+    measured = simulate(best, task.held_out, request.network.beam_length, task.temp)
     _save(best, request, fingerprint)
     write_csv(request.out, trainer.progress.curve)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)

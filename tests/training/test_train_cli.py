@@ -56,7 +56,6 @@ def test_the_folder_is_a_drafter_with_card_and_curves(
     assert "/" not in values["target"]["name"]
     assert f"# Drafter for {values['target']['name']}" in card
     assert "| chain of 4 |" in card
-    assert "| tree of 8 |" in card
     assert "stories.txt" in card
     assert f"noise share {values['noise_share']:g}" in card
     rows = list(csv.DictReader((out / "curves.csv").read_text().splitlines()))
