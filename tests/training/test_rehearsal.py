@@ -27,7 +27,6 @@ from mlx_redrafter.training.self_generated import AnswerLimits
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import RECIPES, Recipe
 from tests.helpers.models import tiny_llama
-from tests.training.pieces import layered_student
 
 REQUEST = TrainingRequest(
     "model", Path("none"), data=[Path("texts")], training=TrainingOptions(batch_tokens=64)
@@ -86,7 +85,7 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
     monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
     monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
     request = REQUEST
-    student = layered_student(target, request.network)
+    student = new_student(target, NetworkOptions("eagle"))
     rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], lambda done, total: None)
     # The first call of each is not timed, and short if its length does not matter.
     assert written == [10, 10, 26]

@@ -11,7 +11,6 @@ Axes: B positions, S unroll steps, V rows of the head, H hidden size, D exit_dim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.recurrence import Embed
-from mlx_redrafter.target.target import FINAL
 from mlx_redrafter.training.generated_texts import iterate_generated_texts
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student
@@ -36,7 +34,6 @@ class RecurrentStudent(Student):
     def __init__(self, network: Drafter, embed: Embed):
         super().__init__(network)
         self.embed = embed
-        self.layers = network.config.captured_layers or ()
 
     @property
     def learning_rate(self) -> float:
@@ -51,9 +48,6 @@ class RecurrentStudent(Student):
         if head is not None:
             last = drafter.lm_head[-1]
             last.weight = _project_head(np.array(head.astype(mx.float32)), np.array(last.weight))
-        if self.layers:  # at first the drafter reads the last hidden state alone
-            parts = [(layer == FINAL) * mx.eye(drafter.config.hidden_size) for layer in self.layers]
-            drafter.fusion.weight = mx.concatenate(parts, axis=1)
 
     def leave_target(self) -> None:
         """Replace the target's embedding by a table; blocks until MLX has evaluated it."""
@@ -62,13 +56,13 @@ class RecurrentStudent(Student):
         self.embed = lambda tokens: embedding[tokens]
 
     def levels(self, network: Drafter, batch: TrainingBatch) -> Iterator[mx.array]:
-        hidden = network.fuse(batch.states).astype(network.dtype)
+        hidden = batch.states.astype(network.dtype)
         for state in self._states(network, batch):
             yield network.logits(hidden, state).astype(mx.float32)
 
     def logits(self, network: Drafter, batch: TrainingBatch) -> mx.array:
         """Compute the logits of all levels in one pass of the head."""
-        hidden = network.fuse(batch.states)[:, None].astype(network.dtype)
+        hidden = batch.states[:, None].astype(network.dtype)
         states = mx.stack(list(self._states(network, batch)), axis=1)
         return network.logits(hidden, states).astype(mx.float32)
 
@@ -83,15 +77,8 @@ class RecurrentStudent(Student):
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
         network = self.network
-        fused = map(self._fused, texts)
-        found = (text for shard in fused for text in iterate_generated_texts(shard))
+        found = (text for shard in texts for text in iterate_generated_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)
-
-    def _fused(self, shard: Shard) -> Shard:
-        """Replace a shard's last hidden states by the fused inputs of the layers, if any."""
-        if shard.states is None:
-            return shard
-        return replace(shard, hidden=self.network.fuse(shard.states))
 
 
 def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.array:
