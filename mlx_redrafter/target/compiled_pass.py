@@ -116,11 +116,12 @@ class CompiledPasses:
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
             which a GPU's back end may build kernels.
+        is_warming_up: Whether to compile a pass at its first use.
     """
 
     def __init__(self, process: Process):
         self.fault: str | None = None
-        self.is_first_use = False
+        self.is_first_use = self.is_warming_up = False
         self._process = WeakMethod(process)  # its owner holds this object, too
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
@@ -136,8 +137,8 @@ class CompiledPasses:
             The outputs of ``process``, None left out; None if no compiled pass serves.
         """
         use = _use(tree, cache, captured, cache.bound)
-        self._uses[use] += 1
-        self.is_first_use = self._uses[use] == 1
+        self.is_first_use = use not in self._uses
+        self._uses[use] += USES if self.is_warming_up else 1
         if self._uses[use] < USES or not self._serves(tree, cache):
             return None
         loan = _Loan(cache, tree)
