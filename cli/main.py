@@ -29,8 +29,7 @@ from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
 from mlx_redrafter.cli.try_out import try_out
 from mlx_redrafter.cli.typer_app import Application
-from mlx_redrafter.errors import ConfigError, RedrafterError, explain
-from mlx_redrafter.escaping import one_line
+from mlx_redrafter.errors import ConfigError, RedrafterError, explain, one_line
 from mlx_redrafter.version import __version__
 
 app = Application(

@@ -123,11 +123,6 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
         )
     if has_medusa(source):
         return _read_heads(source, options)
-    if source.config.get("captured_layers") is not None:
-        raise CheckpointError(
-            "expected a drafter that reads the last layer of its model, found one that reads "
-            "several; use it as it is"
-        )
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
     weights = read_weights(named.sources, source.tensors, options.dtype)

@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_redrafter.decoding.processors import LogitsProcessor
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Answer, Part
@@ -160,6 +161,15 @@ class Job:
         except GeneratorExit:
             end = "cancelled"
             raise
+        except NonFiniteError as error:
+            if request.grammar is None:
+                raise
+            param = "tools" if request.format is None else request.format.param
+            raise Refusal(
+                f"{param}: no token may follow the text so far: nothing fits the schema, it is too "
+                "complex, or the model's logits are NaN; correct or simplify the schema",
+                param,
+            ) from error
         finally:
             counters.texts[end] += 1
             _count(counters.totals, stats)

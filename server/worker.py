@@ -165,18 +165,21 @@ class Worker(threading.Thread):
                 self._step(job)
 
     def _step(self, job: Job) -> None:
+        end: Refusal | None = None
         try:
             if job.step():
                 return
+            if self._is_stopped and job.is_cancelled:
+                end = _shutting_down()
+        except Refusal as refusal:
+            end = refusal
         except Exception as error:
             logger.exception("a request failed")
             known = isinstance(error, RedrafterError)
             message = str(error) if known else "the request failed; see the server's log"
-            job.receive(Refusal(message, status=500, code="failed"))
-        else:
-            is_cut = self._is_stopped and job.is_cancelled
-            job.receive(_shutting_down() if is_cut else None)
+            end = Refusal(message, status=500, code="failed")
         self._running.remove(job)
+        job.receive(end)
 
 
 def _shutting_down() -> Refusal:

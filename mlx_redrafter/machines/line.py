@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from mlx_redrafter.escaping import printable
+from mlx_redrafter.errors import printable
 from mlx_redrafter.machines.frames import Do, Frame, pack, read
 
 # Seconds between two signs of life, a tenth of `PATIENCE` so that a busy machine may miss some.

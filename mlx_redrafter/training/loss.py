@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_redrafter.training.training_request import DISTILLING, LossOptions
+from mlx_redrafter.training.training_request import LossOptions
 
 # Log-probability of impossible tokens, in nats; its exponential is zero in float32.
 IMPOSSIBLE = -1e4
@@ -115,8 +115,8 @@ def draft_loss(
     position_decay^i, and rho_{t,i} the chance that the drafts before step i are accepted (as in
     D-PACE), through which no gradient flows. "coupled": l is the negative logarithm of `agreement`,
     w and rho as before. "overlap": l is `TEXT_SHARE` of the cross-entropy on the text, and for the
-    rest the sum of |p - q|, w as before, rho 1 (DeepSpec's trainer of DSpark). "apple" and
-    "rollouts": l is the cross-entropy on the next token of ``batch.tokens``, w and rho are 1.
+    rest the sum of |p - q|, w as before, rho 1 (DeepSpec's trainer of DSpark). "apple": l is the
+    cross-entropy on the next token of ``batch.tokens``, w and rho are 1.
 
     Args:
         logits: The drafter's logits after the root and each draft but the last, float32, shape
@@ -131,7 +131,7 @@ def draft_loss(
     """
     drafter = Distribution.of(logits)
     teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
-    if options.recipe in DISTILLING:
+    if options.recipe != "apple":
         floor = options.confidence_floor
         if options.recipe == "soft":
             losses = divergence(drafter, *teacher)

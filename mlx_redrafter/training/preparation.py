@@ -26,7 +26,7 @@ from mlx_redrafter.training.resources import (
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
+from mlx_redrafter.training.teacher import fill_cache, fill_states
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
@@ -150,9 +150,6 @@ class Preparation:
         fill_cache(cache, split, target, sequences, k, lambda n: report(f"reading {split} text", n))
         if layers:
             fill_states(cache, split, target, layers, lambda n: report("reading layers", n))
-        if is_train and request.loss.recipe == "rollouts":
-            length = request.network.beam_length
-            fill_rollouts(cache, split, target, length, lambda n: report("rollouts", n))
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None

@@ -139,8 +139,6 @@ def estimate(
     hidden, vocab = size.hidden_size, size.vocab_size
     k = min(request.top_k, vocab)
     per_token = 2 * hidden * (1 + student.num_layers) + 6 * k + 9
-    if request.loss.recipe == "rollouts":
-        per_token += 4 * request.network.beam_length
     count = student.num_weights
     held_out = work.held_out * 6 * (min(request.held_out_top_k, vocab) - k)
     cache = work.tokens * per_token + held_out

@@ -172,7 +172,6 @@ class Trainer:
         self.task = task
         self.folder = folder
         self.identity = identity
-        self.plan = next(iter(student.plans(task.order.options.beam_length).values()))
         self.best: Arrays = {}
         self._saved_at = time.monotonic()
         arrays: Arrays = {}
@@ -247,7 +246,7 @@ class Trainer:
         progress = self.progress
         student = self._optimiser.averaged()
         task = self.task
-        stats = simulate(student, task.held_out, self.plan, task.temp)
+        stats = simulate(student, task.held_out, task.order.options.beam_length, task.temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))

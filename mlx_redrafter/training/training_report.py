@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ OBJECTIVES = {
     "overlap": "total variation from the target's distributions, and cross-entropy on the text "
     "(DSpark)",
     "apple": "cross-entropy on the text, as in Apple's released code",
-    "rollouts": "cross-entropy on greedy continuations by the target at every position "
-    "(arXiv 2403.09919, Eq. 2)",
 }
 # Length of the n-grams whose repetition the card reports, in tokens.
 NGRAM = 4
@@ -37,9 +35,9 @@ def write_training_card(
     corpus: Corpus,
     student: Student,
     progress: TrainingProgress,
-    measured: Mapping[str, DecodingStats],
+    measured: DecodingStats,
 ) -> None:
-    """Write the card to ``README.md``, with simulated decoding on held-out texts by draft shape."""
+    """Write the card to ``README.md``, with statistics of simulated decoding of held-out texts."""
     target, start, options = shared_name(request.model), request.start_from, request.training
     files = [path.name for path in (*request.data, *request.prompts)]
     rows = {
@@ -61,11 +59,9 @@ def write_training_card(
         target=target,
         kind=student.name[0].upper() + student.name[1:],
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        acceptance="\n".join(
-            f"| {name} | {stats.tokens_per_step or 1.0:.2f} | "
-            f"{' '.join(f'{rate:.0%}' for rate in stats.acceptance_rate_by_depth)} |"
-            for name, stats in measured.items()
-        ),
+        num_drafts=request.network.beam_length - 1,
+        rate=measured.tokens_per_step or 1.0,
+        by_position=" ".join(f"{rate:.0%}" for rate in measured.acceptance_rate_by_depth),
         num_texts=len(corpus.held_out),
         repeated=measure_repetition(corpus.held_out),
         curve="\n".join(
@@ -156,7 +152,7 @@ with the target's Gumbel noise, as in decoding with a seed.
 
 | drafts | tokens/step | acceptance rate by position |
 |---|---|---|
-{acceptance}
+| chain of {num_drafts} | {rate:.2f} | {by_position} |
 
 ## Training curve
 

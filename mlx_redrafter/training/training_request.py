@@ -14,10 +14,8 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.training.state import has_state
 
-Recipe = Literal["soft", "coupled", "overlap", "apple", "rollouts"]
-RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "overlap", "apple", "rollouts")
-# Recipes that train on the target's distributions; the others train on tokens.
-DISTILLING: tuple[Recipe, ...] = ("soft", "coupled", "overlap")
+Recipe = Literal["soft", "coupled", "overlap", "apple"]
+RECIPES: tuple[Recipe, ...] = ("soft", "coupled", "overlap", "apple")
 Head = Literal[
     "redrafter", "medusa", "eagle", "eagle1", "mtp", "specformer", "dflash", "dflash2", "dspark"
 ]
@@ -35,8 +33,6 @@ HEADS: Mapping[Head, tuple[str, ...]] = {
 }
 # Heads that are block drafters.
 BLOCK_HEADS: tuple[Head, ...] = ("dflash", "dflash2", "dspark")
-# Heads that attend to the context. Rollouts are not part of it, so they cannot train these heads.
-READING_CONTEXT: tuple[Head, ...] = ("eagle", "eagle1", "mtp", "specformer", *BLOCK_HEADS)
 # Heads that training can continue from an earlier drafter.
 CONTINUED: tuple[Head, ...] = ("redrafter", *BLOCK_HEADS)
 # Folder of the training state, inside the drafter's folder.
@@ -128,12 +124,10 @@ class LossOptions:
             pass over the text. "coupled": probability of sampling the target's token with the same
             Gumbel noise, from the same pass. "overlap": DSpark's, a total variation and some
             cross-entropy. "apple": cross-entropy on the text, as in Apple's released code.
-            "rollouts": cross-entropy on the target's greedy continuations of every
-            position, the paper's Eq. 2.
-        position_decay: Weight of each unroll step relative to the one before; `DISTILLING` only.
+        position_decay: Weight of each unroll step relative to the one before; not for "apple".
         confidence_floor: Smoothing a of the weight of a draft, which is the probability that the
             drafts before it are accepted: each acceptance probability q becomes ``(1 - a) q + a``;
-            1 gives all drafts the same weight. `DISTILLING` only.
+            1 gives all drafts the same weight. Not for "apple".
     """
 
     recipe: Recipe = "soft"
@@ -246,14 +240,9 @@ class TrainingRequest:
             raise ConfigError(
                 f"a run was begun in {self.out}; continue it with --resume, or choose another --out"
             )
-        head = self.network.head
-        if self.loss.recipe == "rollouts" and head in READING_CONTEXT:
-            raise ConfigError(
-                f"the recipe rollouts cannot train the head {head}, which attends to the context; "
-                "use another recipe"
-            )
         if self.start_from is None:
             return
+        head = self.network.head
         if head not in CONTINUED:
             raise ConfigError(
                 f"training can start from a recurrent or block drafter only, got the head {head}; "

@@ -86,9 +86,6 @@ def write_toy(folder: Path) -> Path:
 
 KINDS: dict[str, Callable[[Path], Path | str]] = {
     "recurrent": lambda folder: write_heads(folder, random_drafter(VOCAB_SIZE, 32, **CALIBRATION)),
-    "recurrent, fused": lambda folder: write_heads(
-        folder, random_drafter(VOCAB_SIZE, 32, captured_layers=(0, 1, -1))
-    ),
     "EAGLE-1": lambda folder: write_eagle(folder, 1),
     "EAGLE-3": lambda folder: write_eagle(folder, 3),
     "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),

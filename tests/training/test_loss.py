@@ -125,7 +125,7 @@ CASES = [
     ("coupled", 3),
     ("overlap", 2 * H),
     ("apple", 2 * H),
-    ("rollouts", 3),
+    ("apple", 3),
 ]
 
 

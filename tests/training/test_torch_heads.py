@@ -20,7 +20,6 @@ from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher import read_sequences, read_states
 from mlx_redrafter.training.training_request import BLOCK_HEADS, HEADS, Head, LossOptions
 from tests.helpers.models import tiny_llama
-from tests.training.pieces import layered_student
 
 torch = pytest.importorskip("torch")
 
@@ -42,8 +41,7 @@ def _student(target: Target, head: Head) -> Student:
     options = NetworkOptions(head, beam_length=LENGTH)
     if "layers" in HEADS[head]:
         options = replace(options, num_layers=LAYERS)
-    make = layered_student if head == "redrafter" else new_student
-    student = make(target, options)
+    student = new_student(target, options)
     student.initialise(None, 3)
     network = student.network
     mx.random.seed(4)

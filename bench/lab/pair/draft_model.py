@@ -93,7 +93,7 @@ def new_model(config: dict[str, object], seed: int) -> Model:
 
 
 def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
-    options = BatchOptions("soft", 2, BATCH_TOKENS, seed, STRETCH)
+    options = BatchOptions(2, BATCH_TOKENS, seed, STRETCH)
     order = BatchOrder(cache, "train", options)
     total = order.steps_per_epoch
     rate = make_schedule(peak, TrainingOptions.warmup, total)
