@@ -102,7 +102,7 @@ def _make_task(
         BatchOrder(cache, "train", batch_options, student.rows),
         [cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))],
         request.data_options.temp,
-        request.loss,
+        request.recipe,
         options,
     )
 
@@ -115,10 +115,9 @@ def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Co
             "target": preparation.target_fingerprint,
             "start": preparation.start_fingerprint,
             "tokens": sum(map(len, corpus.train)),
-            "top_k": request.top_k,
             **asdict(request.data_options),
             **asdict(request.network),
-            **asdict(request.loss),
+            "recipe": request.recipe,
             **training,
         },
         sort_keys=True,

@@ -29,7 +29,6 @@ from mlx_redrafter.training.training_request import (
     HEADS,
     RECIPES,
     Head,
-    LossOptions,
     NetworkOptions,
     Recipe,
     TrainingOptions,
@@ -80,7 +79,7 @@ class TrainingSetup:
             BatchOrder(self.cache, "train", batch_options),
             [self.cache.load("held-out", 0, student.layers)],
             0.8,
-            LossOptions(recipe=recipe),
+            recipe,
             options,
         )
         return Trainer(student, task, folder, identity, total_steps)
