@@ -1,30 +1,30 @@
-"""The target's outputs on all sequences, the inputs of its layers, and greedy rollouts.
+"""The target's outputs on all sequences, and the inputs of its layers.
 
 Axes: n tokens, B sequences at once, c tokens of each sequence at once, V vocabulary, H hidden size,
-C layers, k kept tokens, L beam length.
+C layers, k kept tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, extras_of
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
 from mlx_redrafter.trees.topk import top_k
-from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
+# Number of next tokens whose probabilities are cached; of held-out texts, which calibrate the
+# drafter, `TOP_TOKENS`.
+TOP_K = 32
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
 # Number of sequences per forward pass.
@@ -33,8 +33,6 @@ BATCH_SEQUENCES = 8
 MAX_CHUNK_TOKENS = 2048
 # Maximum size of the float32 logits of a forward pass, in bytes.
 LOGITS_BYTES = 2**27
-# Number of positions whose rollouts are verified in one tree.
-ROLLOUT_POSITIONS = 48
 
 OnTokens = Callable[[int], None]
 
@@ -65,13 +63,11 @@ def fill_cache(
     """
     done = 0
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
-        missing = [name for name in extras_of(layers) if not cache.has(split, number, name)]
-        if missing or not cache.has(split, number):
+        if not (cache.has(split, number) and cache.has(split, number, layers)):
             shard = read_sequences(target, group, k, layers)
-            if missing and shard.states is not None:
-                cache.save_extra(split, number, missing[0], shard.states)
-            if not cache.has(split, number):
-                cache.save(split, number, shard)
+            if shard.states is not None:
+                cache.save_states(split, number, layers, shard.states)
+            cache.save(split, number, shard)
         done += sum(map(len, group))
         on_tokens(done)
 
@@ -123,21 +119,6 @@ def read_sequences(
     arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
     shard = Shard(**pack_sequences(sequences), **arrays)
     return shard if layers else replace(shard, states=None)
-
-
-def fill_rollouts(
-    cache: TeacherCache, split: Split, target: Target, length: int, on_tokens: OnTokens
-) -> None:
-    """Add greedy continuations of L tokens of every position; existing ones are kept."""
-    (extra,) = extras_of((), length)
-    done = 0
-    for number in range(cache.num_shards(split)):
-        shard = cache.load(split, number)
-        if not cache.has(split, number, extra):
-            rollouts = mx.array(roll_out(target, shard, length))
-            cache.save_extra(split, number, extra, rollouts)
-        done += shard.tokens.shape[0]
-        on_tokens(done)
 
 
 def _read_batch(
@@ -192,54 +173,3 @@ def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
     )
     mx.eval(arrays)
     return TokenOutputs(*(np.array(array) for array in arrays))
-
-
-def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
-    """Continue every position of every sequence greedily, int32, shape (n, L).
-
-    The positions of a stretch of text and their continuations form one tree with the text as its
-    trunk. The target verifies the tree once for each further token.
-    """
-    tokens, starts = np.array(shard.tokens), np.array(shard.starts)
-    first = np.array(shard.top_ids[:, 0])
-    rollouts = np.zeros((len(tokens), length), np.int32)
-    rollouts[:, 0] = first
-    for start, end in pairwise(starts):
-        cache = target.new_cache()
-        size = ROLLOUT_POSITIONS
-        if end - start + length > (target.context_length or 0):
-            # Positions may change with the length of the text there, and `Target.verify` places
-            # only trees as deep as drafts exactly.
-            size = MAX_BEAM_LENGTH - length + 1
-        for begin in range(start, end, size):
-            stop = min(begin + size, end)
-            trunk = tokens[begin:stop]
-            for known in range(1, length):
-                tree = build_trunk_tree(trunk, rollouts[begin:stop, :known])
-                logits = target.verify(tree, cache).logits[-len(trunk) :]
-                rollouts[begin:stop, known] = np.array(mx.argmax(logits, axis=-1))
-            cache.commit(range(len(trunk)))
-            mx.clear_cache()
-    return rollouts
-
-
-def build_trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
-    """Build the tree of a text of m tokens, shape (m,), each with a branch of j, shape (m, j).
-
-    Its nodes are the trunk, then the branches level by level.
-    """
-    size, levels = branches.shape
-    nodes = np.arange(size)
-    parents = np.concatenate([np.maximum(nodes - 1, 0), np.arange(size * levels)])
-    depths = np.concatenate([nodes + level for level in range(levels + 1)])
-    parent_nodes = mx.array(parents.astype(np.int32))
-    count = len(parents)
-    return TokenTree(
-        tokens=mx.array(np.concatenate([trunk, branches.T.flatten()])),
-        parents=parent_nodes,
-        depths=mx.array(depths.astype(np.int32)),
-        ancestors=ancestor_mask(parent_nodes, int(depths.max())),
-        num_nodes=count,
-        num_unmerged=count,
-        max_depth=int(depths.max()),
-    )

@@ -22,14 +22,13 @@ from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts
-from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
+from mlx_redrafter.training.teacher import fill_cache
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask
 from mlx_redrafter.training.training_request import (
     HEADS,
     RECIPES,
     Head,
-    LossOptions,
     NetworkOptions,
     Recipe,
     TrainingOptions,
@@ -54,7 +53,6 @@ class TrainingSetup:
             layers = self.new_student(head).layers
             fill_cache(self.cache, "train", self.target, texts[:8], 8, layers, lambda n: None)
             fill_cache(self.cache, "held-out", self.target, texts[8:], 8, layers, lambda n: None)
-        fill_rollouts(self.cache, "train", self.target, 4, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
         """Create an untrained student of 4 levels."""
@@ -74,14 +72,12 @@ class TrainingSetup:
         student = self.new_student(head)
         student.initialise(compute_head_matrix(self.target), 0)
         stretch = 16 if student.reads_context else 1
-        batch_options = BatchOptions(
-            recipe, 4, options.batch_tokens, options.seed, stretch, student.layers
-        )
+        batch_options = BatchOptions(4, options.batch_tokens, options.seed, stretch, student.layers)
         task = TrainingTask(
             BatchOrder(self.cache, "train", batch_options),
-            [self.cache.load("held-out", 0, extras_of(student.layers))],
+            [self.cache.load("held-out", 0, student.layers)],
             0.8,
-            LossOptions(recipe=recipe),
+            recipe,
             options,
         )
         return Trainer(student, task, folder, identity, total_steps)
@@ -114,7 +110,6 @@ def _same(first: Student, second: Student) -> bool:
     [
         *((recipe, "redrafter") for recipe in RECIPES),
         ("coupled", "medusa"),
-        ("rollouts", "medusa"),
         ("soft", "eagle"),
         ("soft", "specformer"),
         ("soft", "dspark"),
@@ -171,7 +166,7 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
     arrays, metadata = load_arrays(path)
     old = tmp_path / "old"
     save_arrays(old / STATE_FILE, arrays, {k: v for k, v in metadata.items() if k != "format"})
-    with pytest.raises(CheckpointError, match=r"expected a training state of format 2, found .* 1"):
+    with pytest.raises(CheckpointError, match=r"expected a training state of format 3, found .* 1"):
         setup.trainer(old)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):
