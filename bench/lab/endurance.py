@@ -136,6 +136,8 @@ class Watch:
         seconds: Step times by plan, since `begin`.
     """
 
+    reads_drafts = True
+
     def __init__(self, policy: DraftPolicy):
         self.policy = policy
         self.begin()

@@ -120,6 +120,8 @@ class AdaptivePolicy:
         experience: Experience of this sequence so far.
     """
 
+    reads_drafts = True
+
     def __init__(
         self,
         costs: StepCosts,

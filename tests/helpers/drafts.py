@@ -141,6 +141,8 @@ class RandomShapes:
     Some are probes.
     """
 
+    reads_drafts = True
+
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.seen: set[DraftPlan | None] = set()

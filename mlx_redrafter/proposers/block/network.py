@@ -39,10 +39,9 @@ from mlx_redrafter.proposers.block.surroundings import (
     write,
 )
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 
@@ -220,15 +219,15 @@ class BlockNetwork(KvNetwork):
             x = mx.concatenate([x, self.markov_head.markov_w1(previous)], axis=-1)
         return nn.log_sigmoid(self.confidence_head.proj(x).astype(mx.float32))
 
-    def scales(self, levels: int, rank: NoiseRank | None) -> mx.array:
-        """Return the factor on the logits of each depth, float32, shape (levels,).
+    def scales(self, levels: int, rank: NoiseRank | None) -> mx.array | None:
+        """Return the factor on the logits of each depth, float32, shape (levels,), or None for 1.
 
         The noise of a sampling target makes its choices as uncertain as the network's
         probabilities say, so the factors apply only if no noise ranks.
         """
         config = self.config
         if rank is not None:
-            return mx.ones((levels,))
+            return None
         return mx.array((config.depth_scales or [config.inverse_temperature] * levels)[:levels])
 
 
@@ -248,23 +247,19 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
         network, target, levels = self.network, self.target, shape.levels
         outputs = read_blocks(draftings, flights, levels)
         unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
-        unary, scales = unary.reshape(len(outputs), levels, -1), network.scales(levels, rank)
-        if network.link is None:
-            found = log_probs((unary * scales[:, None]).reshape(-1, unary.shape[-1]))
-            found = found.reshape(unary.shape)
-            return search_all(ranked_slots(found, rank, network.to_token_ids), shape)
         linked = LinkedLevels(
             network.link,
             outputs,
-            unary,
+            unary.reshape(len(outputs), levels, -1),
             mx.concatenate([flight.root for flight in flights]),
-            scales,
+            network.scales(levels, rank),
             rank,
             network.config.num_candidates,
             network.to_token_ids,
             network.confidences if network.trusts_confidence else None,
         )
-        return search_all(linked, shape)
+        is_chain = shape.width == 1 and rank is None
+        return linked.chain() if is_chain else search_all(linked, shape)
 
     def surround(self, flight: PendingPass, size: int) -> DecodingSurroundings:
         """Return what a block after a pass attends to; its states enter with the block."""

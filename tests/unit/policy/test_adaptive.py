@@ -52,6 +52,8 @@ def _scenario(ease: float, costs: StepCosts | None = None, **values: Any) -> Sce
 class Watched:
     """A policy, and what it chose."""
 
+    reads_drafts = True
+
     def __init__(self, policy: AdaptivePolicy):
         self.policy = policy
         self.steps: list[Step] = []
