@@ -36,13 +36,10 @@ def read_blocks(
         anchors: Indices of the tokens before the roots, int32, shape (M,).
         levels: D.
     """
-    config, count = network.config, roots.shape[0]
-    size = network.block_size(levels)
-    masks = mx.full((count, size - 1), config.mask_token_id, dtype=mx.int32)
-    ids = mx.concatenate([roots[:, None].astype(mx.int32), masks], axis=1)
-    block = network.embed(ids.flatten(), target).reshape(count, size, -1)
+    blocks = network.embed_blocks(roots, network.block_size(levels), target)
     around = TextSurroundings(network, network.fuse(states), sequences, anchors)
-    return network.outputs(block, around)[:, config.first_slot : config.first_slot + levels]
+    slot = network.config.first_slot
+    return network.outputs(blocks, around)[:, slot : slot + levels]
 
 
 def score_levels(

@@ -175,6 +175,12 @@ class BlockNetwork(KvNetwork):
             rows = target.embed_input(tokens, normed=not self.config.skips_embedding_norm)
         return (rows * self.config.embed_scale).astype(self.dtype)
 
+    def embed_blocks(self, roots: mx.array, size: int, target: Target) -> mx.array:
+        """Embed blocks of a root and masks each, ids of shape (M,) to shape (M, B, H)."""
+        masks = mx.full((len(roots), size - 1), self.config.mask_token_id, dtype=mx.int32)
+        tokens = mx.concatenate([roots.astype(mx.int32)[:, None], masks], axis=1)
+        return self.embed(tokens.flatten(), target).reshape(*tokens.shape, -1)
+
     def outputs(self, embeddings: mx.array, around: Surroundings) -> mx.array:
         """Process blocks, shape (M, B, H) to (M, B, H), after the final norm."""
         x = embeddings
@@ -287,10 +293,8 @@ def read_blocks(
     network, target, count = draftings[0].network, draftings[0].target, len(draftings)
     size = network.block_size(levels)
     parts = [one.surround(flight, size) for one, flight in zip(draftings, flights, strict=True)]
-    roots = mx.concatenate([flight.root for flight in flights]).astype(mx.int32)[:, None]
-    masks = mx.full((count, size - 1), network.config.mask_token_id, dtype=mx.int32)
-    tokens = mx.concatenate([roots, masks], axis=1)
-    blocks = network.embed(tokens.reshape(-1), target).reshape(count, size, -1)
+    roots = mx.concatenate([flight.root for flight in flights])
+    blocks = network.embed_blocks(roots, size, target)
     around = parts[0] if count == 1 else JointSurroundings(parts)
     slot = network.config.first_slot
     return network.outputs(blocks, around)[:, slot : slot + levels]

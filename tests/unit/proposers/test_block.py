@@ -153,6 +153,13 @@ def test_bad_files_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
     assert len(str(refusal.value).splitlines()) == 1
 
 
+def test_a_trained_embedding_of_masks_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "z-lab", lambda config, arrays: None)
+    (folder / "mask_embedding.pt").touch()
+    with pytest.raises(CheckpointError, match=r"for masks \(mask_embedding.pt\), which is not"):
+        load_block(folder)
+
+
 def test_drafters_for_other_targets_are_refused() -> None:
     tokenizer = wrapped_tokenizer(VOCAB)
     target = Target(tiny_llama(vocab_size=VOCAB, layers=NUM_TARGET_LAYERS))
