@@ -70,7 +70,7 @@ def speed(
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import measure_speed
     from mlx_redrafter.bench.speed_page import COLUMNS, cells, speed_tables
-    from mlx_redrafter.checkpoint_files import write_atomically
+    from mlx_redrafter.checkpoint_files import write_text
 
     servers = [find_server(one, api_key) for one in server or ()]
     if len({one.name for one in servers}) < len(servers):
@@ -101,7 +101,7 @@ def speed(
     warn(recording.result["disturbances"])
     if out is not None:
         text = speed_tables(rows)
-        write_atomically(out.with_suffix(".md"), lambda file: file.write_text(text, "utf-8"))
+        write_text(out.with_suffix(".md"), text)
         heading = title(recording.result, target, count_texts(configuration))
         draw(lambda: [plot_speed(out.with_suffix(".png"), rows, heading)])
     refuse_texts(sum(row.num_different for row in rows if row.method == AUTO and not row.category))
@@ -119,9 +119,9 @@ def share(
     """
     from mlx_redrafter.bench.result_file import read_result
     from mlx_redrafter.bench.speed_page import page
-    from mlx_redrafter.checkpoint_files import write_atomically
+    from mlx_redrafter.checkpoint_files import write_text
 
     text = page(read_result(result, "speed"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda file: file.write_text(text, "utf-8"))
+    write_text(out, text)
     typer.echo(f"wrote {out}", err=True)
