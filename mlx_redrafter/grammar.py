@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.escaping import describe_error
 
@@ -20,6 +21,9 @@ MAX_CHARACTERS = 1 << 17
 # Maximum number of rules, lines or references: llguidance recurses from one to the next, and its
 # stack ends after some thousands.
 MAX_RULES = 500
+# Maximum number of states that llguidance follows at once. A property that may be missing adds
+# four; its own limit of 2000 would end a text of 500 such properties.
+MAX_STATES = 1 << 14
 # Pattern of blanks in JSON. A bound keeps a model from writing blanks for ever.
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 
@@ -41,6 +45,7 @@ class Grammar:
     source: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        _check_text(self.source)
         validate = _guidance().LLMatcher.validate_grammar_with_warnings
         is_error, messages = validate(self.source, limits=_limits())
         _check(messages[0] if is_error else "")
@@ -80,6 +85,7 @@ class Grammar:
             max_lines: Maximum number of lines; more than the default need rules of little depth.
         """
         _check_text(rules)
+        check_int("max_lines", max_lines, 1)
         _check_size(rules, len(rules.splitlines()), max_lines, "lines")
         return cls(_convert("grammar_from_lark", rules))
 
@@ -174,8 +180,8 @@ def _guidance() -> Any:
 
 
 def _limits() -> LLParserLimits:
-    """Return llguidance's own limits of time and memory, with messages that omit the grammar."""
-    return _guidance().LLParserLimits(verbose_errors=False)
+    """Return limits of time and memory, with messages that omit the grammar."""
+    return _guidance().LLParserLimits(verbose_errors=False, max_items_in_row=MAX_STATES)
 
 
 def _convert(name: str, text: str, **options: Any) -> str:

@@ -120,13 +120,28 @@ class CallRules:
         """
         if not between:
             return " ".join(term if is_required else f"({term})?" for term, is_required in items)
-        following, whole = "", ""
-        for term, is_required in reversed(items):
-            name = self.add("item", term)
-            begun, later = f"{name} {following}", f"{between} {name}"
-            whole = begun if is_required else _either([begun, whole]) if whole else f"({begun})?"
-            following = f"{later if is_required else f'({later})?'} {following}"
-        return whole
+        if not items:
+            return ""
+        term, is_required = self._join(items, between)
+        return term if is_required else f"({term})?"
+
+    def _join(self, items: Sequence[tuple[str, bool]], between: str) -> tuple[str, bool]:
+        """Return a term for at least one of some items, and whether any of them is required.
+
+        The items are halved, so that the rules of hundreds of them are neither long nor deep.
+        """
+        if len(items) == 1:
+            return self.add("item", items[0][0]), items[0][1]
+        half = len(items) // 2
+        first, needs_first = self._join(items[:half], between)
+        last, needs_last = self._join(items[half:], between)
+        if needs_last:
+            head = f"{first} {between}"
+            whole = f"{head if needs_first else f'({head})?'} {last}"
+        else:
+            begun = f"{first} ({between} {last})?"
+            whole = begun if needs_first else _either([begun, last])
+        return self.add("items", whole), needs_first or needs_last
 
 
 class QuotedValues:

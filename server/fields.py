@@ -16,91 +16,127 @@ Value = TypeVar("Value")
 # Maximum number of characters of a client's text that an error message repeats.
 MAX_SHOWN = 200
 
+# Types of blocks that are texts.
+TEXT_BLOCKS = ("text", "input_text", "output_text", "refusal")
+
 _NAMES = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
 
 class Fields:
     """The fields of an object; a field that is null counts as left out, as with OpenAI.
 
+    Every method that reads a field raises `Refusal` for a value that does not fit, and returns None
+    for a field that is left out.
+
     Args:
         values: The object.
-        within: Path of the object in the request, for messages.
+        path: Path of the object in the request, for messages.
+
+    Attributes:
+        values: The object.
+        path: Path of the object.
 
     Raises:
         Refusal: The value is not an object.
     """
 
-    def __init__(self, values: object, within: str = ""):
+    def __init__(self, values: object, path: str = ""):
         if not isinstance(values, dict):
             found = reprlib.repr(values)
-            raise Refusal(f"{within or 'the body'} must be an object, got {found}", within or None)
+            raise Refusal(f"{path or 'the body'} must be an object, got {found}", path or None)
+        self.values: dict[str, Any] = values
+        self.path = path
         self._left = {name: value for name, value in values.items() if value is not None}
-        self._prefix = f"{within}." if within else ""
 
-    def take(self, name: str) -> Any:
-        """Return the value of a field; None if it is left out."""
-        return self._left.pop(name, None)
+    def take(self, *names: str) -> Any:
+        """Return the value of the last one of some fields that is given."""
+        found = [self._left.pop(name, None) for name in names]
+        return next((value for value in reversed(found) if value is not None), None)
 
     def typed(self, name: str, kind: type[Value]) -> Value | None:
-        """Return the value of a field of one JSON type; None if it is left out.
-
-        Raises:
-            Refusal: The value has another type.
-        """
+        """Return the value of a field of one JSON type."""
         value = self.take(name)
         if value is not None and not isinstance(value, kind):
             raise self.refusal(name, _NAMES[kind], value)
         return value
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """Return an integer field; None if it is left out.
+    def word(self, name: str) -> str:
+        """Return a text that must be there."""
+        value = self.typed(name, str)
+        if not value:
+            raise self.refusal(name, "a text that is not empty", value)
+        return value
 
-        Raises:
-            Refusal: The value is not an integer, or out of range.
-        """
+    def texts(self, name: str) -> list[str]:
+        """Return the texts of a field: one, or a list of texts and blocks; none if left out."""
+        value = self.take(name)
+        if not isinstance(value, (str, list, type(None))):
+            raise self.refusal(name, "a text or a list of texts", value)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        return [read_text(one, self._path_of(name)) for one in listed]
+
+    def inner(self, name: str) -> Fields:
+        """Return the fields of an object; none if it is left out."""
+        return Fields(self.typed(name, dict) or {}, self._path_of(name))
+
+    def each(self, name: str) -> list[Fields]:
+        """Return the fields of every object of a list; an empty list if it is left out."""
+        listed = self.typed(name, list) or []
+        return [Fields(one, f"{self._path_of(name)}[{i}]") for i, one in enumerate(listed)]
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """Return an integer of a range."""
         value = self.take(name)
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise self.refusal(name, f"an integer from {low} to {high}", value)
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """Return a number field; None if it is left out.
-
-        Raises:
-            Refusal: The value is not a number, or out of range.
-        """
+        """Return a number of a range."""
         value = self.take(name)
         if value is not None and not (is_number(value) and low <= value <= high):
             raise self.refusal(name, f"a number from {low:g} to {high:g}", value)
         return value
 
-    def one_of(self, name: str, choices: Sequence[Any], hint: str = "") -> Any:
-        """Return a field that has one of some values; None if it is left out.
-
-        Raises:
-            Refusal: The value is a different one.
-        """
+    def one_of(self, name: str, choices: Sequence[Any], is_required: bool = False) -> Any:
+        """Return a field that has one of some values."""
         value = self.take(name)
         # The types are compared, too, since 1 == True and 0 == 0.0 in Python.
-        if value is not None and not any(type(value) is type(c) and value == c for c in choices):
-            raise self.refusal(name, " or ".join(map(json.dumps, choices)) + hint, value)
+        is_known = any(type(value) is type(one) and value == one for one in choices)
+        if not is_known and (is_required or value is not None):
+            raise self.refusal(name, " or ".join(map(json.dumps, choices)), value)
         return value
 
     def finish(self) -> None:
-        """Check that every field was read.
-
-        Raises:
-            Refusal: A field was not read, so it is not supported.
-        """
+        """Check that every field was read: one that was not is not supported."""
         for name in self._left:
-            shown = self._prefix + shortened(name)
+            shown = self._path_of(shortened(name))
             raise Refusal(
                 f"{shown} is not supported; leave it out", shown, code="unknown_parameter"
             )
 
     def refusal(self, name: str, expected: str, value: object) -> Refusal:
         """Create the error for a field with an unexpected value."""
-        return unexpected(self._prefix + name, expected, value)
+        return unexpected(self._path_of(name), expected, value)
+
+    def _path_of(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+def read_text(block: object, path: str) -> str:
+    """Read a text, or a block that is one; the type of blocks depends on the protocol.
+
+    Raises:
+        Refusal: It is something else.
+    """
+    if isinstance(block, str):
+        return block
+    fields = Fields(block, path)
+    kind = fields.take("type")
+    text = fields.typed("refusal" if kind == "refusal" else "text", str)
+    if kind not in TEXT_BLOCKS or text is None:
+        raise unexpected(path, "text; the model reads neither images nor files", block)
+    return text
 
 
 def unexpected(name: str, expected: str, value: object) -> Refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_redrafter.decoding.processors import LogitsProcessor
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Answer, Part
@@ -27,38 +28,31 @@ Receiver = Callable[[Part | Refusal | None], None]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Job:
     """A request and its place in the worker.
 
-    Args:
+    Attributes:
         model: Model that writes the texts.
         request: The request.
         prompts: Token ids of its prompts.
         receive: Function called with every part, in the worker's thread.
-
-    Attributes:
-        num_cached: Number of prompt tokens found in a cache.
         owner: Identity of the client, whose prompts no other client may use.
+        num_cached: Number of prompt tokens found in a cache.
         has_begun: Whether the current text has its first token.
         is_cancelled: Whether the client has gone, or the server ends.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        request: TextRequest,
-        prompts: list[list[int]],
-        receive: Receiver,
-    ):
-        self.model = model
-        self.request = request
-        self.prompts = prompts
-        self.receive = receive
-        self.num_cached = 0
-        self.owner = ""
-        self.has_begun = self.is_cancelled = False
-        self._stream: ResponseStream | None = None
-        self._parts: Generator[Part] = (part for part in list[Part]())
+    model: LoadedModel
+    request: TextRequest
+    prompts: list[list[int]]
+    receive: Receiver
+    owner: str = ""
+    num_cached: int = 0
+    has_begun: bool = False
+    is_cancelled: bool = False
+    _stream: ResponseStream | None = None
+    _parts: Generator[Part] = field(default_factory=lambda: (part for part in list[Part]()))
 
     def cancel(self) -> None:
         """End the request soon; may be called from any thread."""
@@ -160,6 +154,15 @@ class Job:
         except GeneratorExit:
             end = "cancelled"
             raise
+        except NonFiniteError as error:
+            if request.grammar is None:
+                raise
+            param = "tools" if request.format is None else request.format.param
+            raise Refusal(
+                f"{param}: no token may follow the text so far: nothing fits the schema, it is too "
+                "complex, or the model's logits are NaN; correct or simplify the schema",
+                param,
+            ) from error
         finally:
             counters.texts[end] += 1
             _count(counters.totals, stats)

@@ -26,7 +26,7 @@ from mlx_redrafter.server.tools import Tools
 MAX_TEXTS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextRequest:
     """A request for one or several texts.
 
@@ -46,15 +46,15 @@ class TextRequest:
     model: str | None
     options: GenerationOptions
     is_streamed: bool
-    num_texts: int
-    stops: tuple[str, ...]
-    penalties: dict[str, Any]
-    format: AnswerFormat | None
-    top_logprobs: int | None
-    grammar: Grammar | LateGrammar | None = field(default=None, kw_only=True)
+    num_texts: int = 1
+    stops: tuple[str, ...] = ()
+    penalties: dict[str, Any] = field(default_factory=dict)
+    format: AnswerFormat | None = None
+    top_logprobs: int | None = None
+    grammar: Grammar | LateGrammar | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatRequest(TextRequest):
     """A request for answers in a chat.
 
@@ -71,7 +71,7 @@ class ChatRequest(TextRequest):
     effort: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompletionRequest(TextRequest):
     """A request for continuations.
 

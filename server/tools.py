@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_redrafter.server.fields import Fields
+from mlx_redrafter.server.fields import Fields, shortened
 from mlx_redrafter.server.refusals import Refusal
+
+logger = logging.getLogger(__name__)
 
 # Maximum number of tools.
 MAX_TOOLS = 128
@@ -83,14 +87,40 @@ def read_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:
     Raises:
         Refusal: A value has another type.
     """
-    name = fields.typed("name", str)
-    if not name:
-        raise fields.refusal("name", "a text that is not empty", name)
-    function: dict[str, Any] = {"name": name}
-    if (text := fields.typed("description", str)) is not None:
-        function["description"] = text
-    if (parameters := fields.typed(schema, dict)) is not None:
-        function["parameters"] = parameters
-    if fields.typed("strict", bool):
-        function["strict"] = True
+    function: dict[str, Any] = {
+        "name": fields.word("name"),
+        "description": fields.typed("description", str),
+        "parameters": fields.typed(schema, dict),
+        "strict": fields.typed("strict", bool) or None,
+    }
+    function = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": function}
+
+
+def read_tools(
+    fields: Fields,
+    kinds: tuple[str | None, ...],
+    left_out: tuple[str, ...],
+    schema: str = "parameters",
+) -> list[dict[str, Any]]:
+    """Return the definitions of the tools of a request, without those that run at its provider.
+
+    Args:
+        fields: The request.
+        kinds: Types of the tools that the client runs; None for tools without a type.
+        left_out: Beginnings of the types that the model is not shown.
+        schema: Field of a tool with the JSON schema of its arguments.
+
+    Raises:
+        Refusal: A tool has another type, or a value of another type.
+    """
+    definitions = []
+    for tool in fields.each("tools"):
+        found = tool.typed("type", str)
+        if found is not None and found.startswith(left_out):
+            logger.info("left out a tool of the type %s", shortened(found))
+            continue
+        if found not in kinds:
+            raise tool.refusal("type", json.dumps(kinds[0]), found)
+        definitions.append(read_tool(tool, schema))
+    return definitions

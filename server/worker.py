@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of prompt tokens of a chunk without others; the option is smaller.
 MAX_CHUNK = 1 << 30
+# Seconds in which the event loop must have sent the errors of abandoned requests.
+SEND_SECONDS = 0.5
 
 
 class Worker(threading.Thread):
@@ -88,6 +90,17 @@ class Worker(threading.Thread):
         self.end()
         if self.ident is not None:
             self.join()
+
+    def abandon(self, message: str) -> None:
+        """End all requests with status 503, from another thread, if no step will ever end.
+
+        Blocks for a moment in which the event loop sends the errors.
+        """
+        with self._changed:
+            self._is_stopped = True
+            for job in [*self._running, *self._waiting]:
+                job.receive(Refusal(message, status=503, code="machine_lost"))
+        time.sleep(SEND_SECONDS)
 
     def gauges(self) -> dict[str, int]:
         """Return current values, which rise and fall, by the name of their metric."""
@@ -152,18 +165,21 @@ class Worker(threading.Thread):
                 self._step(job)
 
     def _step(self, job: Job) -> None:
+        end: Refusal | None = None
         try:
             if job.step():
                 return
+            if self._is_stopped and job.is_cancelled:
+                end = _shutting_down()
+        except Refusal as refusal:
+            end = refusal
         except Exception as error:
             logger.exception("a request failed")
             known = isinstance(error, RedrafterError)
             message = str(error) if known else "the request failed; see the server's log"
-            job.receive(Refusal(message, status=500, code="failed"))
-        else:
-            is_cut = self._is_stopped and job.is_cancelled
-            job.receive(_shutting_down() if is_cut else None)
+            end = Refusal(message, status=500, code="failed")
         self._running.remove(job)
+        job.receive(end)
 
 
 def _shutting_down() -> Refusal:

@@ -8,9 +8,10 @@
 Axes: N nodes of the tree, H hidden size, V vocabulary.
 
 The host reads the outcome of a pass while the device drafts what follows it, or computes the next
-token in plain decoding. So the device is not idle for a read, and the host knows the length of
-every forward pass. If a policy reads the probabilities of the drafts before it decides how many to
-verify, or a lookup waits for the outcome, the device is idle while the host builds the next pass.
+token in plain decoding. If the target has a compiled pass for the drafts, the host dispatches that
+first, and reads the outcome while the device verifies what follows it. So the device is not idle
+for a read. If a policy reads the probabilities of the drafts before it decides how many to verify,
+or a lookup waits for the outcome, the device is idle while the host builds the next pass.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class SequenceDecoder:
         self._chooses = False
         # Whether this step verifies no drafts, as there are none, or those of a probe.
         self._is_plain = True
+        # The drafts to verify, if the policy chose them before the newest pass was read.
+        self._kept: TokenTree | None = None
         # The root or tree that the target is to process, until it has answered.
         self._asked: mx.array | TokenTree | None = None
 
@@ -200,9 +203,13 @@ class SequenceDecoder:
     def ask(self) -> mx.array | TokenTree | None:
         """Return what the target is to process next: a root, shape (1,), or a tree.
 
-        After a tree this does `read` first. From one token to the next it reads nothing, as the
-        length is known anyway. None at the end.
+        After a tree this does `read` first, unless the target may follow a path that the host has
+        not read. From one token to the next it reads nothing, as the length is known anyway. None
+        at the end.
         """
+        if self._follow():
+            self._taken, self._asked = self._pending, self._kept
+            return self._asked
         self.read()
         pending = self._pending
         if pending is None:
@@ -427,13 +434,32 @@ class SequenceDecoder:
             with mx.stream(generation_stream):
                 self.drafting.skip(pending)
 
+    def _follow(self) -> bool:
+        """Commit the newest pass before the host has read it, if the next one can follow it."""
+        pending, policy, proposal = self._pending, self.policy, self._proposal
+        self._kept = None
+        if self._is_plain or pending is None or pending.path is None or pending.is_read:
+            return False
+        if policy is None or proposal is None or proposal.tree is None:
+            return False
+        is_on_host = self.processors is not None or self.common_sampler is None
+        if is_on_host or self.target.compiled is None or not isinstance(self.cache, TreeCache):
+            return False
+        with mx.stream(generation_stream):
+            tree = self._kept = policy.keep_early(proposal.plan, proposal.tree)
+            longest = pending.max_accepted + 1
+            if tree is None or not self.target.may_follow(tree, self.cache, self.layers, longest):
+                return False
+            self.cache.follow(pending.path, pending.num_accepted)
+        return True
+
     def _keep_drafts(self) -> TokenTree | None:
         """Let the policy choose the drafts to verify; None if it chooses none."""
         proposal = self._proposal
         if self.policy is None or proposal is None or proposal.tree is None:
             return None
         with mx.stream(generation_stream):
-            tree = self.policy.keep(proposal.plan, proposal.tree)
+            tree = self._kept or self.policy.keep(proposal.plan, proposal.tree)
         return tree if tree.size > 1 and self.cache.takes(tree) else None
 
     def _read_states(self, states: mx.array) -> None:
@@ -452,6 +478,10 @@ class SequenceDecoder:
             with mx.stream(generation_stream):
                 self.cache.commit(rows)
                 self.sampler.commit(len(rows))
+            if self._pending is not None and self._pending is not pending:  # dispatched before
+                self._pending.length = self.cache.length
+                if not pending.is_finite:
+                    self._pending = pending
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(pending, num_accepted)

@@ -8,7 +8,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -136,6 +136,17 @@ class Target:
     def is_first_use(self) -> bool:
         """Whether the newest pass over a tree took time to prepare later ones of its kind."""
         return self.compiled is not None and self.compiled.is_first_use
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Compile passes at their first use inside, if passes are compiled."""
+        if self.compiled is not None:
+            self.compiled.is_warming_up = True
+        try:
+            yield
+        finally:
+            if self.compiled is not None:
+                self.compiled.is_warming_up = False
 
     @property
     def stock_model(self) -> Any:
@@ -405,6 +416,23 @@ class Target:
         return self._process_trees(
             tokens[None], TreePositions(nodes, [span]), cache.layers, layers
         ).alone
+
+    def may_follow(
+        self, tree: TokenTree, cache: object, layers: Sequence[int], max_length: int
+    ) -> bool:
+        """Whether `verify` can process a tree after a path that the host has not read.
+
+        A cache that quantises its entries must know its length, and so must one of a batch.
+
+        Args:
+            tree: The tree.
+            cache: Its cache, which holds the pass with that path.
+            layers: As in `verify`.
+            max_length: Maximum number of nodes of the path.
+        """
+        if self.compiled is None or type(cache) is not TreeCache:
+            return False
+        return self.compiled.may_follow(tree, cache, layers, max_length)
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,20 +14,18 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
-from mlx_redrafter.server.fields import Fields, unexpected
+from mlx_redrafter.server.fields import Fields, read_text
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
-from mlx_redrafter.server.protocols.openai_fields import read_options, read_stops
+from mlx_redrafter.server.protocols.openai_fields import read_format, read_options, read_stops
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
-from mlx_redrafter.server.tools import Tools, read_tool
+from mlx_redrafter.server.tools import Tools, read_tools
 from mlx_redrafter.server.wire import event, respond
-
-logger = logging.getLogger(__name__)
 
 # Fields that do not change the text: Anthropic caches, bills, attributes or trims requests by them.
 _IGNORED = (
@@ -76,8 +73,7 @@ async def answer(service: Service, client: Request) -> Response:
 async def count(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/messages/count_tokens``."""
     request = await service.read(client, partial(read, counts=True))
-    fitted = await service.fit(client, request)
-    return respond({"input_tokens": sum(map(len, fitted.prompts))})
+    return respond({"input_tokens": await service.count(client, request)})
 
 
 def to_error(refusal: Refusal) -> dict[str, Any]:
@@ -104,12 +100,11 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
         Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
-    if not counts and isinstance(body, dict) and body.get("max_tokens") is None:
+    if not counts and fields.values.get("max_tokens") is None:
         raise fields.refusal("max_tokens", "a number of tokens", None)
-    for name in _IGNORED:
-        fields.take(name)
+    fields.take(*_IGNORED)
     conversation = Conversation()
-    _read_system(fields.take("system"), conversation)
+    _read_system(fields, conversation)
     _read_messages(fields, conversation)
     if not counts and conversation.messages[-1]["role"] == "assistant":
         raise Refusal(
@@ -121,11 +116,8 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
         model=fields.typed("model", str),
         options=read_options(fields, defaults, "max_tokens"),
         is_streamed=fields.typed("stream", bool) or False,
-        num_texts=1,
         stops=read_stops(fields, "stop_sequences"),
-        penalties={},
         format=asked,
-        top_logprobs=None,
         messages=conversation.messages,
         tools=_read_tools(fields),
         template_options=_read_thinking(fields),
@@ -239,122 +231,75 @@ def _format_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _read_system(system: object, conversation: Conversation) -> None:
-    blocks = system if isinstance(system, list) else [] if system is None else [system]
-    texts = [_read_text(block, f"system[{i}]") for i, block in enumerate(blocks)]
-    kept = [text for text in texts if not text.startswith(_BILLING)]
+def _read_system(fields: Fields, conversation: Conversation) -> None:
+    kept = [text for text in fields.texts("system") if not text.startswith(_BILLING)]
     if kept:
-        conversation.add_system(BREAK.join(kept))
-
-
-def _read_text(block: object, within: str) -> str:
-    """Read a text, or a block that is one."""
-    if isinstance(block, str):
-        return block
-    fields = Fields(block, within)
-    text = fields.typed("text", str) if fields.take("type") == "text" else None
-    if text is None:
-        raise unexpected(within, "text; the model reads neither images nor documents", block)
-    return text
+        conversation.add_text("system", BREAK.join(kept))
 
 
 def _read_messages(fields: Fields, conversation: Conversation) -> None:
-    given = fields.typed("messages", list)
-    if not given:
-        raise Refusal("messages must be a list of at least one message", "messages")
-    for i, one in enumerate(given):
-        message = Fields(one, f"messages[{i}]")
-        role = message.one_of("role", ["user", "assistant", "system"])
+    for message in fields.each("messages"):
+        role = message.one_of("role", ["user", "assistant", "system"], is_required=True)
         content = message.take("content")
         blocks = content if isinstance(content, list) else [content]
         if not blocks:
             raise message.refusal("content", "a text or at least one block", content)
         for j, block in enumerate(blocks):
-            within = f"messages[{i}].content[{j}]"
-            if role == "system":
-                conversation.add_system(_read_text(block, within))
-            elif role == "user":
-                _read_user_block(block, within, conversation)
-            elif role == "assistant":
-                _read_answer_block(block, within, conversation)
+            path = f"{message.path}.content[{j}]"
+            if role == "assistant":
+                _read_answer_block(block, path, conversation)
+            elif role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
+                _read_result(Fields(block, path), conversation)
             else:
-                raise message.refusal("role", '"user" or "assistant"', None)
+                conversation.add_text(role, read_text(block, path))
+    if not fields.values.get("messages"):
+        raise Refusal("messages must be a list of at least one message", "messages")
 
 
-def _read_user_block(block: object, within: str, conversation: Conversation) -> None:
-    if not isinstance(block, dict) or block.get("type") != "tool_result":
-        conversation.add_user(_read_text(block, within))
-        return
-    fields = Fields(block, within)
-    content = fields.take("content")
-    parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts = [_read_text(part, f"{within}.content") for part in parts]
-    call_id = fields.typed("tool_use_id", str) or ""
-    conversation.add_result(call_id, "\n".join(texts), f"{within}.tool_use_id")
+def _read_result(fields: Fields, conversation: Conversation) -> None:
+    text, call_id = "\n".join(fields.texts("content")), fields.typed("tool_use_id", str)
+    conversation.add_result(call_id or "", text, f"{fields.path}.tool_use_id")
 
 
-def _read_answer_block(block: object, within: str, conversation: Conversation) -> None:
-    fields = Fields({"text": block, "type": "text"} if isinstance(block, str) else block, within)
+def _read_answer_block(block: object, path: str, conversation: Conversation) -> None:
+    fields = Fields({"text": block, "type": "text"} if isinstance(block, str) else block, path)
     kind = fields.one_of("type", ["text", "thinking", "redacted_thinking", "tool_use"])
     if kind == "text":
-        conversation.add_answer(fields.typed("text", str) or "")
+        conversation.add_text("assistant", fields.typed("text", str) or "")
     elif kind == "thinking":
         conversation.add_reasoning(fields.typed("thinking", str) or "")
     elif kind == "tool_use":
-        call_id, name = fields.typed("id", str), fields.typed("name", str)
-        if not call_id or not name:
-            raise fields.refusal("id", "a text, with a name next to it", call_id)
-        conversation.add_call(call_id, name, fields.typed("input", dict) or {})
+        arguments = fields.inner("input").values
+        conversation.add_call(fields.word("id"), fields.word("name"), arguments)
 
 
 def _read_thinking(fields: Fields) -> dict[str, Any]:
     """Return the option of chat templates that turns thinking on or off."""
-    given = fields.typed("thinking", dict)
-    if given is None:
-        return {}
-    thinking = Fields(given, "thinking")
+    thinking = fields.inner("thinking")
     kind = thinking.one_of("type", ["enabled", "adaptive", "disabled"])
-    return {"enable_thinking": kind != "disabled"}
+    return {"enable_thinking": kind != "disabled"} if thinking.values else {}
 
 
 def _read_output(fields: Fields) -> tuple[str | None, AnswerFormat | None]:
     """Read the effort and the format of the answer."""
-    output = Fields(fields.typed("output_config", dict) or {}, "output_config")
+    output = fields.inner("output_config")
     effort, _ = read_effort(output, "effort")
-    param, given = "output_config.format", output.typed("format", dict)
-    if given is None:
-        param, given = "output_format", fields.typed("output_format", dict)
+    asked = next(
+        (one for one in (output.inner("format"), fields.inner("output_format")) if one.values), None
+    )
     output.finish()
-    if given is None:
-        return effort, None
-    asked = Fields(given, param)
-    asked.one_of("type", ["json_schema"])
-    schema = asked.typed("schema", dict)
-    if schema is None:
-        raise asked.refusal("schema", "an object", None)
-    return effort, AnswerFormat(schema, param)
+    return effort, None if asked is None else read_format(asked)
 
 
 def _read_tools(fields: Fields) -> Tools:
-    given = fields.typed("tools", list) or []
-    definitions = []
-    for i, tool in enumerate(given):
-        one = Fields(tool, f"tools[{i}]")
-        kind = one.typed("type", str) or "custom"
-        if kind.startswith(_SERVER_TOOLS):
-            logger.info("left out the tool %s, which runs at Anthropic", kind[:100])
-            continue
-        if kind != "custom":
-            raise one.refusal("type", '"custom", with an input_schema', kind)
-        definitions.append(read_tool(one, "input_schema"))
-    choice = Fields(fields.typed("tool_choice", dict) or {"type": "auto"}, "tool_choice")
-    kind = choice.one_of("type", ["auto", "any", "tool", "none"])
-    names = [choice.typed("name", str) or ""] if kind == "tool" else None
-    word = {"any": "required", "tool": "required"}.get(str(kind), str(kind))
+    tools = Tools(read_tools(fields, ("custom", None), _SERVER_TOOLS, "input_schema"))
+    choice = fields.inner("tool_choice")
+    kind = choice.one_of("type", ["auto", "any", "tool", "none"]) or "auto"
+    names = [choice.word("name")] if kind == "tool" else None
     is_single = choice.typed("disable_parallel_tool_use", bool) or False
     choice.finish()
-    tools = Tools(definitions).choose(word, names, "tool_choice")
-    return replace(tools, is_parallel=not is_single)
+    word = "required" if kind in ("any", "tool") else kind
+    return replace(tools.choose(word, names, "tool_choice"), is_parallel=not is_single)
 
 
 ROUTES: Routes = {

@@ -10,6 +10,8 @@ from typing import Any
 
 from mlx_redrafter.server.refusals import Refusal
 
+# Roles of texts.
+ROLES = ("user", "assistant", "system", "developer")
 # Text between two texts that become one message.
 BREAK = "\n\n"
 
@@ -26,19 +28,18 @@ class Conversation:
         # Names of the tools by the ids of their calls.
         self._calls: dict[str, str] = {}
 
-    def add_system(self, text: str) -> None:
-        """Add instructions."""
-        is_first = all(message["role"] == "system" for message in self.messages)
-        self._add_text("system" if is_first else "user", text)
-
-    def add_user(self, text: str) -> None:
-        """Add a text of the user."""
-        self._add_text("user", text)
-
-    def add_answer(self, text: str) -> None:
-        """Add a text of the model."""
-        message = self._assistant()
-        message["content"] += text
+    def add_text(self, role: str, text: str) -> None:
+        """Add a text of the "user" or the "assistant", or instructions: "system", "developer"."""
+        if role == "assistant":
+            self._assistant()["content"] += text
+            return
+        if role != "user":
+            is_first = all(message["role"] == "system" for message in self.messages)
+            role = "system" if is_first else "user"
+        if self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] += BREAK + text
+        else:
+            self.messages.append({"role": role, "content": text})
 
     def add_reasoning(self, text: str) -> None:
         """Add thinking of the model."""
@@ -48,11 +49,8 @@ class Conversation:
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         """Add a call of a tool."""
         self._calls[call_id] = name
-        call = {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, text: str, param: str) -> None:
@@ -65,13 +63,9 @@ class Conversation:
             raise Refusal(
                 f"{param} must be the id of a call before it, got {call_id[:100]!r}", param
             )
+        name = self._calls[call_id]
         self.messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": call_id,
-                "name": self._calls[call_id],
-                "content": text,
-            }
+            {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
         )
 
     def add_result_of(self, name: str | None, text: str) -> None:
@@ -85,12 +79,6 @@ class Conversation:
         found = (named or waiting or [name or ""])[0]
         self._calls.setdefault(found, name or "")
         self.add_result(found, text, "tool_name")
-
-    def _add_text(self, role: str, text: str) -> None:
-        if self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += BREAK + text
-        else:
-            self.messages.append({"role": role, "content": text})
 
     def _assistant(self) -> dict[str, Any]:
         if not self.messages or self.messages[-1]["role"] != "assistant":

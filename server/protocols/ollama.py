@@ -32,22 +32,20 @@ from mlx_redrafter.server.wire import respond, to_text
 # Version of Ollama whose API this follows, since clients look for one that is new enough.
 OLLAMA_VERSION = "0.13.5"
 # Options of Ollama's engine that do not change the text.
-_IGNORED_OPTIONS = frozenset(
-    {
-        "draft_num_predict",
-        "f16_kv",
-        "low_vram",
-        "main_gpu",
-        "num_batch",
-        "num_ctx",
-        "num_gpu",
-        "num_keep",
-        "num_thread",
-        "numa",
-        "use_mlock",
-        "use_mmap",
-        "vocab_only",
-    }
+_IGNORED_OPTIONS = (
+    "draft_num_predict",
+    "f16_kv",
+    "low_vram",
+    "main_gpu",
+    "num_batch",
+    "num_ctx",
+    "num_gpu",
+    "num_keep",
+    "num_thread",
+    "numa",
+    "use_mlock",
+    "use_mmap",
+    "vocab_only",
 )
 # Names of Ollama's options in OpenAI's API and mlx-lm's.
 _RENAMED = {
@@ -121,9 +119,10 @@ def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, floa
     """
     fields = Fields(body)
     conversation = Conversation()
-    for i, message in enumerate(fields.typed("messages", list) or []):
-        _read_message(Fields(message, f"messages[{i}]"), conversation)
-    return _read_chat(fields, defaults, conversation, _read_tools(fields))
+    for message in fields.each("messages"):
+        _read_message(message, conversation)
+    tools = Tools([read_tool(tool.inner("function")) for tool in fields.each("tools")])
+    return _read_chat(fields, defaults, conversation, tools)
 
 
 def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
@@ -145,9 +144,9 @@ def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, 
         return CompletionRequest(**common, prompts=[prompt] if prompt else []), stay
     conversation = Conversation()
     if system and prompt:
-        conversation.add_system(system)
+        conversation.add_text("system", system)
     if prompt:
-        conversation.add_user(prompt)
+        conversation.add_text("user", prompt)
     return _read_chat(fields, defaults, conversation, Tools([]))
 
 
@@ -277,28 +276,20 @@ def _read_common(
     fields: Fields, defaults: GenerationOptions
 ) -> tuple[dict[str, Any], float | None]:
     """Read the fields of `TextRequest` and the seconds that the model stays in memory."""
-    given = fields.typed("options", dict) or {}
-    options = Fields(
-        {
-            _RENAMED.get(name, name): value
-            for name, value in given.items()
-            if name not in _IGNORED_OPTIONS and value != _OFF.get(name)
-        },
-        "options",
-    )
-    fields.typed("truncate", bool)
-    fields.typed("shift", bool)
+    given = fields.inner("options").values.items()
+    renamed = {_RENAMED.get(name, name): one for name, one in given if one != _OFF.get(name)}
+    options = Fields(renamed, "options")
+    options.take(*_IGNORED_OPTIONS)
+    fields.take("truncate", "shift")
     stream = fields.typed("stream", bool)
     common = {
         "model": fields.typed("model", str),
         # As at Ollama, a text without a limit ends at the context.
         "options": read_options(options, replace(defaults, max_tokens=-1), "max_tokens"),
         "is_streamed": stream is not False,
-        "num_texts": 1,
         "stops": read_stops(options, "stop"),
         "penalties": read_penalties(options),
         "format": _read_format(fields),
-        "top_logprobs": None,
     }
     options.finish()
     return common, _read_stay(fields)
@@ -333,47 +324,29 @@ def _read_name(body: object, defaults: GenerationOptions) -> str | None:
 
 
 def _read_message(fields: Fields, conversation: Conversation) -> None:
-    role = fields.one_of("role", ["system", "user", "assistant", "tool"])
+    role = fields.one_of("role", ["system", "user", "assistant", "tool"], is_required=True)
     content = fields.typed("content", str) or ""
     fields.one_of("images", [[]])
-    if role == "system":
-        conversation.add_system(content)
-    elif role == "user":
-        conversation.add_user(content)
-    elif role == "tool":
+    if role == "tool":
         name = fields.typed("tool_call_id", str) or fields.typed("tool_name", str)
         conversation.add_result_of(name, content)
-    elif role == "assistant":
-        if thinking := fields.typed("thinking", str):
-            conversation.add_reasoning(thinking)
-        conversation.add_answer(content)
-        for i, call in enumerate(fields.typed("tool_calls", list) or []):
-            within = Fields(call, f"tool_calls[{i}]")
-            function = Fields(within.take("function"), f"tool_calls[{i}].function")
-            name = function.typed("name", str) or ""
-            call_id = within.typed("id", str) or name
-            conversation.add_call(call_id, name, function.typed("arguments", dict) or {})
-    else:
-        raise fields.refusal("role", '"system", "user", "assistant" or "tool"', None)
-
-
-def _read_tools(fields: Fields) -> Tools:
-    given = fields.typed("tools", list) or []
-    definitions = []
-    for i, tool in enumerate(given):
-        one = Fields(tool, f"tools[{i}]")
-        one.one_of("type", ["function"])
-        definitions.append(read_tool(Fields(one.take("function"), f"tools[{i}].function")))
-    return Tools(definitions)
+        return
+    conversation.add_text(role, content)
+    if role == "assistant" and (thinking := fields.typed("thinking", str)):
+        conversation.add_reasoning(thinking)
+    for call in fields.each("tool_calls"):
+        function = call.inner("function")
+        name = function.typed("name", str) or ""
+        call_id = call.typed("id", str) or name
+        conversation.add_call(call_id, name, function.inner("arguments").values)
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    size = model.estimate_bytes() if model.loaded is None else model.loaded.nbytes
     return {
         "name": model.name,
         "model": model.name,
         "modified_at": datetime.fromtimestamp(0, UTC).isoformat(),
-        "size": size,
+        "size": model.estimate_bytes(),
         "digest": "",
         "details": {"format": "safetensors", "family": "", "families": [], "parent_model": ""},
     }

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from mlx_lm.server import process_message_content
 from starlette.requests import Request
 from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
-from mlx_redrafter.server.protocols.openai_fields import (
-    StreamOptions,
-    read_common,
-    read_tool_choice,
-)
+from mlx_redrafter.server.protocols.openai_fields import StreamOptions, choose_tools, read_common
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
@@ -31,26 +28,8 @@ MAX_TOP_LOGPROBS = 20
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Amounts of thinking, in OpenAI's words; "none" turns thinking off in templates that can.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# Arguments of `apply_chat_template` that are not options of the template, and a template itself.
-_OWN_TEMPLATE_OPTIONS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+# Arguments of `apply_chat_template` that are not options of the template.
+_OWN_TEMPLATE_OPTIONS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 async def answer(service: Service, client: Request) -> Response:
@@ -70,15 +49,13 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, Stream
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not shows:
         raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
-    messages = _read_messages(fields)
-    tools = _read_tools(fields)
-    template_options = fields.typed("chat_template_kwargs", dict) or {}
+    messages, tools = _read_messages(fields), _read_tools(fields)
+    template_options = fields.inner("chat_template_kwargs").values
     for name in template_options.keys() & _OWN_TEMPLATE_OPTIONS:
         raise Refusal(f"chat_template_kwargs must not have {name}", "chat_template_kwargs")
     effort, thinking = read_effort(fields, "reasoning_effort")
     fields.one_of("modalities", [["text"]])
-    for name in ("verbosity", "prediction"):  # a hint for the style, and drafts of the client
-        fields.take(name)
+    fields.take("verbosity", "prediction")  # a hint for the style, and drafts of the client
     common, options = read_common(fields, defaults, (top or 0) if shows else None)
     request = ChatRequest(
         **common,
@@ -170,27 +147,17 @@ def _shown(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _read_tools(fields: Fields) -> Tools:
-    given = fields.typed("tools", list) or []
-    for i, tool in enumerate(given):
-        one = Fields(tool, f"tools[{i}]")
-        if one.one_of("type", ["function"]) is None:
-            raise one.refusal("type", '"function"', None)
-        read_tool(Fields(one.take("function"), f"tools[{i}].function"))
-    tools = Tools(given)
-    is_parallel = fields.typed("parallel_tool_calls", bool)
-    choice, names = read_tool_choice(fields)
-    tools = tools.choose(choice, names, "tool_choice")
-    return tools if is_parallel in (None, True) else replace(tools, is_parallel=False)
+    for tool in fields.each("tools"):
+        tool.one_of("type", ["function"], is_required=True)
+        read_tool(tool.inner("function"))
+    return choose_tools(fields, Tools(fields.values.get("tools") or []))
 
 
 def _read_messages(fields: Fields) -> list[dict[str, Any]]:
     """Read messages as chat templates expect them: text only, and parsed arguments of calls."""
-    given = fields.typed("messages", list)
-    if not given:
+    messages = list(map(_read_message, fields.each("messages")))
+    if not messages:
         raise Refusal("messages must be a list of at least one message", "messages")
-    messages = [
-        _read_message(message, Fields(message, f"messages[{i}]")) for i, message in enumerate(given)
-    ]
     try:
         process_message_content(messages)
     except (ValueError, RecursionError) as error:
@@ -200,34 +167,18 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_message(message: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    """Check a message, and make its refusals texts and its thinking a field of templates."""
-    role = fields.one_of("role", _ROLES)
-    if role is None:
-        raise fields.refusal("role", " or ".join(_ROLES), None)
-    content = fields.take("content")
-    if not isinstance(content, (str, list, type(None))):
-        raise fields.refusal("content", "a text or a list of texts", content)
-    if isinstance(content, list):
-        content = [_read_part(part, fields) for part in content]
-    for i, call in enumerate(fields.typed("tool_calls", list) or []):
-        Fields(call, f"tool_calls[{i}]").typed("function", dict)
-    found = {**message, "content": content}
+def _read_message(fields: Fields) -> dict[str, Any]:
+    """Check a message, and make its content a text and its thinking a field of templates."""
+    role = fields.one_of("role", _ROLES, is_required=True)
+    found = {**fields.values, "content": "".join(fields.texts("content"))}
+    for call in fields.each("tool_calls"):
+        call.typed("function", dict)
     if role == "developer":  # OpenAI's newer word, which templates do not know
         found["role"] = "system"
     reasoning = fields.typed("reasoning", str)
     if reasoning is not None:
         found.setdefault("reasoning_content", reasoning)
     return found
-
-
-def _read_part(part: object, message: Fields) -> dict[str, str]:
-    fields = Fields(part, "content")
-    kind = fields.take("type")
-    text = fields.typed(kind, str) if kind in ("text", "refusal") else None
-    if text is None:
-        raise message.refusal("content", "text only; images and files are not supported", part)
-    return {"type": "text", "text": text}
 
 
 ROUTES: Routes = {("POST", "/v1/chat/completions"): answer}

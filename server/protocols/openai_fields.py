@@ -13,6 +13,7 @@ from mlx_redrafter.server.fields import Fields, shortened
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS
+from mlx_redrafter.server.tools import Tools
 
 # Maximum number of stop strings.
 MAX_STOPS = 16
@@ -59,29 +60,27 @@ def read_common(
     Raises:
         Refusal: A field has a wrong value, or is not supported.
     """
-    for name in IGNORED:
-        fields.take(name)
+    fields.take(*IGNORED)
     streams = fields.typed("stream", bool) or False
-    shown = fields.take("stream_options")
-    if shown is not None and not streams:
+    shown = fields.inner("stream_options")
+    if not streams and fields.values.get("stream_options") is not None:
         raise Refusal("stream_options needs stream to be true", "stream_options")
-    stream_options = Fields({} if shown is None else shown, "stream_options")
-    stream_options.take("include_obfuscation")
+    shown.take("include_obfuscation")
+    form = fields.inner("response_format")
     common = {
         "model": fields.typed("model", str),
         "options": read_options(fields, defaults, "max_tokens", "max_completion_tokens"),
         "num_texts": fields.integer("n", 1, MAX_TEXTS) or 1,
         "stops": read_stops(fields, "stop"),
         "penalties": read_penalties(fields),
-        "format": _read_format(fields),
+        "format": read_format(form, "json_schema") if form.values else None,
         "top_logprobs": top_logprobs,
         "is_streamed": streams,
     }
     options = StreamOptions(
-        stream_options.typed("include_usage", bool) or False,
-        stream_options.typed("include_drafts", bool) or False,
+        shown.typed("include_usage", bool) or False, shown.typed("include_drafts", bool) or False
     )
-    stream_options.finish()
+    shown.finish()
     fields.finish()
     return common, options
 
@@ -100,9 +99,7 @@ def read_options(
         Refusal: An option is out of range.
     """
     given = {option: fields.take(name) for option, name in _OPTIONS.items()}
-    for name in length_names:
-        if (length := fields.take(name)) is not None:
-            given["max_tokens"] = length
+    given["max_tokens"] = fields.take(*length_names)
     try:
         return replace(defaults, **{name: one for name, one in given.items() if one is not None})
     except ConfigError as error:
@@ -147,55 +144,54 @@ def read_penalties(fields: Fields) -> dict[str, Any]:
     return given if is_on else {}
 
 
-def read_json_schema(fields: Fields, param: str) -> AnswerFormat:
-    """Read OpenAI's description of a JSON schema; ``strict`` makes no difference to it.
+def read_format(asked: Fields, inner: str = "") -> AnswerFormat | None:
+    """Read the format of an answer; ``strict`` makes no difference to a schema.
+
+    Args:
+        asked: The format.
+        inner: Field of the object with the schema, if that is in an object of its own.
 
     Raises:
-        Refusal: The schema is missing or no object.
+        Refusal: A value is unknown, or the schema is missing.
     """
-    for name in ("name", "description"):
-        fields.typed(name, str)
-    fields.typed("strict", bool)
-    schema: dict[str, Any] | None = fields.typed("schema", dict)
-    fields.finish()
-    if schema is None:
-        raise fields.refusal("schema", "an object", None)
-    return AnswerFormat(schema, param)
+    kind = asked.one_of("type", ["text", "json_object", "json_schema"], is_required=True)
+    schema: dict[str, Any] = {"type": "object"}
+    if kind == "json_schema":
+        given = asked.inner(inner) if inner else asked
+        given.take("name", "description", "strict")
+        if "schema" not in given.values:
+            raise given.refusal("schema", "an object", None)
+        schema = given.inner("schema").values
+        given.finish()
+    asked.finish()
+    return None if kind == "text" else AnswerFormat(schema, asked.path)
 
 
-def read_tool_choice(fields: Fields) -> tuple[str, list[str] | None]:
-    """Read ``tool_choice``: a word, one function, or some allowed tools.
+def choose_tools(fields: Fields, tools: Tools) -> Tools:
+    """Read ``tool_choice``, a word, a function or allowed tools, and ``parallel_tool_calls``.
 
     Chats have the name of a function, and the allowed tools, in an object of their own.
-
-    Returns:
-        "auto", "none" or "required", and the names of the tools that may be called; None for all.
 
     Raises:
         Refusal: A value is unknown, or a name is missing.
     """
-    choice = fields.take("tool_choice")
-    if choice is None or isinstance(choice, str):
-        if choice not in (None, "auto", "none", "required"):
-            raise fields.refusal("tool_choice", '"auto", "none", "required" or a tool', choice)
-        return choice or "auto", None
-    asked = Fields(choice, "tool_choice")
-    if asked.one_of("type", ["function", "allowed_tools"]) != "allowed_tools":
-        return "required", [_name_of(choice)]
-    inner = asked.typed("allowed_tools", dict)
-    allowed = asked if inner is None else Fields(inner, "tool_choice.allowed_tools")
-    mode = allowed.one_of("mode", ["auto", "required"]) or "auto"
-    return mode, [_name_of(one) for one in allowed.typed("tools", list) or []]
+    names, choice = None, fields.take("tool_choice")
+    if isinstance(choice, dict):
+        asked = Fields(choice, "tool_choice")
+        if asked.one_of("type", ["function", "allowed_tools"]) == "allowed_tools":
+            allowed = asked.inner("allowed_tools") if "allowed_tools" in choice else asked
+            choice = allowed.one_of("mode", ["auto", "required"])
+            names = list(map(_name_of, allowed.each("tools")))
+        else:
+            choice, names = "required", [_name_of(asked)]
+    elif choice not in (None, "auto", "none", "required"):
+        raise fields.refusal("tool_choice", '"auto", "none", "required" or a tool', choice)
+    is_single = fields.typed("parallel_tool_calls", bool) is False
+    return replace(tools.choose(choice or "auto", names, "tool_choice"), is_parallel=not is_single)
 
 
-def _name_of(choice: object) -> str:
-    asked = Fields(choice, "tool_choice")
-    inner = asked.typed("function", dict)
-    function = asked if inner is None else Fields(inner, "tool_choice.function")
-    name = function.typed("name", str)
-    if name is None:
-        raise function.refusal("name", "the name of a tool", None)
-    return name
+def _name_of(tool: Fields) -> str:
+    return (tool.inner("function") if "function" in tool.values else tool).word("name")
 
 
 def format_usage(usage: Usage) -> dict[str, Any]:
@@ -213,31 +209,11 @@ def format_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _read_format(fields: Fields) -> AnswerFormat | None:
-    given = fields.typed("response_format", dict)
-    if given is None:
-        return None
-    asked = Fields(given, "response_format")
-    kind = asked.one_of("type", ["text", "json_object", "json_schema"])
-    if kind is None:
-        raise asked.refusal("type", '"text", "json_object" or "json_schema"', None)
-    found = None
-    if kind == "json_schema":
-        within = Fields(asked.typed("json_schema", dict) or {}, "response_format.json_schema")
-        found = read_json_schema(within, "response_format")
-    elif kind == "json_object":
-        found = AnswerFormat({"type": "object"}, "response_format")
-    asked.finish()
-    return found
-
-
 def _read_biases(fields: Fields) -> dict[int, float]:
-    given = fields.typed("logit_bias", dict) or {}
-    if len(given) > MAX_BIASES:
+    biases, found = fields.inner("logit_bias"), {}
+    if len(biases.values) > MAX_BIASES:
         raise Refusal(f"logit_bias must have at most {MAX_BIASES} tokens", "logit_bias")
-    biases = Fields(given, "logit_bias")
-    found = {}
-    for name in given:
+    for name in biases.values:
         if not (name.isascii() and name.isdecimal() and len(name) < 10):
             raise Refusal(
                 f"logit_bias must have token ids as names, got {reprlib.repr(name)}", "logit_bias"

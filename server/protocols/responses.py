@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,44 +16,39 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
-from mlx_redrafter.server.fields import Fields, unexpected
+from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.block_writer import BlockWriter
-from mlx_redrafter.server.protocols.conversation import Conversation
+from mlx_redrafter.server.protocols.conversation import ROLES, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import (
     IGNORED,
-    read_json_schema,
+    choose_tools,
+    read_format,
     read_options,
-    read_tool_choice,
 )
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
-from mlx_redrafter.server.tools import Tools, read_tool
+from mlx_redrafter.server.tools import Tools, read_tools
 from mlx_redrafter.server.wire import event, respond
-
-logger = logging.getLogger(__name__)
 
 # Fields that do not change the text, next to those of `IGNORED`.
 _OTHERS = ("client_metadata", "include", "max_tool_calls", "stream_options", "truncation")
 # Types of tools that run at OpenAI or that have no JSON schema. The model is not shown them.
-_LEFT_OUT = frozenset(
-    {
-        "apply_patch",
-        "code_interpreter",
-        "custom",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "namespace",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_preview",
-    }
+_LEFT_OUT = (
+    "apply_patch",
+    "code_interpreter",
+    "custom",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "namespace",
+    "shell",
+    "tool_search",
+    "web_search",
 )
 # Fields of a request that its response repeats, with their defaults.
 _REPEATED: dict[str, Any] = {
@@ -112,7 +106,8 @@ async def answer(service: Service, client: Request) -> Response:
 
 async def fetch(service: Service, client: Request) -> Response:
     """Answer ``GET /v1/responses/{id}``."""
-    return respond(service.stored.find(client.path_params["id"], "id").response)
+    response, _ = service.stored.find(client.path_params["id"], "id")
+    return respond(response)
 
 
 async def forget(service: Service, client: Request) -> Response:
@@ -141,30 +136,23 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
         Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
-    assert isinstance(body, dict)
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {name: one for name, one in fields.values.items() if one is not None}
     repeated = {name: given.get(name, value) for name, value in _REPEATED.items()}
-    store = fields.typed("store", bool)
-    repeated["store"] = store is not False
-    for name in (*IGNORED, *_OTHERS):
-        fields.take(name)
+    repeated["store"] = fields.typed("store", bool) is not False
+    fields.take(*IGNORED, *_OTHERS)
     fields.one_of("background", [False])
     before = fields.typed("previous_response_id", str)
-    items = [] if before is None else stored.find(before, "previous_response_id").items
-    items = items + _read_input(fields)
+    items = [] if before is None else stored.find(before, "previous_response_id")[1]
+    items += _read_input(fields)
     effort, thinking = _read_reasoning(fields)
     request = ChatRequest(
         model=fields.typed("model", str),
         # Codex sends no limit, and a call must not be cut.
         options=read_options(fields, replace(defaults, max_tokens=-1), "max_output_tokens"),
         is_streamed=fields.typed("stream", bool) or False,
-        num_texts=1,
-        stops=(),
-        penalties={},
         format=_read_format(fields),
-        top_logprobs=None,
         messages=_read_items(fields.typed("instructions", str), items),
-        tools=_read_tools(fields),
+        tools=choose_tools(fields, Tools(read_tools(fields, ("function",), _LEFT_OUT))),
         template_options=thinking,
         effort=effort,
     )
@@ -334,27 +322,24 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
     """Make the messages of a chat template from items."""
     conversation = Conversation()
     if instructions:
-        conversation.add_system(instructions)
+        conversation.add_text("system", instructions)
     for i, item in enumerate(items):
-        within = f"input[{i}]"
-        fields = Fields(item, within)
+        fields = Fields(item, f"input[{i}]")
         kind = fields.typed("type", str) or "message"
         if kind == "message":
-            _read_message(fields, within, conversation)
+            role = fields.one_of("role", ROLES, is_required=True)
+            for text in fields.texts("content"):
+                conversation.add_text(role, text)
         elif kind == "reasoning":
-            parts = fields.typed("content", list) or fields.typed("summary", list) or []
-            texts = [Fields(part, within).typed("text", str) or "" for part in parts]
+            parts = fields.each("content") or fields.each("summary")
+            texts = [part.typed("text", str) or "" for part in parts]
             conversation.add_reasoning("\n".join(texts))
         elif kind == "function_call":
-            call_id, name = fields.typed("call_id", str), fields.typed("name", str)
-            if not call_id or not name:
-                raise fields.refusal("call_id", "a text, with a name next to it", call_id)
-            arguments = fields.typed("arguments", str) or "{}"
-            conversation.add_call(call_id, name, _parse_arguments(arguments, within))
+            arguments = _read_arguments(fields)
+            conversation.add_call(fields.word("call_id"), fields.word("name"), arguments)
         elif kind == "function_call_output":
-            text = "\n".join(_read_texts(fields.take("output"), f"{within}.output"))
-            call_id = fields.typed("call_id", str) or ""
-            conversation.add_result(call_id, text, f"{within}.call_id")
+            text, call_id = "\n".join(fields.texts("output")), fields.typed("call_id", str)
+            conversation.add_result(call_id or "", text, f"{fields.path}.call_id")
         else:
             expected = '"message", "reasoning", "function_call" or "function_call_output"'
             raise fields.refusal("type", expected, kind)
@@ -363,81 +348,28 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
     return conversation.messages
 
 
-def _read_message(fields: Fields, within: str, conversation: Conversation) -> None:
-    role = fields.one_of("role", ["user", "assistant", "system", "developer"])
-    add = {
-        "user": conversation.add_user,
-        "assistant": conversation.add_answer,
-        "system": conversation.add_system,
-        "developer": conversation.add_system,
-    }
-    if role is None:
-        raise fields.refusal("role", '"user", "assistant", "system" or "developer"', None)
-    for text in _read_texts(fields.take("content"), f"{within}.content"):
-        add[role](text)
-
-
-def _read_texts(content: object, within: str) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise unexpected(within, "a text or a list of texts", content)
-    texts = []
-    for part in content:
-        fields = Fields(part, within)
-        kind = fields.take("type")
-        name = "refusal" if kind == "refusal" else "text"
-        text = fields.typed(name, str)
-        if kind not in ("input_text", "output_text", "text", "refusal") or text is None:
-            raise unexpected(within, "text; the model reads neither images nor files", part)
-        texts.append(text)
-    return texts
-
-
-def _parse_arguments(text: str, within: str) -> dict[str, Any]:
+def _read_arguments(fields: Fields) -> dict[str, Any]:
+    text = fields.typed("arguments", str) or "{}"
     try:
         arguments = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise unexpected(f"{within}.arguments", "an object as JSON", text) from error
+    except (ValueError, RecursionError):
+        arguments = None
     if not isinstance(arguments, dict):
-        raise unexpected(f"{within}.arguments", "an object as JSON", text)
+        raise fields.refusal("arguments", "an object as JSON", text)
     return arguments
 
 
 def _read_reasoning(fields: Fields) -> tuple[str | None, dict[str, Any]]:
-    reasoning = Fields(fields.typed("reasoning", dict) or {}, "reasoning")
-    for name in ("summary", "generate_summary"):  # the whole thinking is sent
-        reasoning.take(name)
+    reasoning = fields.inner("reasoning")
+    reasoning.take("summary", "generate_summary")  # the whole thinking is sent
     effort = read_effort(reasoning, "effort")
     reasoning.finish()
     return effort
 
 
 def _read_format(fields: Fields) -> AnswerFormat | None:
-    text = Fields(fields.typed("text", dict) or {}, "text")
+    text = fields.inner("text")
     text.take("verbosity")
-    asked = Fields(text.typed("format", dict) or {"type": "text"}, "text.format")
+    asked = text.inner("format")
     text.finish()
-    kind = asked.one_of("type", ["text", "json_object", "json_schema"])
-    if kind == "json_schema":
-        return read_json_schema(asked, "text.format")
-    asked.finish()
-    return AnswerFormat({"type": "object"}, "text.format") if kind == "json_object" else None
-
-
-def _read_tools(fields: Fields) -> Tools:
-    given = fields.typed("tools", list) or []
-    definitions = []
-    for i, tool in enumerate(given):
-        one = Fields(tool, f"tools[{i}]")
-        kind = one.typed("type", str)
-        if kind in _LEFT_OUT:
-            logger.info("left out a tool of the type %s, which has no JSON schema", kind)
-            continue
-        if kind != "function":
-            raise one.refusal("type", '"function"', kind)
-        definitions.append(read_tool(one))
-    choice, names = read_tool_choice(fields)
-    tools = Tools(definitions).choose(choice, names, "tool_choice")
-    is_parallel = fields.typed("parallel_tool_calls", bool)
-    return replace(tools, is_parallel=is_parallel is not False)
+    return read_format(asked) if asked.values else None

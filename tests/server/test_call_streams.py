@@ -120,3 +120,36 @@ def test_a_cut_call_is_no_error(served: Served, name: str) -> None:
         text = answer if streams else json.dumps(answer)
         assert any(word in text for word in ('"length"', '"max_tokens"', "incomplete")), text
         assert "error" not in text.replace('"error":null', "").replace('"error": null', "")
+
+
+def _asking(body: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """A request with another schema."""
+    asked: dict[str, Any] = json.loads(
+        json.dumps(body).replace(json.dumps(SCHEMA), json.dumps(schema))
+    )
+    return asked
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_schema_that_no_text_fits(served: Served, name: str) -> None:
+    path, body, _, _ = PROTOCOLS[name]
+    circle = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+    schema = {**SCHEMA, "properties": {"city": {"$ref": "#/$defs/a"}}, "$defs": circle}
+    for streams in (False, True):
+        status, answer = served.send(path, {**_asking(body, schema), "stream": streams})
+        assert status == (200 if streams else 400)
+        error = _events(answer)[-1] if streams else answer
+        error = error.get("response", error)["error"]
+        message = error if name == "ollama" else error["message"]
+        assert message.startswith("tools: no token may follow")
+
+
+@pytest.mark.parametrize("kind", ["json_tools", "gemma4", "pythonic"])
+def test_hundreds_of_arguments_that_may_be_missing(kind: str) -> None:
+    path, body, read_whole, _ = PROTOCOLS["chat"]
+    more = {f"more_{i}": {"type": "integer"} for i in range(500)}
+    schema = {**SCHEMA, "properties": {**more, **SCHEMA["properties"]}}
+    with serving(calling_engine(kind)) as one:
+        status, whole = one.send(path, {**_asking(body, schema), "max_tokens": 400})
+    assert status == 200, whole
+    assert "city" in json.loads(read_whole(whole))

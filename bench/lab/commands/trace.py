@@ -40,7 +40,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=at_least(1), default=40)
     parser.add_argument("--tokens", type=at_least(100), default=30_000, help="of the last prompt")
     parser.add_argument("-m", "--max-tokens", type=at_least(1), default=40)
-    parser.add_argument("--no-cold", action="store_true", help="compare with no cold start")
+    parser.add_argument(
+        "--cold-every", type=at_least(0), default=1, help="turns per cold start to compare; 0: none"
+    )
 
 
 def run(arguments: Namespace) -> None:
@@ -87,18 +89,20 @@ class _Replay:
         loaded = LoadedModel(self._engine, self._options, store)
         cold = LoadedModel(self._engine, self._options, PrefixStore(0))
         processed, times, cold_times = 0, list[float](), list[float]()
+        num_equal, num_wrong = 0, self.num_wrong
 
         def answer(prompt: list[int]) -> list[int]:
-            nonlocal processed
+            nonlocal processed, num_equal
             found, num_cached, seconds = self._write(loaded, prompt)
             processed += len(prompt) - num_cached
             times.append(seconds)
-            if not arguments.no_cold:
-                turn = len(times)
+            turn, every = len(times), arguments.cold_every
+            if every and turn % every == 0:
                 if turn not in self._cold:
                     self._cold[turn], _, seconds = self._write(cold, prompt)
                     cold_times.append(seconds)
-                self.num_wrong += found != self._cold[turn]
+                is_equal = found == self._cold[turn]
+                num_equal, self.num_wrong = num_equal + is_equal, self.num_wrong + (not is_equal)
             return found
 
         trace.replay(answer)
@@ -108,7 +112,8 @@ class _Replay:
         more = f"; cold median {1000 * statistics.median(cold_times):.0f}" if cold_times else ""
         return (
             f"{processed} tokens processed of {trace.num_prompt}, {trace.num_ideal} by an ideal "
-            f"cache ({trace.num_ideal / processed:.4f}); ms to the first token, median "
+            f"cache ({trace.num_ideal / processed:.4f}); {num_equal} texts equal to cold ones, "
+            f"{self.num_wrong - num_wrong} different; ms to the first token, median "
             f"{1000 * statistics.median(times):.0f}{more}, by turn: {shown}"
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 
@@ -51,6 +52,7 @@ class RecurrentNetwork(DraftNetwork):
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
+        check_instance("config", config, DrafterConfig, "a DrafterConfig")
         self.config = config
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
