@@ -146,13 +146,8 @@ class Optimiser:
 class Trainer:
     """Trainer of one drafter, from the beginning or from the state of an interrupted run.
 
-    Args:
-        student: The drafter, with its initial weights.
-        order: Batches to train on.
-        held_out: Texts to measure on.
-        request: Options, and the folder of the state.
-        identity: Options and texts that a resumed run must share, as JSON.
-        total_steps: Number of steps of the run; None for the epochs of the request.
+    A resumed run must share ``identity``, the options and texts of the run as JSON. Without
+    ``total_steps`` the epochs of the request count.
     """
 
     def __init__(
