@@ -158,10 +158,13 @@ def _check_for_machines(
             "expected a model to split over several machines, found none; the bundled one is for "
             "one machine, so name another"
         )
-    given = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"{option} is not supported on several machines; leave it out")
+    if adapter_path is not None:
+        raise ConfigError(
+            "adapter_path is not supported on several machines, as mlx-lm cannot split an adapter; "
+            "fuse it into the model with mlx_lm.fuse, and name that model"
+        )
+    if trust_remote_code:
+        raise ConfigError("trust_remote_code is not supported on several machines; leave it out")
 
 
 def load_drafter(path_or_repo: str | Path) -> Proposer:
