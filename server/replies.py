@@ -39,7 +39,6 @@ class Reply:
 
     Attributes:
         job: The request's place in the worker, which sends the parts of the reply.
-        writer: Writer of the request's protocol.
     """
 
     def __init__(
